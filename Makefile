@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-serve simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-serve simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -49,7 +49,7 @@ image-wheels: .venv/installed  ## compose/wheels: what an image needs that is bu
 image:  ## the image `pagemill`, by Docker
 	docker build --file compose/Dockerfile --tag pagemill .
 
-rolling: .venv/dev  ## workers of older commits beside those of this tree, in every order; 30 minutes
+rolling: .venv/dev  ## workers of older commits with workers of this tree, in every order; 30 minutes
 	$(BIN)/python -m ops.rolling
 
 cluster: .venv/dev  ## the compose cluster on the image `pagemill`: restarts, drains, scale; 15 minutes
@@ -100,16 +100,13 @@ check: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/dev  ## engine against transformers, KV waste
-	$(BIN)/python -m ops.bench.engine
-
 bench-gateway: .venv/dev  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
 	$(BIN)/python -m ops.bench.gateway --peers $(PEERS)
 
 bench-gpu: .venv/dev  ## kernels and models on a GPU, ten minutes; without one it says so
 	$(BIN)/python -m ops.bench.gpu
 
-bench-heldout: .venv/dev  ## arrivals, sampled requests, long prompts, images over HTTP, beside transformers or vLLM in PEERS; 20 minutes
+bench-heldout: .venv/dev  ## arrivals, sampled requests, long prompts, images over HTTP, against transformers or vLLM in PEERS; 20 minutes
 	$(BIN)/python -m ops.bench.heldout --peers $(PEERS)
 	$(BIN)/python -m ops.bench.heldout --peers $(PEERS) --model mid-qwen2vl
 
@@ -127,34 +124,32 @@ bench-peers: .venv/dev  ## us against engines installed in PEERS, see install.sh
 	$(BIN)/python -m ops.bench.peers --peers $(PEERS) --out $(PEERS)/figures.jsonl
 	$(BIN)/python -m ops.bench.peers.plot $(PEERS)/figures.jsonl
 
-bench-int8: .venv/dev  ## int8 weights beside full ones, MODEL a folder; 5 minutes
+bench-int8: .venv/dev  ## int8 weights against full ones, MODEL a folder; 5 minutes
 	$(BIN)/python -m ops.bench.int8 $(MODEL)
 
-bench-omni: .venv/dev  ## speech beside a plain loop: first samples, throughput, a kill of the talker; 3 minutes
+bench-omni: .venv/dev  ## speech against a plain loop: first samples, throughput, a kill of the talker; 3 minutes
 	$(BIN)/python -m ops.bench.omni
 
-# Apart from .venv: transformers would import it, which fails beside a torch for CPUs.
+# Apart from .venv: transformers would import it, which fails with a torch for CPUs.
 TORCHVISION := torchvision==0.28.0
-bench-media: .venv/dev  ## clips and sounds to fields, against transformers; images beside bombs; 6 minutes
+bench-media: .venv/dev  ## clips and sounds to fields, against transformers; images during bombs; 6 minutes
 	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/torchvision $(TORCHVISION)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m ops.bench.media
 
-bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
+bench-serve: .venv/dev  ## vLLM's load client against the gateway, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)
 
-simulate: .venv/dev  ## the tables of docs/contribute/scaling.md, and 10,000 engines
-	$(BIN)/python -m ops.simulate report
-	$(BIN)/python -m ops.simulate big
+simulate: .venv/dev  ## the tables of docs/contribute/scaling.md
+	$(BIN)/python -m ops.simulate
 
 interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 12 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)
-	$(BIN)/python -m ops.interop.media --peers $(PEERS)
 	$(BIN)/python -m ops.interop.responses
 
-leaks: .venv/dev  ## 10,000 requests of all kinds, after which each role has the memory of before; 5 minutes
+leaks: .venv/dev  ## 10,000 requests of all kinds, and the memory of each role after them; 5 minutes
 	$(BIN)/python -m ops.leaks
 
-flood: .venv/dev  ## a tenant's p95 beside another one that floods; 4 minutes
+flood: .venv/dev  ## a tenant's p95 while another one floods; 4 minutes
 	$(BIN)/python -m ops.flood
 
 alerts:  ## the alert rules in Prometheus, and when they fire; needs Debian's package prometheus

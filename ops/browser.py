@@ -47,7 +47,7 @@ MISSING = None if CHROMIUM and DRIVER else "needs Debian's packages chromium and
 
 
 class Browser:
-    """One browser window, whose elements are found by CSS selectors."""
+    """A browser window. Methods find elements by CSS selectors."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -69,7 +69,8 @@ class Browser:
         self._call("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *args: Any) -> Any:
-        """Run a script; return its result, or that of the promise which it returns."""
+        """Run a script. Return its result; if that is a promise, return the value of the
+        promise."""
         body = {"script": script, "args": list(args)}
         return self._call("POST", f"{self._session}/execute/sync", body)
 
@@ -132,9 +133,9 @@ class Browser:
     def labels(self, selector: str) -> dict[str, str]:
         """Return the accessible name of each matching element, by its HTML."""
         body = {"using": "css selector", "value": selector}
-        found = self._call("POST", f"{self._session}/elements", body)
+        elements = self._call("POST", f"{self._session}/elements", body)
         names = {}
-        for element in found:
+        for element in elements:
             path = f"{self._session}/element/{element[ELEMENT]}"
             html = self._call("GET", f"{path}/property/outerHTML")
             names[html] = self._call("GET", f"{path}/computedlabel")
@@ -142,8 +143,8 @@ class Browser:
 
     def _find(self, selector: str) -> str:
         body = {"using": "css selector", "value": selector}
-        found = self._call("POST", f"{self._session}/element", body)
-        return f"{self._session}/element/{found[ELEMENT]}"
+        element = self._call("POST", f"{self._session}/element", body)
+        return f"{self._session}/element/{element[ELEMENT]}"
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)

@@ -1,9 +1,8 @@
 """`make demo`: run the complete system on this machine, and show its answers as they arrive.
 
 Starts nats-server and a process for each stage of the demo model, sends three questions about
-images, one about a clip, one about a sound and one about nothing, all at once, then one whose
-answer is spoken, has an image painted, and asks for a name that only a tool can tell.
-Exits 0 only if all of it is right.
+images, one about a clip, one about a sound and one without media, all at once. Then it requests a
+spoken answer, an image, and a name that only a tool knows. Exits 0 only if all answers are right.
 """
 
 import argparse
@@ -41,7 +40,7 @@ IMAGES, RECORDINGS = OPS / "demo_images", OPS / "demo_recordings"
 HEARING = OPS / "demo_hearing" / "pagemill.yaml"
 SPEECH_FILE = Path("data") / "demo" / "answer.wav"
 IMAGE_FILE = SPEECH_FILE.with_name("image.png")
-# The seed is as good as any other.
+# Any seed would do.
 PROMPT, SEED = "a red circle on blue", 1
 LETTER, WHOSE = IMAGES / "letter_k.png", "Whose letter is this?"
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -69,7 +68,7 @@ SOUND = Case([], "Which digit is spoken?", "7", audio="seven.flac", model="heari
 
 @dataclass
 class Progress:
-    """State of one request; times are those of this process's clock."""
+    """State of one request. All times are from the clock of this process."""
 
     case: Case
     sent_s: float = 0.0
@@ -114,7 +113,7 @@ class Demo:
         self.progress = [Progress(case) for case in self.cases]
         async with site.bus("demo") as bus:
             with Live(self.live_table(), console=console, refresh_per_second=20) as live:
-                await asyncio.gather(*(self._ask(bus, one, live) for one in self.progress))
+                await asyncio.gather(*(self._ask(bus, state, live) for state in self.progress))
             spoken = self.cases[-1]
             images = [IMAGES / name for name in spoken.images]
             request = build_request("demo", spoken.question, images, {})
@@ -122,15 +121,15 @@ class Demo:
             self.painting = Painting(await paint(bus, PROMPT, SEED), RED, BLUE)
             self.with_tool = await ask_with_tool(site.http, LETTER, WHOSE)
 
-    async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
-        case = one.case
+    async def _ask(self, bus: Bus, state: Progress, live: Live) -> None:
+        case = state.case
         images = [IMAGES / name for name in case.images]
         videos, audios = ([RECORDINGS / name] if name else [] for name in (case.video, case.audio))
         request = build_request(case.model, case.question, images, {})
         request = with_media(request, await media_parts(bus, videos, audios))
-        one.sent_s = time.perf_counter()
+        state.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
-            one.add(record)
+            state.add(record)
             live.update(self.live_table())
 
     def live_table(self) -> Table:
@@ -139,11 +138,11 @@ class Demo:
             table.add_column(name)
         table.add_column("tokens", justify="right")
         table.add_column("tok/s", justify="right")
-        for one in self.progress:
-            files = ", ".join(one.case.files) or "—"
-            rate = f"{one.rate:.0f}" if one.num_tokens else ""
-            answer = f"[{_colour(one)}]{one.answer}[/]"
-            table.add_row(files, one.case.question, answer, str(one.num_tokens), rate)
+        for state in self.progress:
+            files = ", ".join(state.case.files) or "—"
+            rate = f"{state.rate:.0f}" if state.num_tokens else ""
+            answer = f"[{_colour(state)}]{state.answer}[/]"
+            table.add_row(files, state.case.question, answer, str(state.num_tokens), rate)
         return table
 
     def summary(self) -> Table:
@@ -151,18 +150,18 @@ class Demo:
         for name in ("question", "first token", "tokens/s", "KV blocks"):
             table.add_column(name, justify="left" if name == "question" else "right")
         table.add_column("path (time in each worker)")
-        for one in self.progress:
-            first = f"{1000 * (one.first_s - one.sent_s):.0f} ms" if one.first_s else "—"
-            blocks = str(one.final.kv_blocks) if isinstance(one.final, Finish) else "—"
-            path = " → ".join(_format_span(span) for span in one.final.path) if one.final else "—"
-            table.add_row(one.case.question, first, f"{one.rate:.0f}", blocks, path)
+        for state in self.progress:
+            first = f"{1000 * (state.first_s - state.sent_s):.0f} ms" if state.first_s else "—"
+            blocks = str(state.final.kv_blocks) if isinstance(state.final, Finish) else "—"
+            path = " → ".join(_format_span(s) for s in state.final.path) if state.final else "—"
+            table.add_row(state.case.question, first, f"{state.rate:.0f}", blocks, path)
         return table
 
 
-def _colour(one: Progress) -> str:
-    if one.final is None:
+def _colour(state: Progress) -> str:
+    if state.final is None:
         return "yellow"
-    return "green" if one.is_right else "red"
+    return "green" if state.is_right else "red"
 
 
 def _format_span(span: StageSpan) -> str:
@@ -170,7 +169,8 @@ def _format_span(span: StageSpan) -> str:
 
 
 def pick_cases() -> list[Case]:
-    """Return three questions about images, those about a clip and a sound, and one about none."""
+    """Return three questions about images, one about a clip, one about a sound, one without
+    media."""
     cases = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
     with_images = [case for case in cases if case.images]
     return [*with_images[:3], CLIP, SOUND, next(case for case in cases if not case.images)]
@@ -200,7 +200,7 @@ def show_speech(speech: Speech, expect: str) -> bool:
         file.writeframes(speech.samples.tobytes())
     fault = speech.find_fault()
     if fault is None and expect not in speech.text.lower():
-        fault = "that is not the answer"
+        fault = "this is not the right answer"
     console.print(f"\n{describe(speech)}", highlight=False)
     console.print(speech.draw(), style="cyan", highlight=False)
     if fault is not None:
@@ -245,16 +245,16 @@ async def run_demo(
 
 
 def report(demo: Demo) -> int:
-    """Print what the answers were, and return the exit code."""
+    """Print the answers, and return the exit code."""
     console.print()
     console.print(demo.summary())
-    for one in demo.progress:
-        if isinstance(one.final, Failure):
-            console.print(f"[red]{one.final.error.code}[/]: {one.final.error.message}")
+    for state in demo.progress:
+        if isinstance(state.final, Failure):
+            console.print(f"[red]{state.final.error.code}[/]: {state.final.error.message}")
     spoken_right = demo.speech is not None and show_speech(demo.speech, demo.cases[-1].expect)
     painted_right = demo.painting is not None and show_painting(demo.painting)
     called_right = demo.with_tool is not None and show_call(demo.with_tool)
-    right = sum(one.is_right for one in demo.progress)
+    right = sum(state.is_right for state in demo.progress)
     right += spoken_right + painted_right + called_right
     num = len(demo.cases) + 3
     verdict = f"{right} of {num} answers are right"

@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 class NameServer(LocalToolServer):
-    """An MCP server whose tool tells the name behind a letter."""
+    """An MCP server with a tool that returns the name for a letter."""
 
     def __init__(self) -> None:
         super().__init__(TOOL)
@@ -46,10 +46,10 @@ class ToolAnswer:
     text: str
 
     def find_fault(self, expect: str) -> str | None:
-        """Say what is wrong with the answer; None if nothing is."""
+        """Return the fault of the answer; None for a right one."""
         if self.outputs != [expect]:
-            return f"the tool was to tell {expect} once"
-        return None if expect in self.text else f"the answer was to contain {expect}"
+            return f"the tool should return {expect} once"
+        return None if expect in self.text else f"the answer should contain {expect}"
 
 
 async def ask_with_tool(gateway_url: str, image: Path, question: str) -> ToolAnswer:
@@ -69,14 +69,14 @@ async def ask_with_tool(gateway_url: str, image: Path, question: str) -> ToolAns
     if response.get("status") != "completed":
         raise DemoFailed(f"the response has failed: {response.get('error') or response}")
     items = response["output"]
-    made = [item for item in items if item["type"] == "mcp_call"]
+    calls = [item for item in items if item["type"] == "mcp_call"]
     parts = [
         part["text"] for item in items if item["type"] == "message" for part in item["content"]
     ]
     return ToolAnswer(
         question,
-        [f"{call['name']}({call['arguments']})" for call in made],
-        [str(call["output"]) for call in made],
+        [f"{call['name']}({call['arguments']})" for call in calls],
+        [str(call["output"]) for call in calls],
         "".join(parts),
     )
 

@@ -141,7 +141,7 @@ async def paint(bus: Bus, prompt: str, seed: int) -> bytes:
     async for painted in follow_output(bus, request_id, "image"):
         if isinstance(painted, ImageRecord):
             return await read_media(bus, painted.media)
-    raise DemoFailed("the log of the image has none")
+    raise DemoFailed("the log of the request has no image")
 
 
 async def speak(bus: Bus, request: GenerateRequest) -> Speech:

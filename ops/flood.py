@@ -1,9 +1,10 @@
-"""`make flood`: how much longer one tenant waits for its answers while another one floods.
+"""`make flood`: measure how much longer a tenant waits for its answers while another one floods.
 
-A tenant sends short texts at a steady rate to a `pagemill up` with the demo model, in quiet phases
-and beside another tenant, which sends ten times as many requests: large images, grammars, big
-bodies and long answers. That one has a key without limits, as keys are by default, and one with a
-`max_concurrent`. The figures are the tenant's p95 beside each, divided by that of the quiet phases.
+A tenant sends short texts at a steady rate to a `pagemill up` with the demo model. Between the
+quiet phases, another tenant sends ten times as many requests: large images, grammars, big bodies
+and long answers. The flood uses a key without limits, which is the default, and then a key with
+`max_concurrent`. The figures are the steady tenant's p95 during each flood, divided by its p95 in
+the quiet phases.
 """
 
 import argparse
@@ -15,10 +16,8 @@ import json
 import multiprocessing
 import os
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -35,7 +34,12 @@ from shared.telemetry import logs
 
 MODEL, CHAT = "demo", "/v1/chat/completions"
 STEADY, FLOODING, LIMITED = "steady", "flooding", "limited"
-FLOODS = {FLOODING: "beside the flood", LIMITED: "beside the flood with {} requests at one time"}
+MAX_CONCURRENT = 2
+"""Limit of the second key of the flooding tenant."""
+FLOODS = {
+    FLOODING: "during the flood",
+    LIMITED: f"during the flood with {MAX_CONCURRENT} requests at one time",
+}
 GOAL = 1.5
 TIMES = 10
 SIDE = 1500
@@ -51,7 +55,7 @@ def _key(name: str) -> str:
     return f"pm-flood-{name}"
 
 
-def config(max_concurrent: int) -> dict[str, Any]:
+def config() -> dict[str, Any]:
     keys: list[dict[str, Any]] = [
         {
             "name": name,
@@ -60,7 +64,7 @@ def config(max_concurrent: int) -> dict[str, Any]:
         }
         for name in (STEADY, FLOODING, LIMITED)
     ]
-    keys[-1]["max_concurrent"] = max_concurrent
+    keys[-1]["max_concurrent"] = MAX_CONCURRENT
     gateway = {"page": False, "api_keys": keys}
     return demo_tree(sampling_defaults={}) | {"gateway": gateway, "log_level": "warning"}
 
@@ -92,7 +96,7 @@ def _client(url: str, key: str) -> httpx.AsyncClient:
 
 
 async def send_steadily(http: httpx.AsyncClient, rate: float, lasts_s: float) -> list[float]:
-    """Send short texts; return how long each answer took."""
+    """Send short texts; return the seconds of each answer."""
     took: list[float] = []
 
     async def one(number: int) -> None:
@@ -107,21 +111,20 @@ async def send_steadily(http: httpx.AsyncClient, rate: float, lasts_s: float) ->
 
 
 class Flood:
-    """The clients of the flooding tenant, in a process of their own."""
+    """The clients of the flooding tenant, in a separate process."""
 
-    def __init__(self, kinds: Sequence[str]) -> None:
-        self._kinds = kinds
+    def __init__(self) -> None:
         self._rng = random.Random(1)
         self._images = _large_images(self._rng)
         self._big = json.dumps(_body("x " * (BIG_BODY // 2), 4)).encode()
         self._outcomes: Counter[str] = Counter()
 
     async def send(self, url: str, key: str, rate: float, lasts_s: float) -> Counter[str]:
-        """Send requests of all kinds in turn; return how many ended in which way."""
+        """Send requests of all kinds in turn; return the number of each outcome."""
         async with _client(url, key) as http:
 
             async def one(number: int) -> None:
-                kind = self._kinds[number % len(self._kinds)]
+                kind = KINDS[number % len(KINDS)]
                 try:
                     answer = await http.post(CHAT, content=self._content(kind))
                     self._outcomes[f"{kind} {answer.status_code}"] += 1
@@ -136,7 +139,7 @@ class Flood:
         if kind == "body":
             return self._big
         if kind == "image":
-            # Bytes behind the end of an image make another file of it.
+            # Bytes after the end of an image make a new file of it.
             data = base64.b64encode(self._rng.choice(self._images) + unique.encode()).decode()
             url = {"url": f"data:image/jpeg;base64,{data}"}
             parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": unique}]
@@ -149,20 +152,18 @@ class Flood:
         return json.dumps(_body(unique, 200, ignore_eos=True)).encode()
 
 
-def run_flood(
-    url: str, kinds: Sequence[str], key: str, rate: float, lasts_s: float
-) -> Counter[str]:
-    """Flood a gateway; this is the work of another process."""
-    return uvloop.run(Flood(kinds).send(url, key, rate, lasts_s))
+def run_flood(url: str, key: str, rate: float, lasts_s: float) -> Counter[str]:
+    """Flood a gateway. Another process runs this function."""
+    return uvloop.run(Flood().send(url, key, rate, lasts_s))
 
 
 def come_first() -> bool:
     """Let this process run whenever it can, and return whether Linux permits it.
 
-    It stands for a client elsewhere, whose own waiting for a processor is no part of the figure.
+    It stands for a client on another machine, which does not wait for these processors.
     """
     try:
-        # What it starts has the usual priority.
+        # Child processes keep the usual priority.
         policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK
         os.sched_setscheduler(0, policy, os.sched_param(1))
     except PermissionError:
@@ -171,27 +172,27 @@ def come_first() -> bool:
 
 
 async def _measure(
-    rate: float, phase_s: float, rounds: int, kinds: Sequence[str], max_concurrent: int
+    rate: float, phase_s: float, rounds: int
 ) -> tuple[dict[str, Samples], dict[str, Counter[str]]]:
-    """Return how long the steady tenant waits alone and during the flood of each key.
+    """Return the times of the steady tenant's answers, alone and during the flood of each key.
 
     The second value has the outcomes of the flood's requests.
     """
     took = {key: Samples() for key in ("", *FLOODS)}
     outcomes: dict[str, Counter[str]] = {key: Counter() for key in FLOODS}
-    async with deployment(config(max_concurrent)) as site:
+    async with deployment(config()) as site:
         if not come_first():
-            console.print("the client's own waiting for a processor counts: this is not root")
+            console.print("not root: times include the client's waits for a processor")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             loop = asyncio.get_running_loop()
-            warm_up = (site.http, kinds, FLOODING, 1.0, 1.0)
+            warm_up = (site.http, FLOODING, 1.0, 1.0)
             await loop.run_in_executor(process, run_flood, *warm_up)
             async with _client(site.http, STEADY) as http:
                 await send_steadily(http, rate, PAUSE_S)
                 for _ in range(rounds):
                     took[""] += await send_steadily(http, rate, phase_s)
                     for key in FLOODS:
-                        flooding = (site.http, kinds, key, TIMES * rate, phase_s + LEAD_S)
+                        flooding = (site.http, key, TIMES * rate, phase_s + LEAD_S)
                         flood = loop.run_in_executor(process, run_flood, *flooding)
                         await asyncio.sleep(LEAD_S)
                         took[key] += await send_steadily(http, rate, phase_s)
@@ -200,10 +201,10 @@ async def _measure(
     return took, outcomes
 
 
-def _show(took: dict[str, Samples], outcomes: dict[str, Counter[str]], max_concurrent: int) -> None:
+def _show(took: dict[str, Samples], outcomes: dict[str, Counter[str]]) -> None:
     rows = [
         (
-            FLOODS.get(key, "alone").format(max_concurrent),
+            FLOODS.get(key, "alone"),
             len(times),
             *(f"{1000 * s:.0f} ms" for s in (times.median, times.p95, max(times))),
             f"{times.p95 / took[''].p95:.2f}",
@@ -213,27 +214,18 @@ def _show(took: dict[str, Samples], outcomes: dict[str, Counter[str]], max_concu
     columns = ("tenant", "answers", "p50", "p95", "max", f"ratio of p95, goal {GOAL}")
     print_table("answers of the steady tenant", columns, rows)
     for key, counted in outcomes.items():
-        console.print(f"{FLOODS[key].format(max_concurrent)}: {dict(sorted(counted.items()))}")
+        console.print(f"{FLOODS[key]}: {dict(sorted(counted.items()))}")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second, of one tenant")
+    parser.add_argument("--rate", type=float, default=2.0, help="steady requests a second")
     parser.add_argument("--phase", type=float, default=20.0, help="seconds of a phase")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kind", action="append", choices=KINDS, help="only these requests")
-    parser.add_argument("--max-concurrent", type=int, default=2, help="of the flood's second key")
+    parser.add_argument("--rounds", type=int, default=2, help="phases of each kind")
     options = parser.parse_args()
     logs.configure_logging("error", role="flood")
-    kinds = tuple(options.kind or KINDS)
-    _show(
-        *uvloop.run(
-            _measure(options.rate, options.phase, options.rounds, kinds, options.max_concurrent)
-        ),
-        options.max_concurrent,
-    )
-    return 0
+    _show(*uvloop.run(_measure(options.rate, options.phase, options.rounds)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -109,7 +109,7 @@ def _exactly(properties: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fuzz the HTTP API.")
-    parser.add_argument("--seconds", type=int, default=600)
+    parser.add_argument("--seconds", type=int, default=600, help="length of the run")
     parser.add_argument("more", nargs="*", help="arguments for schemathesis")
     arguments = parser.parse_args()
     sys.exit(uvloop.run(main(arguments.seconds, arguments.more)))

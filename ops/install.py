@@ -1,8 +1,8 @@
-"""`make install`: .venv with what requirements.lock pins, and the build of torch for this machine.
+"""`make install`: .venv with the locked packages, and the build of torch for this machine.
 
 This runs in the system's Python and imports only the standard library. uv installs: it takes a
 tenth of pip's time, shows what it downloads, and links what another checkout has downloaded.
-Sizes below are those of torch 2.13.0 for Linux on x86-64.
+Sizes below were measured with torch 2.13.0 for Linux on x86-64.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def is_reachable(url: str) -> bool:
 def choose_torch() -> list[str]:
     """Return uv's options for the build of torch that fits this machine, and print the choice."""
     if os.environ.get("UV_TORCH_BACKEND"):
-        say(f"torch's build is that of UV_TORCH_BACKEND={os.environ['UV_TORCH_BACKEND']}")
+        say(f"torch's build is set by UV_TORCH_BACKEND={os.environ['UV_TORCH_BACKEND']}")
         return []
     if has_gpu():
         say("NVIDIA GPU found: torch's CUDA build, 2 GB to download, 5 GB on disk")
@@ -104,11 +104,11 @@ def index_options() -> list[str]:
     return options
 
 
-def uv_command(wanted: list[str], options: list[str]) -> list[str]:
+def uv_command(packages: list[str], options: list[str]) -> list[str]:
     """Return the command that installs `wanted`; the lock file has versions and hashes of all."""
     install = [UV, "pip", "install", "--python", PYTHON, "--system-certs"]
     pinned = ["--constraints", str(LOCK), "--build-constraints", str(LOCK)]
-    return [*install, *pinned, *options, *wanted]
+    return [*install, *pinned, *options, *packages]
 
 
 def pip_commands(folder: Path) -> Iterator[list[str]]:
@@ -126,9 +126,9 @@ def pip_commands(folder: Path) -> Iterator[list[str]]:
     yield [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
 
 
-def install(wanted: list[str]) -> int:
+def install(packages: list[str]) -> int:
     """Install with uv, or else with pip; return the exit code."""
-    code = subprocess.run(uv_command(wanted, [*choose_torch(), *index_options()]), check=False)
+    code = subprocess.run(uv_command(packages, [*choose_torch(), *index_options()]), check=False)
     if code.returncode == 0:
         return 0
     say("uv has failed; pip installs all of requirements.lock, which takes some minutes")

@@ -1,8 +1,8 @@
-"""`make leaks`: a flood of requests, after which each process must have the memory of before.
+"""`make leaks`: check that no process has more memory after a flood of requests.
 
 Texts and images, streamed and whole, cancelled in the middle and refused, go through the gateway of
-a `pagemill up` with the demo model. The first requests fill caches, whose limits are small here.
-What a role holds when it is idle after these is its plateau; after all others it may hold 5 % more.
+a `pagemill up` with the demo model. The first requests fill caches, which have small limits here.
+The memory of an idle role after these is its plateau. After all others it may have 5 % more.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Clients:
         return (await self._http.post(CHAT, json=body)).status_code
 
     async def _image(self, rng: random.Random) -> int:
-        # Bytes behind the end of an image make another file of it.
+        # Bytes after the end of an image make a new file of it.
         data = rng.choice(self._images) + str(rng.randrange(NUM_FILES)).encode()
         url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
         content = [
@@ -217,8 +217,8 @@ async def _measure(num_requests: int, seed: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=10_000, help="number of requests")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the requests")
     options = parser.parse_args()
     logs.configure_logging("error", role="leaks")
     return 0 if uvloop.run(_measure(options.requests, options.seed)) else 1

@@ -14,10 +14,10 @@ def render(
     media: Iterable[DecodedMedia],
     tenant: str = "",
 ) -> Rendered:
-    """Render messages whose media are those of `prompt.media_parts`, in that order.
+    """Render messages. `media` are the media of `prompt.media_parts`, in this order.
 
-    Each medium is taken from the iterator after `check` and after the text, and released before the
-    next but one is taken. Raises what `Processor.tokenize`, `process` and `expand` raise.
+    Each medium is taken from the iterator after `check` and after the text. At most two are held at
+    once. Raises the errors of `Processor.tokenize`, `process` and `expand`.
     """
     token_ids = processor.tokenize(Prompt(list(messages)))
     processed = [

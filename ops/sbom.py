@@ -1,7 +1,7 @@
-"""`make sbom`: what the wheel brings, in CycloneDX's format, with versions, hashes and licences.
+"""`make sbom`: the packages of the wheel in CycloneDX's format, with versions, hashes and licences.
 
-The dependencies are those of the installed metadata, from the package down, and the versions and
-hashes those of requirements.lock. The same lock makes the same file.
+The dependencies come from the installed metadata, versions and hashes from requirements.lock. The
+same lock makes the same file.
 """
 
 import json
@@ -35,7 +35,7 @@ ALLOWED = frozenset(
 )  # fmt: skip
 """Licences that a dependency may have."""
 
-# Packages that name their licence in words of their own.
+# Names of licences that are no SPDX identifiers.
 _SPDX = {
     "apache 2 license": "Apache-2.0",
     "apache 2.0 license": "Apache-2.0",
@@ -50,7 +50,7 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
 class SupplyError(Exception):
-    """Raised for a dependency that is not locked, or whose licence nobody knows."""
+    """Raised for a dependency that is not locked, or has an unknown licence."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Component:
 
 def read_lock(text: str) -> dict[str, Locked]:
     """Return the packages of a lock, by their normal names, that are for this Python."""
-    found: dict[str, Locked] = {}
+    packages: dict[str, Locked] = {}
     current = Locked("")
     for line in text.splitlines():
         current.hashes += _HASH.findall(line)
@@ -91,8 +91,8 @@ def read_lock(text: str) -> dict[str, Locked]:
         pinned = Requirement(line.rstrip("\\ "))
         current = Locked(str(pinned.specifier).removeprefix("=="))
         if pinned.marker is None or pinned.marker.evaluate():
-            found[canonicalize_name(pinned.name)] = current
-    return found
+            packages[canonicalize_name(pinned.name)] = current
+    return packages
 
 
 def licence_of(name: str, declared: list[str]) -> str:
@@ -101,9 +101,9 @@ def licence_of(name: str, declared: list[str]) -> str:
     Raises SupplyError if none of it is an expression.
     """
     for text in declared:
-        known = _SPDX.get(text.strip().lower(), text.strip())
+        spdx = _SPDX.get(text.strip().lower(), text.strip())
         try:
-            return str(canonicalize_license_expression(known))
+            return str(canonicalize_license_expression(spdx))
         except InvalidLicenseExpression:
             continue
     raise SupplyError(f"{name} names no licence that has an SPDX id: {declared}")
@@ -144,27 +144,29 @@ def _split(expression: str, joined: str) -> list[str]:
 
 def components(locked: Mapping[str, Locked]) -> dict[str, Component]:
     """Return the packages that the wheel brings, by name, without the wheel itself."""
-    found: dict[str, Component] = {}
+    packages: dict[str, Component] = {}
     for extra in ("", *EXTRAS):
         for name in requirements_of(distribution(PACKAGE), {extra}):
-            _add(found, name, locked, is_optional=extra != "")
-    return dict(sorted(found.items()))
+            _add(packages, name, locked, is_optional=extra != "")
+    return dict(sorted(packages.items()))
 
 
 def _add(
-    found: dict[str, Component], name: str, locked: Mapping[str, Locked], *, is_optional: bool
+    packages: dict[str, Component], name: str, locked: Mapping[str, Locked], *, is_optional: bool
 ) -> None:
-    if name in found:
+    if name in packages:
         return
     installed = distribution(name)
     version, _, _ = installed.version.partition("+")  # The build of torch.
     if name not in locked or locked[name].version != version:
-        raise SupplyError(f"{name} {version} is not what {LOCK.name} has: run `make install`")
+        raise SupplyError(
+            f"{name} {version} is installed, but not in {LOCK.name}: run `make install`"
+        )
     licence = licence_of(name, declared_by(installed))
     requires = list(requirements_of(installed, {""}))
-    found[name] = Component(name, version, licence, locked[name].hashes, requires, is_optional)
+    packages[name] = Component(name, version, licence, locked[name].hashes, requires, is_optional)
     for required in requires:
-        _add(found, required, locked, is_optional=is_optional)
+        _add(packages, required, locked, is_optional=is_optional)
 
 
 def requirements_of(installed: Distribution, extras: set[str]) -> Iterator[str]:
@@ -181,11 +183,11 @@ def requirements_of(installed: Distribution, extras: set[str]) -> Iterator[str]:
             yield name
 
 
-def bill_of(version: str, found: Mapping[str, Component]) -> dict[str, Any]:
+def bill_of(version: str, packages: Mapping[str, Component]) -> dict[str, Any]:
     """Return the bill of materials of a version of the wheel."""
     root = f"pkg:pypi/{PACKAGE}@{version}"
-    edges = {root: [c.ref for c in found.values() if c.name in _direct()]}
-    edges |= {c.ref: [found[name].ref for name in c.requires] for c in found.values()}
+    edges = {root: [c.ref for c in packages.values() if c.name in _direct()]}
+    edges |= {c.ref: [packages[name].ref for name in c.requires] for c in packages.values()}
     body = {
         "metadata": {
             "component": {
@@ -197,7 +199,7 @@ def bill_of(version: str, found: Mapping[str, Component]) -> dict[str, Any]:
                 "licenses": [{"expression": "Apache-2.0"}],
             }
         },
-        "components": [_component(component) for component in found.values()],
+        "components": [_component(component) for component in packages.values()],
         "dependencies": [
             {"ref": ref, "dependsOn": sorted(required)} for ref, required in edges.items()
         ],
@@ -235,15 +237,15 @@ def _component(component: Component) -> dict[str, Any]:
 
 
 def main() -> None:
-    found = components(read_lock(LOCK.read_text()))
-    refused = [c for c in found.values() if not is_allowed(c.licence)]
+    packages = components(read_lock(LOCK.read_text()))
+    refused = [c for c in packages.values() if not is_allowed(c.licence)]
     if refused:
         sys.exit("\n".join(f"{c.name}: {c.licence} is not allowed" for c in refused))
     version = distribution(PACKAGE).version
     file = ROOT / "dist" / f"{PACKAGE}-{version}.cdx.json"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(bill_of(version, found), indent=1) + "\n")
-    sys.stdout.write(f"{file.relative_to(ROOT)}: {len(found)} packages\n")
+    file.write_text(json.dumps(bill_of(version, packages), indent=1) + "\n")
+    sys.stdout.write(f"{file.relative_to(ROOT)}: {len(packages)} packages\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ class LocalToolServer:
     """Base of servers that run in a thread of this process, at a free port of this machine."""
 
     def __init__(self, tool: dict[str, Any]) -> None:
-        """`tool` is what `tools/list` tells of it."""
+        """`tool` is the entry of the tool in `tools/list`."""
         self._tool = tool
         app = Starlette(routes=[Route("/mcp", self.answer, methods=["POST"])])
         self._server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_config=None))

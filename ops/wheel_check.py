@@ -1,8 +1,8 @@
 """`make wheel-check`: the built wheel alone, installed as a tool, serves and answers.
 
-The environment is new, no variable but PATH and HOME is inherited, and the working folder is
-empty: nothing is found in a checkout. Only the cache of compiled kernels is that of the user. With
-`--kernels` the wheel brings the kernels for this processor, and there is neither a cache nor a
+The environment is new, only PATH and HOME are inherited, and the working folder is empty, so that
+nothing comes from a checkout. Only the cache of compiled kernels belongs to the user. With
+`--kernels`, the wheel has the kernels for this processor, and there is neither a cache nor a
 compiler.
 """
 
@@ -44,9 +44,9 @@ class CheckFailed(Exception):
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: int = 120) -> str:
@@ -54,8 +54,8 @@ def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: int = 
         command, env=env, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     if done.returncode != 0:
-        shown = " ".join(command)
-        raise CheckFailed(f"{shown} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        words = " ".join(command)
+        raise CheckFailed(f"{words} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -98,23 +98,23 @@ def install_wheel(folder: Path) -> Path:
 @contextlib.contextmanager
 def running(pagemill: Path, env: dict[str, str], folder: Path) -> Iterator[None]:
     """Run `pagemill up` until it is ready, and hold it to a clean end."""
-    said = folder / "said"
-    with said.open("wb") as stderr:
+    output = folder / "stderr"
+    with output.open("wb") as stderr:
         up = subprocess.Popen([str(pagemill), "up"], env=env, cwd=folder, stderr=stderr)
     try:
         deadline = time.monotonic() + READY_S
-        while b"ready at" not in said.read_bytes():
+        while b"ready at" not in output.read_bytes():
             if up.poll() is not None or time.monotonic() > deadline:
                 log = folder / "data" / "pagemill.log"
                 logged = log.read_text()[-MAX_SHOWN:] if log.exists() else ""
-                raise CheckFailed(f"pagemill up was never ready:\n{said.read_text()}\n{logged}")
+                raise CheckFailed(f"pagemill up was never ready:\n{output.read_text()}\n{logged}")
             time.sleep(0.1)
         yield
     finally:
         up.send_signal(signal.SIGINT)
         code = up.wait(60)
     if code != 0:
-        raise CheckFailed(f"pagemill up ended with {code}:\n{said.read_text()}")
+        raise CheckFailed(f"pagemill up ended with {code}:\n{output.read_text()}")
 
 
 def check(folder: Path, has_kernels: bool) -> None:
@@ -153,8 +153,8 @@ def run_saving(pagemill: Path, command: list[str], file: Path, env: dict[str, st
 def check_kernels(home: Path) -> None:
     log = (home / "data" / "pagemill.log").read_text()
     if "native_kernels_unavailable" in log or list((home / "cache").rglob("native-*.so")):
-        raise CheckFailed(f"the kernels of the wheel are not those that run:\n{log[-MAX_SHOWN:]}")
-    say("the kernels are those of the wheel, without a compiler")
+        raise CheckFailed(f"the running kernels are not from the wheel:\n{log[-MAX_SHOWN:]}")
+    say("the kernels are from the wheel, without a compiler")
 
 
 def check_sound(file: Path) -> None:

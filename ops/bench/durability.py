@@ -222,8 +222,8 @@ def _rows(modes: dict[str, list[Burst]]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=(DEMO, RANDOM), default=DEMO)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", choices=(DEMO, RANDOM), default=DEMO, help="the served model")
+    parser.add_argument("--rounds", type=int, default=5, help="bursts of each mode and load")
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:

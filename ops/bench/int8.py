@@ -1,10 +1,10 @@
 """Compare int8 weights with full ones: the same model, the same texts, the same run.
 
-Accuracy is that of every token of the texts, against the model in float32: the share of tokens with
-the same likeliest successor, the mean Kullback-Leibler divergence, and the ratio of perplexities.
-The row of bfloat16 shows what that type alone changes. Speed is relative to the first row of the
-second table, each at its best of several turns. Peak memory is that of a process that only loads
-the weights.
+Accuracy is measured at every token of the texts, against the model in float32: the share of tokens
+with the same likeliest successor, the mean Kullback-Leibler divergence, and the ratio of
+perplexities. The row of bfloat16 shows the effect of that type alone. Speed is relative to the
+first row of the second table, each at its best of several turns. Peak memory is measured in a
+process that only loads the weights.
 
     python -m ops.bench.models smollm2 FOLDER
     python -m ops.bench.int8 FOLDER [--text FILE ...]
@@ -116,7 +116,7 @@ def compare(base: LoadedModel, other: LoadedModel, windows: list[Tensor]) -> tup
 
 
 def decode(model: DecoderModel, num_streams: int) -> float:
-    """Return the seconds of a decode step of so many sequences."""
+    """Return the seconds of a decode step of `num_streams` sequences."""
     length = 128
     num_blocks = -(-(length + NUM_DECODED) // BLOCK_SIZE)
     cache = model.new_cache(num_blocks * num_streams, BLOCK_SIZE)
@@ -182,8 +182,8 @@ def report(folder: Path, files: list[Path]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--text", type=Path, nargs="*", default=[])
+    parser.add_argument("model", type=Path, help="folder of the model")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="files to read")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is None:

@@ -4,7 +4,7 @@ A client keeps a fixed number of jobs in flight; a worker in another process rec
 it to the client over core NATS, and acknowledges it. Every system has the same server, with the
 settings that we ship, the same job and the same window; rounds alternate between them.
 
-The others are measured if they are installed in a folder of their own:
+The other systems are measured if they are installed in a separate folder:
 
     pip install --target FOLDER taskiq-nats 'faststream[nats]'
     python -m ops.bench.jobs --peers FOLDER
@@ -50,7 +50,7 @@ from shared.telemetry import logs
 class Result(msgspec.Struct):
     jobs_s: float
     latencies_ms: list[float]
-    """Seconds from submission to the report that the job is done."""
+    """Milliseconds from submission to the report that the job is done."""
 
 
 class Jobs:
@@ -222,11 +222,13 @@ def _jobs_s(results: list[Result]) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=4000, help="jobs of a round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each system")
     parser.add_argument("--peers", type=Path, help="folder into which the peers were installed")
-    parser.add_argument("--only", nargs="+", default=[], choices=list(SYSTEMS))
-    parser.add_argument("--relaxed", action="store_true", help="let the server sync when it likes")
+    parser.add_argument(
+        "--only", nargs="+", default=[], choices=list(SYSTEMS), help="these systems"
+    )
+    parser.add_argument("--relaxed", action="store_true", help="acknowledge before a sync")
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:

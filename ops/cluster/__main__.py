@@ -1,8 +1,8 @@
-"""`make cluster`: start the compose cluster, and hold it to what docs/operate/deploy.md promises.
+"""`make cluster`: start the compose cluster, and check the claims of docs/operate/deploy.md.
 
-The image `pagemill` is built unless it is there. The cluster has a project name, a port and
-volumes of its own, and is removed at the end. Where no container engine can be started, the test
-is skipped with the reason. With `--old IMAGE`, half of the workers, the gateway and the brokers run
+The image `pagemill` is built unless it exists. The cluster has a separate project name, port and
+volumes, and is removed at the end. Where no container engine can be started, the test is skipped
+with the reason. With `--old IMAGE`, half of the workers, the gateway and the brokers run
 an older image all the time.
 """
 
@@ -42,8 +42,8 @@ def say(text: str) -> None:
 
 
 def has_image(image: str) -> bool:
-    known = subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False)
-    return known.returncode == 0
+    command = ["docker", "image", "inspect", image]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def ensure_image(image: str) -> None:
@@ -110,7 +110,7 @@ def start_beside(compose: Compose, old: str, new: str) -> checks.Step:
 
 
 async def check(compose: Compose, port: int, steps: list[str]) -> None:
-    """Run the steps, and print what each has shown. Raises CheckFailed."""
+    """Run the steps, and print the figures of each. Raises CheckFailed."""
     door = Door(port)
     try:
         report(checks.check_isolation(compose, port))
@@ -142,8 +142,8 @@ def report(step: checks.Step) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
-    parser.add_argument("--image", default="pagemill")
-    parser.add_argument("--old", help="an older image, whose workers run beside those of --image")
+    parser.add_argument("--image", default="pagemill", help="the image to test")
+    parser.add_argument("--old", help="an older image, which runs half of the workers")
     parser.add_argument("--step", action="append", choices=STEPS, help="by default all")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")
     arguments = parser.parse_args()

@@ -38,7 +38,7 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Step:
-    """What one step has shown."""
+    """The figures of a step that has passed."""
 
     title: str
     figures: str
@@ -47,9 +47,9 @@ class Step:
 def check_images(compose: Compose, images: set[str]) -> Step:
     """Each role has a container of each of the images."""
     for role in MIXED_ROLES:
-        found = [container.image for container in compose.containers(role)]
-        if set(found) != images:
-            raise CheckFailed(f"{role}: containers of {found}, not of {sorted(images)}")
+        images_of_role = [container.image for container in compose.containers(role)]
+        if set(images_of_role) != images:
+            raise CheckFailed(f"{role}: containers of {images_of_role}, not of {sorted(images)}")
     return Step(
         "images side by side", f"{', '.join(MIXED_ROLES)}: of {' and '.join(sorted(images))}"
     )
@@ -79,13 +79,14 @@ def check_isolation(compose: Compose, port: int) -> Step:
 def check_keys(compose: Compose) -> Step:
     """A worker has the key of its role and no other, and a server has no key at all."""
     containers = compose.all_containers()
-    for one in containers:
-        wanted = [f"{one.role}.nk"] if one.role != BROKERS else ["accounts.conf", "nats_password"]
-        found = run(["docker", "exec", one.id, "find", "/run/", "-type", "f", "-path", "*keys*"])
-        files = sorted(found.split())
-        if files != [f"{KEYS}/{name}" for name in wanted]:
-            raise CheckFailed(f"{one.name}: it has {files}, and should have {wanted} in {KEYS}")
-    roles = {one.role for one in containers} - {BROKERS}
+    for container in containers:
+        is_broker = container.role == BROKERS
+        names = ["accounts.conf", "nats_password"] if is_broker else [f"{container.role}.nk"]
+        find = ["find", "/run/", "-type", "f", "-path", "*keys*"]
+        files = sorted(run(["docker", "exec", container.id, *find]).split())
+        if files != [f"{KEYS}/{name}" for name in names]:
+            raise CheckFailed(f"{container.name} has {files}, and should have {names} in {KEYS}")
+    roles = {container.role for container in containers} - {BROKERS}
     return Step("keys", f"{len(containers)} containers, {len(roles)} roles, each has its own alone")
 
 
@@ -102,7 +103,7 @@ async def check_transports(compose: Compose) -> Step:
     """Payloads have gone from container to container by TCP, and no transport has failed."""
     failed = [line for line in compose.logs().splitlines() if "transport_failed" in line]
     if failed:
-        raise CheckFailed(f"{len(failed)} payloads fell over: {failed[0]}")
+        raise CheckFailed(f"{len(failed)} payloads failed by TCP: {failed[0]}")
     readers = {}
     for service in ("encoder", "engine"):
         tables = [
@@ -112,8 +113,8 @@ async def check_transports(compose: Compose) -> Step:
         readers[service] = sum(connections(table, BLOB_PORT) for table in tables)
     if not all(readers.values()):
         raise CheckFailed(f"no connection to a payload's owner: {readers}")
-    shown = ", ".join(f"{count} of {service}" for service, count in readers.items())
-    return Step("payloads by TCP", f"connections to owners: {shown}; none fell over")
+    counts = ", ".join(f"{count} of {service}" for service, count in readers.items())
+    return Step("payloads by TCP", f"connections to owners: {counts}; no failure")
 
 
 def connections(table: str, port: int) -> int:

@@ -61,8 +61,8 @@ def run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
         check=False,
     )
     if done.returncode != 0:
-        said = f"{done.stdout}{done.stderr}"[-4000:]
-        raise CheckFailed(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
+        output = f"{done.stdout}{done.stderr}"[-4000:]
+        raise CheckFailed(f"{' '.join(command)} ended with {done.returncode}:\n{output}")
     return done.stdout
 
 
@@ -111,14 +111,14 @@ class Container:
     def faults(self) -> list[str]:
         """Return what the container may do and should not."""
         host, config = self.description["HostConfig"], self.description["Config"]
-        wanted = {
+        safeguards = {
             "its root file system is writable": host["ReadonlyRootfs"],
             "it has capabilities": host["CapDrop"] == ["ALL"] and not host["CapAdd"],
             "it may gain privileges": "no-new-privileges:true" in (host["SecurityOpt"] or []),
             "it has no init": host["Init"],
             "it runs as root": config["User"] not in ("", "0", "root"),
         }
-        return [fault for fault, is_right in wanted.items() if not is_right]
+        return [fault for fault, is_right in safeguards.items() if not is_right]
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Compose:
         return run([*prefix, *arguments], self.env)
 
     def up(self, **scale: int) -> None:
-        """Start what is not running, with so many containers of the named services.
+        """Start all services, with the given number of containers of each named one.
 
         Services that are not named keep the number that an earlier call gave; `docker compose up`
         would bring them back to one container.
@@ -168,11 +168,11 @@ class Compose:
         return run(["docker", "network", "ls", "--filter", label, "--format", "{{.Name}}"]).split()
 
     def is_internal(self, network: str) -> bool:
-        shown = run(["docker", "network", "inspect", network, "--format", "{{.Internal}}"])
-        return shown.strip() == "true"
+        output = run(["docker", "network", "inspect", network, "--format", "{{.Internal}}"])
+        return output.strip() == "true"
 
     def all_containers(self) -> list[Container]:
-        return [one for service in self.services() for one in self.containers(service)]
+        return [container for service in self.services() for container in self.containers(service)]
 
     def wait_healthy(self, timeout_s: float, *services: str) -> float:
         """Wait until all containers of the services, or of all, are healthy; return the time."""
@@ -183,8 +183,9 @@ class Compose:
             if not ill:
                 return time.monotonic() - began
             if time.monotonic() > began + timeout_s:
-                shown = ", ".join(c.name for c in ill)
-                raise CheckFailed(f"after {timeout_s:.0f} s not healthy: {shown}\n{self.logs(40)}")
+                unhealthy = ", ".join(c.name for c in ill)
+                logs = self.logs(40)
+                raise CheckFailed(f"after {timeout_s:.0f} s not healthy: {unhealthy}\n{logs}")
             time.sleep(POLL_S)
 
     def logs(self, num_lines: int | None = None) -> str:

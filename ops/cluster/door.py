@@ -109,7 +109,7 @@ class Door:
         return tally
 
     async def ask_steadily(self, per_s: float, stop: asyncio.Event, tally: Tally) -> None:
-        """Ask so many questions a second until `stop`, and wait for the last answers."""
+        """Ask `per_s` questions a second until `stop`, and wait for the last answers."""
         cases = read_cases()
         await at_rate(
             per_s,
@@ -119,19 +119,20 @@ class Door:
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, path: str, body: dict[str, Any], what: str
+        self, path: str, body: dict[str, Any], name: str
     ) -> AsyncIterator[httpx.Response]:
-        """Yield a response whose body is not read yet. Raises RuntimeError for a refusal."""
+        """Yield a response before its body is read. Raises RuntimeError for a refusal."""
         async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 reason = (await response.aread()).decode(errors="replace")[:300]
-                raise RuntimeError(f"{what}: {response.status_code} {reason}")
+                raise RuntimeError(f"{name}: {response.status_code} {reason}")
             yield response
 
     async def long_texts(self, count: int, num_tokens: int, begun: asyncio.Event) -> list[str]:
-        """Return `count` sampled answers of so many tokens; `begun` is set when all have begun.
+        """Return `count` sampled answers of `num_tokens` tokens; `begun` is set when all have
+        begun.
 
-        Raises RuntimeError for a response that is no answer; `begun` is not set then.
+        Raises RuntimeError for a response that is no answer. In this case `begun` is not set.
         """
         waiting = set(range(count))
 

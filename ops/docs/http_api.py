@@ -64,13 +64,13 @@ def bodies() -> str:
     return " ".join(_name(operation.body) for operation in OPERATIONS)
 
 
-def _name(one: Any) -> str:
-    if one is None or isinstance(one, str):
-        return one or "-"
-    if inspect.isclass(one) and not get_args(one):
-        return f"`{one.__name__}`"
-    kind = "list of " if get_origin(one) is list else ""
-    return kind + " or ".join(_name(part) for part in get_args(one))
+def _name(body: Any) -> str:
+    if body is None or isinstance(body, str):
+        return body or "-"
+    if inspect.isclass(body) and not get_args(body):
+        return f"`{body.__name__}`"
+    kind = "list of " if get_origin(body) is list else ""
+    return kind + " or ".join(_name(part) for part in get_args(body))
 
 
 def _errors() -> str:

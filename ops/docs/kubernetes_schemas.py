@@ -76,7 +76,7 @@ def _references(node: Any) -> list[str]:
 
 
 def _stripped(node: Any, *, is_crd: bool = False) -> Any:
-    """Return a schema without descriptions, whose references are to its own file.
+    """Return a schema without descriptions, with all references inside its file.
 
     The schema of a CRD then allows no unknown fields. Its metadata stays open, because the API
     server checks that itself.
@@ -85,17 +85,17 @@ def _stripped(node: Any, *, is_crd: bool = False) -> Any:
         return [_stripped(child, is_crd=is_crd) for child in node]
     if not isinstance(node, dict):
         return node
-    kept = {
+    schema = {
         key: _stripped(child, is_crd=is_crd)
         for key, child in node.items()
         if (key != "description" or not isinstance(child, str))
         and not (is_crd and key.startswith("x-kubernetes"))
     }
-    if isinstance(kept.get("$ref"), str):
-        kept["$ref"] = kept["$ref"].replace(_REF, "#/$defs/")
-    if is_crd and isinstance(kept.get("properties"), dict) and kept.get("type") == "object":
-        kept["additionalProperties"] = False
-    return kept
+    if isinstance(schema.get("$ref"), str):
+        schema["$ref"] = schema["$ref"].replace(_REF, "#/$defs/")
+    if is_crd and isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        schema["additionalProperties"] = False
+    return schema
 
 
 def _write(name: str, schemas: dict[str, Any]) -> None:

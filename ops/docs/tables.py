@@ -44,22 +44,22 @@ def with_blocks(text: str, makers: Mapping[str, Callable[[list[str], set[str]], 
 
 def structs_in(kinds: Iterable[Any]) -> dict[str, type[Struct]]:
     """Return all Structs that `kinds` consist of, by name, in the order in which they are met."""
-    found: dict[str, type[Struct]] = {}
+    structs: dict[str, type[Struct]] = {}
     pending = list(kinds)
     while pending:
         kind = pending.pop(0)
         pending += get_args(kind)
-        if not inspect.isclass(kind) or not issubclass(kind, Struct) or kind.__name__ in found:
+        if not inspect.isclass(kind) or not issubclass(kind, Struct) or kind.__name__ in structs:
             continue
-        found[kind.__name__] = kind
+        structs[kind.__name__] = kind
         pending += get_type_hints(kind, include_extras=True).values()
-    return found
+    return structs
 
 
 @cache
 def field_docs(cls: type[Struct]) -> dict[str, str]:
     """Return the string that follows each field in the source, by field, in one line."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not issubclass(base, Struct) or base is Struct:
             continue
@@ -69,12 +69,12 @@ def field_docs(cls: type[Struct]) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 assert isinstance(field.target, ast.Name)
                 assert isinstance(text.value, ast.Constant)
-                found[field.target.id] = one_line(str(text.value.value))
-    return found
+                docs[field.target.id] = one_line(str(text.value.value))
+    return docs
 
 
 def class_doc(cls: type[Struct]) -> str:
-    """Return the docstring of a Struct; empty for one without, whose own is msgspec's."""
+    """Return the docstring of a Struct, without the one that msgspec adds."""
     return inspect.cleandoc(cls.__dict__.get("__doc__") or "")
 
 
@@ -136,8 +136,8 @@ def type_words(schema: dict[str, Any], link: Link) -> str:
     return str(kind) + _size(schema, "Length") + _bounds(schema) + pattern
 
 
-def _size(schema: dict[str, Any], what: str) -> str:
-    least, most = schema.get(f"min{what}"), schema.get(f"max{what}")
+def _size(schema: dict[str, Any], unit: str) -> str:
+    least, most = schema.get(f"min{unit}"), schema.get(f"max{unit}")
     if least is not None and most is not None:
         return f" ({least} to {most})"
     return f" (up to {most})" if most else f" (at least {least})" if least else ""

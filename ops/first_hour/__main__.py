@@ -1,16 +1,15 @@
 """`make first-hour`: from a clean clone to a chat about an image with a pulled model, recorded.
 
-The commands are those of docs/guide/first-hour.md. They run in shells on two terminals, in an empty
-home and with caches that are empty unless UV_CACHE_DIR and PIP_CACHE_DIR name others. HF_ENDPOINT
-is a hub on this machine. Every command must end with 0, print what is expected, and never be silent
-for longer than `--max-silence`. `--busy` runs a loop for each core beside them.
+The commands come from docs/guide/first-hour.md. They run in shells on two terminals, in an empty
+home and with empty caches, unless UV_CACHE_DIR and PIP_CACHE_DIR name others. HF_ENDPOINT is a hub
+on this machine. Every command must end with 0, print the expected output, and never be silent for
+longer than `--max-silence`. `--busy` runs a busy loop for each core at the same time.
 """
 
 import argparse
 import contextlib
 import io
 import itertools
-import json
 import os
 import re
 import shutil
@@ -25,23 +24,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from ops.first_hour.hub import demo_hub
-from ops.first_hour.steps import REQUEST, STEPS, STOP, Step
-from ops.first_hour.terminal import DONE, HEIGHT, WIDTH, Chunk, Screen, Terminal, TerminalTimeout
+from ops.first_hour.steps import MODEL, REQUEST, STEPS, STOP, Step
+from ops.first_hour.terminal import DONE, WIDTH, Chunk, Screen, Terminal, TerminalTimeout
 from ops.install import size_of
+from tests.cli.hub_server import Hub
+from workers.settings import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
-# How this machine reaches its package index.
+# Variables by which this machine reaches its package index.
 INHERITED = ("PIP_", "UV_", "SSL_CERT", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
-# The picture has so many lines of a command's output, from its beginning and its end.
+# Lines of a command's output in the picture, from its beginning and its end.
 HEAD, TAIL = 5, 6
 # A user takes a longer silence for the end.
 MAX_SILENCE_S = 6.0
-# Beside busy loops, every step gets a part of a core.
+# With busy loops, every step gets a part of a core.
 MAX_BUSY_SILENCE_S = 12.0
 _REQUEST_ID = re.compile(r"req-[0-9a-f]{16}")
 _PROMPT = re.compile(r"^(\(\.venv\) )?\$ ?", re.MULTILINE)
-# What pip says about this machine's package index.
+# Lines of pip about this machine's package index.
 _OF_INDEX = re.compile(r"Looking in |.*WARNING: Location ")
 _SEQUENCES = re.compile(r"\x1b\[[?>\d;]*[A-Za-z]|\x1b][^\x07]*\x07")
 
@@ -64,20 +64,20 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def run_step(terminal: Terminal, step: Step) -> Outcome:
-    """Type a command, answer its prompts, and hold it to its exit code and output."""
+    """Type a command, answer its prompts, and check its exit code and output."""
     first = len(terminal.chunks)
     terminal.type(step.keys or f"{step.command}\n")
-    seen, failure = "", None
+    output, failure = "", None
     try:
         for pattern, reply in step.replies:
             text, _ = terminal.wait_for(re.compile(pattern), step.timeout_s)
-            seen += text
+            output += text
             terminal.type(reply)
         is_left = step.is_left_running
         end = re.compile(f"{DONE.pattern}|{step.expect}") if is_left else DONE
         text, ended = terminal.wait_for(end, step.timeout_s)
-        seen += text
-        plain = _SEQUENCES.sub("", seen).replace("\r", "")
+        output += text
+        plain = _SEQUENCES.sub("", output).replace("\r", "")
         if ended[1] not in ("0", None):
             failure = f"exit code {ended[1]}"
         elif not re.search(step.expect, plain, re.IGNORECASE):
@@ -108,7 +108,8 @@ def run(folder: Path) -> tuple[list[Outcome], int]:
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     outcomes: list[Outcome] = []
-    with demo_hub() as hub, contextlib.ExitStack() as stack:
+    files = {file.name: file.read_bytes() for file in DEMO_MODEL.iterdir()}
+    with Hub({MODEL: files}) as hub, contextlib.ExitStack() as stack:
         terminals = []
         for _ in range(2):
             terminals.append(Terminal(clone, environment(home) | {"HF_ENDPOINT": hub.url}))
@@ -124,26 +125,19 @@ def run(folder: Path) -> tuple[list[Outcome], int]:
 
 
 def latest_request(outcomes: list[Outcome]) -> str:
-    printed = "".join(chunk.text for one in outcomes for chunk in one.chunks)
+    printed = "".join(chunk.text for outcome in outcomes for chunk in outcome.chunks)
     return next(iter(_REQUEST_ID.findall(printed)[::-1]), REQUEST)
 
 
-def save_cast(outcomes: list[Outcome], file: Path) -> None:
-    """Save the recording with its times, in version 2 of asciinema's format."""
-    header = {"version": 2, "width": WIDTH, "height": HEIGHT, "title": "pagemill: the first hour"}
-    events = [[round(c.at_s, 3), "o", c.text] for one in outcomes for c in one.chunks]
-    lines = [json.dumps(line) for line in [header, *events]]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def save_svg(outcomes: list[Outcome], closing: str, file: Path) -> None:
-    """Save what is on the terminal at the end, with the time at which each command was typed."""
+    """Save a picture of the terminal, with the time at which each command was typed."""
     recorder = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    for one in outcomes:
+    for outcome in outcomes:
         screen = Screen()
-        screen.feed("".join(chunk.text for chunk in one.chunks))
-        recorder.print(f"[dim]{clock(one.chunks[0].at_s)}[/] $ [bold]{escape(one.step.command)}[/]")
-        for line in shortened(one.step.command, screen.text()):
+        screen.feed("".join(chunk.text for chunk in outcome.chunks))
+        command = outcome.step.command
+        recorder.print(f"[dim]{clock(outcome.chunks[0].at_s)}[/] $ [bold]{escape(command)}[/]")
+        for line in shortened(command, screen.text()):
             recorder.print(Text.from_ansi(line), soft_wrap=True)
     recorder.print(f"[dim]{clock(outcomes[-1].chunks[-1].at_s)}[/] [bold]{closing}[/]")
     recorder.save_svg(str(file), title="pagemill: the first hour", clear=False)
@@ -165,16 +159,18 @@ def shortened(command: str, lines: list[str]) -> list[str]:
     while command.startswith(typed) and typed != command and output:
         rest, _, output = output.partition("\n")  # The terminal has wrapped it.
         typed += rest
-    kept = [line for line in output.split("\n") if line.strip() and not _OF_INDEX.match(line)]
-    left_out = len(kept) - HEAD - TAIL
+    output_lines = [
+        line for line in output.split("\n") if line.strip() and not _OF_INDEX.match(line)
+    ]
+    left_out = len(output_lines) - HEAD - TAIL
     if left_out <= 1:
-        return kept
-    return [*kept[:HEAD], f"\x1b[2m… {left_out} more lines\x1b[0m", *kept[-TAIL:]]
+        return output_lines
+    return [*output_lines[:HEAD], f"\x1b[2m… {left_out} more lines\x1b[0m", *output_lines[-TAIL:]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run and record the first hour.")
-    parser.add_argument("--busy", action="store_true", help="run one busy loop per core beside it")
+    parser.add_argument("--busy", action="store_true", help="run one busy loop per core meanwhile")
     parser.add_argument(
         "--max-silence",
         type=float,
@@ -182,19 +178,18 @@ def main() -> int:
         help=f"by default {MAX_SILENCE_S:g}, and {MAX_BUSY_SILENCE_S:g} with --busy",
     )
     parser.add_argument("--svg", type=Path, help="save a picture of the terminal")
-    parser.add_argument("--cast", type=Path, help="save the recording, for asciinema")
     arguments = parser.parse_args()
     loops = (os.cpu_count() or 1) if arguments.busy else 0
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name, busy_loops(loops):
         outcomes, size = run(Path(name))
     max_silence_s = arguments.max_silence or (MAX_BUSY_SILENCE_S if loops else MAX_SILENCE_S)
     failures = [
-        f"{one.step.command}: {reason}"
-        for one in outcomes
-        if (reason := one.failure or too_silent(one, max_silence_s))
+        f"{outcome.step.command}: {reason}"
+        for outcome in outcomes
+        if (reason := outcome.failure or too_silent(outcome, max_silence_s))
     ]
-    total_s = sum(one.seconds for one in outcomes)
-    silence_s = max(one.silence_s for one in outcomes)
+    total_s = sum(outcome.seconds for outcome in outcomes)
+    silence_s = max(outcome.silence_s for outcome in outcomes)
     machine = f"{os.cpu_count()} cores, {loops} busy loops" if loops else f"{os.cpu_count()} cores"
     closing = (
         f"{min(len(outcomes), len(STEPS))} commands in {total_s:.0f} s on {machine};"
@@ -203,21 +198,20 @@ def main() -> int:
     _say(closing)
     for failure in failures:
         _say(f"failed: {failure}")
-    if arguments.cast:
-        save_cast(outcomes, arguments.cast)
     if arguments.svg and not failures:
         save_svg(outcomes, closing, arguments.svg)
     return int(bool(failures))
 
 
-def too_silent(one: Outcome, max_silence_s: float) -> str | None:
-    if one.silence_s <= max_silence_s:
+def too_silent(outcome: Outcome, max_silence_s: float) -> str | None:
+    if outcome.silence_s <= max_silence_s:
         return None
-    return f"silent for {one.silence_s:.1f} s, more than {max_silence_s:g} s (--max-silence)"
+    return f"silent for {outcome.silence_s:.1f} s, more than {max_silence_s:g} s (--max-silence)"
 
 
-def _row(one: Outcome) -> str:
-    return f"{one.seconds:7.1f} s, silent for {one.silence_s:4.1f} s: {one.step.command}"
+def _row(outcome: Outcome) -> str:
+    times = f"{outcome.seconds:7.1f} s, silent for {outcome.silence_s:4.1f} s"
+    return f"{times}: {outcome.step.command}"
 
 
 def _say(text: str) -> None:

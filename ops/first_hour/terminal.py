@@ -1,4 +1,4 @@
-"""A shell on a pseudo-terminal, a record of what it prints, and the lines that this leaves."""
+"""A shell on a pseudo-terminal, a record of its output, and the lines on its screen."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 100, 40
-# The shell tells the exit code of each command in a sequence that no terminal shows.
+# The shell prints the exit code of each command in a sequence that no terminal shows.
 DONE = re.compile(r"\x1b]777;(\d+)\x07")
 PROMPT = {"PS1": r"$ \e]777;$?\a"}
 SHELL = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 class TerminalTimeout(Exception):
-    """What was waited for has not been printed in time."""
+    """The expected output was not printed in time."""
 
 
 class Terminal:
@@ -54,20 +54,20 @@ class Terminal:
         os.write(self._screen, text.encode())
 
     def wait_for(self, pattern: re.Pattern[str], timeout_s: float) -> tuple[str, re.Match[str]]:
-        """Return what is printed until `pattern` is found, and where it was found."""
+        """Return the output until `pattern` matches, and the match."""
         deadline = time.monotonic() + timeout_s
-        seen = ""
-        while (match := pattern.search(seen)) is None:
+        output = ""
+        while (match := pattern.search(output)) is None:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([self._screen], [], [], left_s)[0]:
-                raise TerminalTimeout(f"{timeout_s:.0f} s without {pattern.pattern!r}:\n{seen}")
+                raise TerminalTimeout(f"{timeout_s:.0f} s without {pattern.pattern!r}:\n{output}")
             try:
                 text = os.read(self._screen, 1 << 16).decode(errors="replace")
             except OSError as error:
-                raise TerminalTimeout(f"the shell has ended:\n{seen}") from error
+                raise TerminalTimeout(f"the shell has ended:\n{output}") from error
             self.chunks.append(Chunk(time.monotonic() - self._began, text))
-            seen += text
-        return seen, match
+            output += text
+        return output, match
 
     def close(self) -> None:
         """End the shell and all of its jobs."""

@@ -1,7 +1,7 @@
-"""`make fuzz-decoders`: fuzz every decoder that bytes from outside reach, one after the other.
+"""`make fuzz-decoders`: fuzz every decoder of bytes from outside, one after the other.
 
-The run prints executions, edges and crashes of each target, adds what reaches new edges to
-`tests/recorded/fuzz`, and fails if there was a crash, whose input is recorded there as well.
+The run prints executions, edges and crashes of each target. Inputs that reach new edges are added
+to `tests/recorded/fuzz`. So are inputs that crash a decoder, and then the run fails.
 """
 
 import argparse
@@ -23,10 +23,10 @@ _EXECUTIONS = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
 _COVERAGE = re.compile(r"\bcov: (\d+)")
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     executions: int
     coverage: int
-    """Branches and comparisons that libFuzzer counts, with those of libraries that it sees."""
+    """Branches and comparisons that libFuzzer counts, including instrumented libraries."""
     edges: int
     """Edges between lines of our code."""
     crashes: int
@@ -34,23 +34,23 @@ class Found(NamedTuple):
 
 def main(names: Sequence[str], seconds: int) -> int:
     """Fuzz for `seconds` altogether; return the exit code."""
-    found = [fuzz(TARGETS[name], max(1, seconds // len(names))) for name in names]
+    results = [fuzz(TARGETS[name], max(1, seconds // len(names))) for name in names]
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     sys.stdout.write(
-        f"{'all':<20}{sum(f.executions for f in found):>12} executions"
-        f"{sum(f.crashes for f in found):>27} crashes,"
+        f"{'all':<20}{sum(f.executions for f in results):>12} executions"
+        f"{sum(f.crashes for f in results):>27} crashes,"
         f" {(used.ru_utime + used.ru_stime) / 60:.1f} CPU minutes\n"
     )
-    return int(any(f.crashes for f in found))
+    return int(any(f.crashes for f in results))
 
 
-def fuzz(target: FuzzTarget, seconds: int) -> Found:
+def fuzz(target: FuzzTarget, seconds: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         corpus, crashes = Path(folder) / "corpus", Path(folder) / "crashes"
         corpus.mkdir()
         crashes.mkdir()
-        known = read_corpus(target.name)
-        for number, data in enumerate([*target.seeds(), *known]):
+        recorded = read_corpus(target.name)
+        for number, data in enumerate([*target.seeds(), *recorded]):
             (corpus / f"seed-{number}").write_bytes(data)
         log = fuzz_in_child(target, seconds, Path(folder))
         crashing = [file.read_bytes() for file in crashes.iterdir()]
@@ -62,13 +62,13 @@ def fuzz(target: FuzzTarget, seconds: int) -> Found:
         sys.stdout.write(log[-8000:] if executions is None else _tracebacks(log))
     write_corpus(target.name, dict.fromkeys([*crashing, *chosen]))
     coverage = max((int(number) for number in _COVERAGE.findall(log)), default=0)
-    found = Found(int(executions[1]) if executions else 0, coverage, num_edges, len(crashing))
+    result = Outcome(int(executions[1]) if executions else 0, coverage, num_edges, len(crashing))
     sys.stdout.write(
-        f"{target.name:<20}{found.executions:>12} executions{found.coverage:>6} cov"
-        f"{found.edges:>6} edges{found.crashes:>5} crashes\n"
+        f"{target.name:<20}{result.executions:>12} executions{result.coverage:>6} cov"
+        f"{result.edges:>6} edges{result.crashes:>5} crashes\n"
     )
     sys.stdout.flush()
-    return found
+    return result
 
 
 def _tracebacks(log: str) -> str:

@@ -1,4 +1,4 @@
-"""Targets on the bus: requests, tasks, records, and what workers tell each other."""
+"""Targets on the bus: requests, tasks, records, and messages between workers."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""The recorded inputs of each target: a file of lines in base64, and the choice of what is kept."""
+"""The recorded inputs of each target: a file of lines in base64, and the choice of inputs."""
 
 import base64
 import re
@@ -31,17 +31,17 @@ def write_corpus(name: str, inputs: Iterable[bytes]) -> None:
 
 def choose(target: FuzzTarget, inputs: Iterable[bytes]) -> tuple[list[bytes], int]:
     """Return the inputs that together reach all edges and answers, and the number of edges."""
-    seen: set[object] = set()
+    reached: set[object] = set()
     chosen: list[bytes] = []
     for data in sorted(set(inputs), key=lambda data: (len(data), data)):
         edges, answer = trace(target, data)
-        # msgspec is C: which of its branches ran is told by its complaint.
-        found = edges | {re.sub(r"\d+|`[^`]*`|'[^']*'", "", answer)}
-        if found - seen:
-            seen |= found
+        # msgspec is C: only the text of its error shows which of its branches ran.
+        features = edges | {re.sub(r"\d+|`[^`]*`|'[^']*'", "", answer)}
+        if features - reached:
+            reached |= features
             if len(chosen) < MAX_INPUTS and len(data) <= MAX_INPUT_BYTES:
                 chosen.append(data)
-    return chosen, sum(isinstance(item, tuple) for item in seen)
+    return chosen, sum(isinstance(item, tuple) for item in reached)
 
 
 def trace(target: FuzzTarget, data: bytes) -> tuple[set[object], str]:
@@ -61,8 +61,8 @@ def trace(target: FuzzTarget, data: bytes) -> tuple[set[object], str]:
     before = sys.gettrace()
     sys.settrace(step)
     try:
-        found = target.answer(data)
-        answer = f"{type(found).__name__}: {found if isinstance(found, Exception) else ''}"
+        value = target.answer(data)
+        answer = f"{type(value).__name__}: {value if isinstance(value, Exception) else ''}"
     except Exception as error:
         answer = f"crash: {error!r}"
     finally:

@@ -1,4 +1,4 @@
-"""Targets behind HTTP: bodies, forms, headers, URLs, media files, and the text of answers."""
+"""Targets of HTTP: bodies, forms, headers, URLs, media files, and the text of answers."""
 
 import contextlib
 import io
@@ -103,7 +103,7 @@ def _read_events(content_type: str, pieces: list[bytes]) -> None:
         for event in form.feed(piece):
             match event:
                 case FileHead(name, value) | FormValue(name, value):
-                    # What a client has named is written as JSON, and so as UTF-8.
+                    # The client's names and values are written as JSON, and so as UTF-8.
                     msgspec.json.encode((name, value))
 
 
@@ -200,9 +200,9 @@ def _tool_calls(data: bytes) -> None:
 def _parsed(form: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Return the content, and name and arguments of each call."""
     parser = ToolParser(form, ("f", "search"))
-    found: list[Piece] = [piece for text in pieces for piece in parser.feed(text)]
+    decoded: list[Piece] = [piece for text in pieces for piece in parser.feed(text)]
     content, calls = "", list[tuple[str, str]]()
-    for piece in found + parser.end():
+    for piece in decoded + parser.end():
         if not isinstance(piece, Call):
             content += piece.text
         elif piece.name is not None:

@@ -107,12 +107,12 @@ def _member(kind: inspect.UnionType, is_full: bool, depth: int) -> Any:
 
 
 def _text(kind: inspect.StrType) -> str:
-    wanted = kind.min_length or 1
+    length = kind.min_length or 1
     for text in _TEXTS:
         try:
             meta = msgspec.Meta(pattern=kind.pattern)
-            msgspec.convert(text * wanted, typing.Annotated[str, meta])
-            return text * wanted
+            msgspec.convert(text * length, typing.Annotated[str, meta])
+            return text * length
         except msgspec.ValidationError:
             continue
-    return "a" * wanted
+    return "a" * length

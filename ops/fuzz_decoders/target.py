@@ -12,14 +12,14 @@ class FuzzTarget:
     name: str
     run: Callable[[bytes], Any]
     seeds: Callable[[], Sequence[bytes]]
-    """Makes messages, of which `run` accepts at least one."""
+    """Makes messages. `run` accepts at least one of them."""
     answers: tuple[type[Exception], ...] = ()
     """Errors that callers of the decoder expect. Any other one is a crash."""
     form: Form = "bytes"
-    """What the messages are, for mutations of values instead of bytes."""
+    """Format of the messages, for mutations of values instead of bytes."""
 
     def answer(self, data: bytes) -> Any:
-        """Return what is made of these bytes, or the expected error."""
+        """Return the decoded value, or the expected error."""
         try:
             return self.run(data)
         except self.answers as error:

@@ -41,7 +41,7 @@ def fuzz_in_child(target: FuzzTarget, seconds: int, folder: Path) -> str:
 
 
 def _fuzz(target: FuzzTarget, seconds: int, folder: Path) -> None:
-    known: set[tuple[str, str, int]] = set()
+    kinds: set[tuple[str, str, int]] = set()
 
     def run(data: bytes) -> None:
         try:
@@ -49,8 +49,8 @@ def _fuzz(target: FuzzTarget, seconds: int, folder: Path) -> None:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             kind = (type(error).__name__, place.filename, place.lineno or 0)
-            if kind not in known:
-                known.add(kind)
+            if kind not in kinds:
+                kinds.add(kind)
                 digest = hashlib.sha256(data).hexdigest()[:16]
                 (folder / "crashes" / f"crash-{digest}").write_bytes(data)
                 text = "".join(traceback.format_exception(error, limit=-4))

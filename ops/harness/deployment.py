@@ -113,7 +113,7 @@ async def deployment(
 
 
 def write_config(tree: Mapping[str, Any], folder: Path) -> Path:
-    """Write `pagemill.yaml` for a deployment, whose broker has its store in a folder."""
+    """Write `pagemill.yaml` for a deployment with the broker's store in a folder."""
     nats = {"port": 0, "store_dir": str(folder / "nats")} | tree.get("nats", {})
     gateway = {"port": 0} | tree.get("gateway", {})
     file = folder / "pagemill.yaml"

@@ -32,8 +32,8 @@ def video_cases() -> list[Case]:
 def omni_cases() -> list[Case]:
     # Two frames a second, which vLLM's renderer takes for granted in this family, and few of them:
     # the processor makes them large.
-    seen = Case("a video", _chat(video_part(make_clip(2, (112, 84))), "What happens?"))
-    return [seen, *sound_cases()]
+    video = Case("a video", _chat(video_part(make_clip(2, (112, 84))), "What happens?"))
+    return [video, *sound_cases()]
 
 
 def sound_cases() -> list[Case]:

@@ -58,6 +58,6 @@ class Report:
             self._num_compared += 1
             self._num_different += not finding.equal
             mark = "[green]equal[/]" if finding.equal else "[red]DIFFERS[/]"
-            console.print(f"{mark}  {finding.what}")
+            console.print(f"{mark}  {finding.name}")
             if finding.detail:
                 console.print(f"         {finding.detail}", markup=False)

@@ -21,11 +21,11 @@ class FieldValue:
     shape: tuple[int, ...]
     data: bytes
     kind: list[Any]
-    """How a server batches the field."""
+    """The way in which a server batches the field."""
 
     def steps(self, other: "FieldValue") -> float:
         """Return by how much two values of one type and shape are apart at most."""
-        mine, others = (np.frombuffer(one.data, one.dtype) for one in (self, other))
+        mine, others = (np.frombuffer(v.data, v.dtype) for v in (self, other))
         return float(np.abs(mine.astype(float) - others.astype(float)).max(initial=0))
 
     def summary(self) -> dict[str, Any]:
@@ -57,8 +57,8 @@ def with_own_hashes(body: dict[str, Any], owner: str) -> dict[str, Any]:
     if body["features"] is None:
         return body
     hashes = {
-        modality: [hashlib.sha256(f"{owner} {one}".encode()).hexdigest() for one in ones]
-        for modality, ones in body["features"]["mm_hashes"].items()
+        modality: [hashlib.sha256(f"{owner} {text}".encode()).hexdigest() for text in texts]
+        for modality, texts in body["features"]["mm_hashes"].items()
     }
     return body | {"features": body["features"] | {"mm_hashes": hashes}}
 
@@ -75,16 +75,16 @@ def equal_values(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 def pairs_of_values(
     ours: dict[str, Any], theirs: dict[str, Any], column: str = "kwargs_data"
 ) -> Iterator[tuple[str, dict[str, FieldValue], dict[str, FieldValue]]]:
-    """Yield the items of two bodies, or their metadata, with what each is, as "video 0"."""
-    for what, mine, other in _pairs(ours, theirs, column):
-        yield what, values_of(mine), values_of(other)
+    """Yield the items of two bodies, or their metadata, in pairs with a name such as "video 0"."""
+    for name, mine, other in _pairs(ours, theirs, column):
+        yield name, values_of(mine), values_of(other)
 
 
 def perturbed(body: dict[str, Any], other: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return the body with the differences to another rendering, moved to random patches.
 
-    A patch's differences stay together, with a random sign, so that they are as large and as even
-    over the patch and its frames as those of the other rendering.
+    The differences of a patch stay together, with a random sign. So they are as large, and as even
+    over the patch and its frames, as the differences of the other rendering.
     """
     generator = np.random.default_rng(seed)
     items = [_perturbed_item(item, far, generator) for _, item, far in _pairs(body, other)]
@@ -93,11 +93,11 @@ def perturbed(body: dict[str, Any], other: dict[str, Any], seed: int) -> dict[st
 
 
 def _pairs(
-    one: dict[str, Any], other: dict[str, Any], column: str = "kwargs_data"
+    body: dict[str, Any], other: dict[str, Any], column: str = "kwargs_data"
 ) -> Iterator[tuple[str, str, str]]:
-    if one["features"] is None or one["features"][column] is None:
+    if body["features"] is None or body["features"][column] is None:
         return
-    data, far = (body["features"][column] for body in (one, other))
+    data, far = body["features"][column], other["features"][column]
     for modality in data:
         for i, pair in enumerate(zip(data[modality], far[modality], strict=True)):
             yield f"{modality} {i}", *pair

@@ -1,10 +1,10 @@
-"""Responses between programs of others.
+"""Test responses between programs of other projects.
 
     python -m ops.interop.responses
 
 Our agent calls an MCP server of the TypeScript SDK, and the client is the hosted-MCP example of
 openai-agents. It needs node, npm and their registries. A scripted model stands in for one that
-calls tools. Exits 0 only if both sides say what they must.
+calls tools. Exits 0 only if the client prints the right answers after two calls.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ EXPECTED = f"{ANSWER}\n{ANSWER} True\n"
 
 
 def script(request: GenerateRequest, _: str) -> str:
-    """Multiply 6 by 7, and tell what the tool has answered."""
+    """Call the tool to multiply 6 by 7, then report its result."""
     results = [message for message in request.messages or [] if message.role == "tool"]
     if results:
         return f"It is {results[-1].content}."
@@ -52,7 +52,7 @@ def install(folder: Path) -> tuple[Path, Path]:
 
 
 async def talk(folder: Path, server_url: str, python: Path) -> str:
-    """Return what the example prints."""
+    """Run the example, and return its output."""
     system = AgentSystem(folder, {"mcp_hosts": ["127.0.0.1"]})
     async with system.running(script):
         await system.start()
@@ -68,8 +68,8 @@ async def talk(folder: Path, server_url: str, python: Path) -> str:
             env=os.environ | names,
             stdout=subprocess.PIPE,
         )
-        told, _ = await example.communicate()
-        return told.decode()
+        output, _ = await example.communicate()
+        return output.decode()
 
 
 def main() -> int:
@@ -81,11 +81,11 @@ def main() -> int:
         with subprocess.Popen(command, cwd=server, stdout=subprocess.PIPE, text=True) as node:
             assert node.stdout is not None
             url = node.stdout.readline().strip()
-            told = asyncio.run(talk(folder, url, python))
+            output = asyncio.run(talk(folder, url, python))
             node.kill()
             calls = node.stdout.read().splitlines()
-    console.print(f"openai-agents: {told!r}; the server was called {len(calls)} times")
-    return int(told != EXPECTED or calls != ["multiply 6 7"] * 2)
+    console.print(f"openai-agents: {output!r}; the server was called {len(calls)} times")
+    return int(output != EXPECTED or calls != ["multiply 6 7"] * 2)
 
 
 if __name__ == "__main__":

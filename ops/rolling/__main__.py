@@ -1,9 +1,9 @@
-"""`make rolling`: workers of older commits beside those of this tree, in every order.
+"""`make rolling`: workers of older commits together with workers of this tree, in every order.
 
-Each worker of the other version joins a complete fleet of one version; then the fleet is replaced
-worker by worker, in both directions. Each cell sends requests of all kinds that both versions
-know, and every one of them must be answered. Videos, which the oldest commit does not know, its
-workers have to leave to the newer ones. Needs the history of this repository.
+Each worker of the other version joins a complete fleet of one version. Then the fleet is replaced
+worker by worker, in both directions. Each cell sends requests of all kinds that both versions know,
+and every request must be answered. The oldest commit does not know videos: its workers must leave
+them to newer workers. Needs the history of this repository.
 """
 
 import argparse
@@ -30,10 +30,11 @@ class Older:
     workers: tuple[str, ...]
     kinds: tuple[Kind, ...]
     changes_streams: bool = False
-    """Its workers change streams at their start, and end where the broker refuses: those of tasks
-    in memory cannot be on disk. So this version joins only where it has made the streams."""
+    """Whether its workers change streams at their start. They end where the broker refuses: streams
+    of tasks in memory cannot move to disk. So this version joins only where it has made the
+    streams."""
     leaves: tuple[str, ...] = ()
-    """Workers that leave videos to newer ones; coordinators of that age refuse them."""
+    """Workers that leave videos to newer workers; coordinators of this commit refuse them."""
 
     @property
     def makes_media(self) -> bool:
@@ -78,7 +79,7 @@ class Run:
 
 
 async def _versions(fleet: Fleet) -> str:
-    """Return the ranges that the workers' heartbeats tell; older ones tell none."""
+    """Return the version ranges in the workers' heartbeats; older workers publish none."""
     ranges = Counter(range_words(beat.reads) for beat in await fleet.processes.beats())
     return ", ".join(f"{words}: {count}" for words, count in sorted(ranges.items()))
 

@@ -117,7 +117,7 @@ MEDIA = (
 
 @dataclass
 class Tally:
-    """What became of the requests of one cell."""
+    """Outcomes of the requests of one cell."""
 
     answered: int = 0
     failures: Counter[str] = field(default_factory=Counter)

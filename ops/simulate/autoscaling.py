@@ -15,16 +15,19 @@ from shared.scaling.pools import (
 )
 
 COLD_S = 45.0
+"""Time of an engine's start."""
+WINDOW_S = 300.0
+"""KEDA keeps engines for the largest need within this time."""
 POOL = "engine"
 
 
 class OwnPolicy:
-    """Runs `shared.scaling` with the figures that the broker and the heartbeats would tell."""
+    """Runs `shared.scaling` with figures like those from the broker and the heartbeats."""
 
     def __init__(
         self, settings: PoolSettings, cold_s: float = COLD_S, period_s: float = 2.0
     ) -> None:
-        """`cold_s` is the time of a start; `period_s` that between two looks."""
+        """`cold_s` is the time of a start, `period_s` the time between two looks."""
         self.period_s = period_s
         self._cold_s = cold_s
         self._settings = ScalingSettings({POOL: settings})
@@ -54,15 +57,15 @@ class Keda:
 
     period_s = 30.0
 
-    def __init__(self, settings: PoolSettings, window_s: float = 300.0) -> None:
-        self._settings, self._window_s = settings, window_s
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
         self._wants: deque[tuple[float, int]] = deque()
 
     def look(self, simulation: Simulation) -> None:
         now_s, in_flight = simulation.now_s, simulation.num_in_flight()
         want = min(self._settings.max, math.ceil(in_flight / self._settings.per_engine))
         self._wants.append((now_s, want))
-        while self._wants[0][0] < now_s - self._window_s:
+        while self._wants[0][0] < now_s - WINDOW_S:
             self._wants.popleft()
         for _ in range(want - len(simulation.live) - len(simulation.starting)):
             simulation.start_engine(COLD_S)

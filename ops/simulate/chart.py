@@ -48,12 +48,12 @@ def _y(part: float) -> float:
 def _path(points: Points) -> str:
     """Draw steps, without the points at which nothing changes."""
     (x, y), *rest = points
-    found = [f"M{x} {y}"]
+    parts = [f"M{x} {y}"]
     for x, new_y in rest:
         if new_y != y:
-            found.append(f"H{x}V{new_y}")
+            parts.append(f"H{x}V{new_y}")
             y = new_y
-    return "".join([*found, f"H{x}"])
+    return "".join([*parts, f"H{x}"])
 
 
 def _text(x: float, y: float, text: str, anchor: str, color: str = "#555555") -> str:

@@ -65,7 +65,7 @@ class _Prefill:
 
 
 class Engine:
-    """One engine. Counts of tokens are those of one moment between two steps."""
+    """One engine. Counts of tokens hold between two steps."""
 
     __slots__ = (
         "cache",

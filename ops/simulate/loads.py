@@ -16,9 +16,9 @@ TEMPLATE, CHAT, IMAGE, QUESTION, SINGLE, ANSWER = range(6)
 def bursty_chat(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -> list[Request]:
     """Chats of several turns, questions about popular images, single prompts; in bursts.
 
-    With `gap_s`, nobody asks anything for this time in the middle.
+    With `gap_s`, no request arrives for this time in the middle.
     """
-    rnd, found, now_s = random.Random(seed), list[Request](), 0.0
+    rnd, requests, now_s = random.Random(seed), list[Request](), 0.0
     lengths = [rnd.randint(300, 1500) for _ in range(200)]
     templates = rnd.choices(range(200), [1 / (i + 1) for i in range(200)], k=num_requests)
     images = rnd.choices(range(4000), [1 / (i + 1) ** 0.8 for i in range(4000)], k=num_requests)
@@ -27,38 +27,38 @@ def bursty_chat(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -
         now_s += rnd.expovariate(rate / 2.49 * factor)
         kind, template = rnd.random(), templates[session]
         if kind < 0.45:
-            found += _chat(rnd, now_s, session, ((TEMPLATE, template), lengths[template]))
+            requests += _chat(rnd, now_s, session, ((TEMPLATE, template), lengths[template]))
         elif kind < 0.75:
             template %= 20
             beginning = ((TEMPLATE, template), lengths[template])
-            found.append(_question(rnd, now_s, session, beginning, images[session]))
+            requests.append(_question(rnd, now_s, session, beginning, images[session]))
         else:
-            found.append(_single(rnd, now_s, session))
-        if len(found) >= 1.3 * num_requests:
+            requests.append(_single(rnd, now_s, session))
+        if len(requests) >= 1.3 * num_requests:
             break
-    found.sort(key=lambda request: request.arrived_s)
-    del found[num_requests:]
-    for request in found[len(found) // 2 :]:
+    requests.sort(key=lambda request: request.arrived_s)
+    del requests[num_requests:]
+    for request in requests[len(requests) // 2 :]:
         request.arrived_s += gap_s
-    return found
+    return requests
 
 
 def hot_image(num_requests: int, rate: float, seed: int) -> list[Request]:
     """Questions about one image, under one template."""
-    rnd, found, now_s = random.Random(seed), list[Request](), 0.0
+    rnd, requests, now_s = random.Random(seed), list[Request](), 0.0
     for session in range(num_requests):
         now_s += rnd.expovariate(rate)
-        found.append(_question(rnd, now_s, session, ((TEMPLATE, 0), 800), 0))
-    return found
+        requests.append(_question(rnd, now_s, session, ((TEMPLATE, 0), 800), 0))
+    return requests
 
 
 def no_sharing(num_requests: int, rate: float, seed: int) -> list[Request]:
-    """Single prompts, each with a beginning of its own."""
-    rnd, found, now_s = random.Random(seed), list[Request](), 0.0
+    """Single prompts without a common beginning."""
+    rnd, requests, now_s = random.Random(seed), list[Request](), 0.0
     for session in range(num_requests):
         now_s += rnd.expovariate(rate)
-        found.append(_single(rnd, now_s, session))
-    return found
+        requests.append(_single(rnd, now_s, session))
+    return requests
 
 
 LOADS: dict[str, tuple[Callable[[int, float, int], list[Request]], float]] = {
@@ -70,15 +70,15 @@ LOADS: dict[str, tuple[Callable[[int, float, int], list[Request]], float]] = {
 
 
 def _chat(rnd: random.Random, at_s: float, session: int, beginning: Link) -> list[Request]:
-    found, chain, length = [], [beginning], beginning[1]
+    requests, chain, length = [], [beginning], beginning[1]
     for turn in range(min(12, 1 + int(rnd.expovariate(1 / 4)))):
         prompt = length + rnd.randint(20, 500)
         answer = 1 + int(rnd.lognormvariate(4.7, 0.7))
         length = prompt + answer
         chain.append(((CHAT, session, turn), length))
-        found.append(Request(at_s, prompt, answer, tuple(chain)))
+        requests.append(Request(at_s, prompt, answer, tuple(chain)))
         at_s += rnd.expovariate(1 / 6) + answer * 0.02
-    return found
+    return requests
 
 
 def _question(
@@ -87,8 +87,8 @@ def _question(
     (_, template), length = beginning
     prompt = length + IMAGE_TOKENS + rnd.randint(10, 80)
     answer = 1 + int(rnd.lognormvariate(4.2, 0.6))
-    seen = ((IMAGE, template, image), length + IMAGE_TOKENS)
-    chain = (beginning, seen, ((QUESTION, session), prompt + answer))
+    image_link = ((IMAGE, template, image), length + IMAGE_TOKENS)
+    chain = (beginning, image_link, ((QUESTION, session), prompt + answer))
     return Request(at_s, prompt, answer, chain, IMAGE_S, IMAGE_TOKENS)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ops.simulate.autoscaling import Keda, OwnPolicy
-from ops.simulate.cells import GAP_S
 from ops.simulate.chart import line_chart
 from ops.simulate.loads import LOADS, bursty_chat
 from ops.simulate.routers import SharedQueue, Slots
@@ -13,6 +12,8 @@ from shared.scaling.pools import PoolSettings
 
 CHART = Path(__file__).parents[2] / "docs" / "scaling.svg"
 SLOTS_PER_ENGINE = 4
+GAP_S = 600.0
+"""Silence in the middle of the load of the autoscalers."""
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
     "shared queue, in turns": lambda engines: SharedQueue(),

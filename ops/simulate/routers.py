@@ -26,7 +26,7 @@ class SharedQueue:
             self._serve(simulation)
 
     def change(self, simulation: Simulation) -> None:
-        """Keep the pulls, of which draining engines get nothing."""
+        """Keep the pulls: draining engines get nothing by theirs."""
 
     def _serve(self, simulation: Simulation) -> None:
         while self._queue and self._pulls:
@@ -44,13 +44,13 @@ class SharedQueue:
 
 
 class Slots:
-    """A queue for each slot, from which all engines pull by their priorities, as in the product."""
+    """A queue for each slot. All engines pull from it by their priorities, as in the product."""
 
     def __init__(self, num_slots: int) -> None:
         self._queues: list[deque[Request]] = [deque() for _ in range(num_slots)]
         self._owners: list[Engine] = []
         self._turns: dict[Engine, None] = {}
-        """Engines in the order of their pulls, that is of what they were given last."""
+        """Engines in the order of their pulls: the engine with the latest request is the last."""
 
     def route(self, simulation: Simulation, request: Request) -> None:
         slot = slot_of(request, len(self._queues))
@@ -95,12 +95,12 @@ class Slots:
         return min((queue[0].arrived_s for queue in self._queues if queue), default=None)
 
 
-def slot_of(request: Request, num_slots: int, num_tokens: int = BEGINNING_TOKENS) -> int:
-    """Return the slot of a simulated request, of which the first `num_tokens` decide on it."""
+def slot_of(request: Request, num_slots: int) -> int:
+    """Return the slot of a simulated request: a hash of its image or of its first tokens."""
     if 2 * request.num_image_tokens >= request.prompt:
         key = request.chain[-2][0]
     else:
-        keys = (key for key, tokens in request.chain if tokens >= num_tokens)
-        key = (*next(keys, request.chain[-1][0]), num_tokens)
+        keys = (key for key, tokens in request.chain if tokens >= BEGINNING_TOKENS)
+        key = (*next(keys, request.chain[-1][0]), BEGINNING_TOKENS)
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
     return int(digest, 16) % num_slots

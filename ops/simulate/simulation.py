@@ -10,7 +10,7 @@ from ops.simulate.engine import Cost, Engine, Request
 
 @dataclass(slots=True)
 class Figures:
-    """Figures of a run. Times are those of requests that arrived after `counted_from_s`."""
+    """Figures of a run. Times are of requests that arrived after `counted_from_s`."""
 
     ttft_s: list[float] = field(default_factory=list)
     answer_s: list[float] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Simulation:
         self.figures.engine_s += sum(self.now_s - engine.since_s for engine in self.engines)
         return self.figures
 
-    # -- what routers do ------------------------------------------------------------------------
+    # -- for routers ----------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         if self.live:
@@ -138,7 +138,7 @@ class Simulation:
         elif engine.steps_ahead > 1 and (end_s := engine.cut(self.now_s)) is not None:
             self._wake(engine, end_s)
 
-    # -- what scalers do ------------------------------------------------------------------------
+    # -- for scalers ----------------------------------------------------------------------------
 
     def start_engine(self, cold_s: float) -> None:
         engine = self._new_engine()
@@ -160,10 +160,10 @@ class Simulation:
 
     def oldest_s(self) -> float | None:
         """Return when the oldest waiting request arrived."""
-        found = [engine.waiting[0].arrived_s for engine in self.busy if engine.waiting]
-        found += [self.held[0].arrived_s] if self.held else []
+        times_s = [engine.waiting[0].arrived_s for engine in self.busy if engine.waiting]
+        times_s += [self.held[0].arrived_s] if self.held else []
         routed = self.router.oldest_s()
-        return min(found if routed is None else [*found, routed], default=None)
+        return min(times_s if routed is None else [*times_s, routed], default=None)
 
     # -- events ---------------------------------------------------------------------------------
 

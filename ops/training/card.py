@@ -14,21 +14,21 @@ class Score:
     name: str
     goal: float | None = None
     """Percentage that the model should reach."""
-    asked: int = 0
+    num_questions: int = 0
     right: int = 0
     mistakes: list[tuple[str, str]] = field(default_factory=list)
     """Right answers, and the answers that were wrong."""
 
     @property
     def percent(self) -> float:
-        return 100 * self.right / max(1, self.asked)
+        return 100 * self.right / max(1, self.num_questions)
 
     @property
     def is_missed(self) -> bool:
         return self.goal is not None and self.percent < self.goal
 
     def add(self, expected: str, answer: str) -> None:
-        self.asked += 1
+        self.num_questions += 1
         self.right += answer == expected
         if answer != expected:
             self.mistakes.append((expected, answer))
@@ -36,10 +36,11 @@ class Score:
     @property
     def row(self) -> str:
         goal = "-" if self.goal is None else f"{self.goal:.0f} %"
-        return f"| {self.name} | {self.right} of {self.asked} | {self.percent:.1f} % | {goal} |"
+        right = f"{self.right} of {self.num_questions}"
+        return f"| {self.name} | {right} | {self.percent:.1f} % | {goal} |"
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.right} of {self.asked}; wrong: {self.mistakes[:8]}"
+        return f"{self.name}: {self.right} of {self.num_questions}; wrong: {self.mistakes[:8]}"
 
 
 def verdict(scores: Sequence[Score]) -> str:
@@ -48,6 +49,6 @@ def verdict(scores: Sequence[Score]) -> str:
 
 
 def write_card(folder: Path, template: Path, **values: object) -> None:
-    """Write the README of a model, in which `{name}` stands for a value."""
+    """Write the README of a model. `{name}` in the template stands for a value."""
     text = template.read_text(encoding="utf-8").format(**values)
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -89,7 +89,7 @@ class Task(ABC, Generic[B]):
         """Write the folder that the product loads."""
 
     def clipped(self) -> Iterable[list[nn.Parameter]]:
-        """Return the groups of parameters whose gradients have a norm of at most 1."""
+        """Return groups of parameters. The gradients of each are clipped to a norm of 1."""
         return [list(self.network.parameters())]
 
 
@@ -219,7 +219,7 @@ def _running(mean: float, value: float) -> float:
 
 
 def processor_s() -> float:
-    """Return the seconds in which this process has computed; on a GPU, those of the clock."""
+    """Return the processor seconds of this process; with a GPU, the seconds of the clock."""
     if torch.cuda.is_available():
         return time.monotonic()
     return time.process_time() / torch.get_num_threads()

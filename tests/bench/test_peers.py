@@ -140,7 +140,7 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     told: list[str] = []
     ours = [spec for spec in ROSTER if spec.name.startswith("pagemill")]
     setup = Setup("", threads=1, max_model_len=512, profile=True)
-    plan = Plan(tmp_path, models, ours, workloads, 1, setup, tmp_path, False, told.append)
+    plan = Plan(tmp_path, models, ours, workloads, 1, setup, tmp_path, told.append)
     rows = measure_model(plan, "demo")
     assert [(r.workload, r.peer) for r in rows] == [
         (workload, peer) for workload in ("text", "image") for peer in ("pagemill", "pagemill-bus")

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from ops.simulate.cells import Cells, cell_of, run_cells
 from ops.simulate.engine import Cost, Engine, Request
 from ops.simulate.loads import LOADS, bursty_chat
 from ops.simulate.report import ROUTERS, SCALERS, run_router, run_scaler
@@ -21,13 +20,6 @@ EXPECTED_SCALED: dict[str, tuple[float, float, int]] = {
 }
 
 
-EXPECTED_CELLS: dict[int, tuple[float, float, float, int]] = {
-    1: EXPECTED["shared queue, in turns"],
-    4: (0.039, 0.162, 0.4577, 0),
-    16: (0.027, 0.269, 0.6323, 0),
-}
-
-
 def summary(figures: Figures) -> tuple[float, float, float, int]:
     ttft = quantile(figures.ttft_s, 0.5), quantile(figures.ttft_s, 0.99)
     return (*ttft, round(figures.hit_rate, 4), figures.num_stolen)
@@ -38,29 +30,6 @@ def test_sixteen_engines_have_exactly_these_figures(router: str) -> None:
     figures = run_router(router, "bursty chat", 16, 5000, seed=1)
     assert figures.num_ended == 5000
     assert summary(figures) == EXPECTED[router]
-
-
-@pytest.mark.parametrize("num_cells", EXPECTED_CELLS)
-def test_cells_have_exactly_these_figures(num_cells: int) -> None:
-    figures = run_cells(num_cells, "bursty chat", 16, 5000, seed=1)
-    assert figures.num_ended == 5000
-    assert summary(figures) == EXPECTED_CELLS[num_cells]
-
-
-def test_no_engine_of_another_cell_gets_a_request() -> None:
-    given: list[tuple[int, int]] = []
-    requests = bursty_chat(400, 60.0, 1)
-    simulation = Simulation(requests, Cells(4), 8)
-    give = simulation.give
-
-    def watched(engine: Engine, request: Request) -> None:
-        given.append((engine.number % 4, cell_of(request, 4)))
-        give(engine, request)
-
-    simulation.give = watched  # type: ignore[method-assign]
-    assert simulation.run().num_ended == 400
-    assert len(given) == 400
-    assert all(cell == slot for cell, slot in given)
 
 
 @pytest.mark.parametrize("scaler", SCALERS)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from ops.training.judge.answering import definition, parse_call, sampled_frames
-from ops.training.judge.cases import MAKERS, asked
+from ops.training.judge.cases import MAKERS, questions_of
 from ops.training.judge.drawing import FONT_ROOT, FONTS
 from ops.training.judge.questions import QUESTIONS
 from ops.training.seeing.batches import chat_batch, encoded
@@ -25,12 +25,11 @@ from ops.training.seeing.drawing import draw_clip, draw_scene
 from ops.training.seeing.evaluation import check
 from ops.training.seeing.mixing import WEIGHTS, mixed
 from ops.training.seeing.model import chat_loss
-from ops.training.seeing.paraphrases import paraphrase
 from ops.training.seeing.samples import clip_sample, tool_sample, training_samples
 from ops.training.seeing.scenes import SHAPE_NAMES
 from ops.training.seeing.tokenizer import Encoder, load_tokenizer
 from ops.training.seeing.tools import add_tool
-from ops.training.seeing.wordings import WORDINGS
+from ops.training.seeing.wordings import WORDINGS, paraphrase
 from shared.models.mrope import GridRun, locate_grids
 
 OPS = Path(__file__).parents[2] / "ops"
@@ -107,11 +106,15 @@ def test_the_judge_imports_nothing_of_the_training() -> None:
 
 def test_unseen_questions_are_not_asked_in_training_and_seen_ones_are() -> None:
     trained = set(questions_of_training())
-    for questions in QUESTIONS.seen.values():
+    for questions in QUESTIONS.seen_wordings.values():
         assert {plain(question) for question in questions} <= trained
-    for questions in QUESTIONS.unseen.values():
+    for questions in QUESTIONS.unseen_wordings.values():
         assert not {plain(question) for question in questions} & trained
-    unseen = [plain(question) for questions in QUESTIONS.unseen.values() for question in questions]
+    unseen = [
+        plain(question)
+        for questions in QUESTIONS.unseen_wordings.values()
+        for question in questions
+    ]
     for expression in expressions_of_paraphrases():
         assert not any(expression.fullmatch(text.replace(" ", "")) for text in unseen)
 
@@ -130,19 +133,19 @@ def test_paraphrases_are_what_their_expressions_say() -> None:
     reason="needs Debian's package fonts-liberation",
 )
 def test_the_judge_draws_files_in_three_formats_and_of_the_sizes_that_it_names() -> None:
-    formats, questions = set(), 0
+    formats, num_questions = set(), 0
     for kind in MAKERS:
-        for one in asked(kind, seed=1, share=0.04):
-            questions += 1
-            for file in one.case.files:
+        for question in questions_of(kind, seed=1, share=0.04):
+            num_questions += 1
+            for file in question.case.files:
                 image = Image.open(io.BytesIO(file))
                 formats.add(image.format)
                 assert min(image.size) >= 40
                 assert max(image.size) <= 400
-                if one.case.media == "video":
-                    assert len(sampled_frames(image)) in (4, 6, 8), one.row
+                if question.case.media == "video":
+                    assert len(sampled_frames(image)) in (4, 6, 8), question.row
     assert formats == {"PNG", "JPEG", "WEBP", "GIF"}
-    assert questions > 70
+    assert num_questions > 70
     images = sum(MAKERS[kind][0] for kind in ("plain", "shape", "count", "character", "where"))
     assert images == 444
 

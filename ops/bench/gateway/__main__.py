@@ -3,12 +3,13 @@
     python -m ops.bench.gateway [--peers FOLDER]
 
 FOLDER has models, and vLLM as `vllm`; `ops/bench/peers/install.sh FOLDER` creates both. Without
-them the demo model is used, or vLLM left out. Text goes as token ids to /v1/completions, images to
-/v1/chat/completions; all answers are streamed, greedy and of full length. No prompt is repeated.
+models the demo model is used, and without vLLM its row is left out. Text is sent as token ids to
+/v1/completions, images to /v1/chat/completions. All answers are streamed, greedy and of full
+length. No prompt is repeated.
 
-First one request at a time, with a short answer, on an idle engine: the difference to NATS is that
-of each pair. Then bursts of 1, 8 and 32. All servers take turns at every repetition, each time in
-the other order; vLLM is left to come to rest after its turn.
+The first table has one request at a time, with a short answer, on an idle engine. Its difference
+to NATS is computed for each pair of requests. The others have bursts of 1, 8 and 32. All servers
+take turns at every repetition, in alternating order, and vLLM gets a pause after its turn.
 """
 
 import argparse
@@ -68,15 +69,12 @@ WORKS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [work.name for work in WORKS]
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
-    parser.add_argument("--works", nargs="+", choices=names, default=names)
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     for work in WORKS:
-        if work.name in options.works:
-            with machine.alone(), tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-                _measure(work, options.peers.absolute(), Path(name))
+        with machine.alone(), tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+            _measure(work, options.peers.absolute(), Path(name))
 
 
 def _measure(work: Work, peers: Path, folder: Path) -> None:

@@ -1,14 +1,15 @@
-"""Measure workloads that nothing was tuned on, over HTTP, beside a peer in the same run.
+"""Measure workloads that nothing was tuned on, over HTTP, compared with a peer in the same run.
 
     python -m ops.bench.heldout [--peers FOLDER]
 
-64 requests of mixed lengths that arrive at random times; 32 sampled ones with top_p, top_k,
-penalties and, for every fourth, a grammar; a prompt of 4,096 tokens, alone and beside 16 decodes.
-With Qwen2-VL: 4 requests with 4 images of several sizes each, and a prompt of 16,000 tokens.
+- 64 requests of mixed lengths that arrive at random times
+- 32 sampled requests with top_p, top_k, penalties and, for every fourth, a grammar
+- a prompt of 4,096 tokens, alone and during 16 decodes; the times to its first token are compared
+- with Qwen2-VL instead: 4 requests with 4 images of several sizes each, a prompt of 16,000 tokens
+
 The peer is vLLM's server where FOLDER has it, and otherwise transformers in a plain loop: one
-request after the other, without presence penalties and grammars. Both take turns, each round in the
-other order. Ratios above 1 mean that Pagemill is better. The first token of the long prompt beside
-decodes is also compared with that of one alone.
+request after the other, without presence penalties and grammars. Both take turns in alternating
+order. Ratios above 1 mean that Pagemill is better.
 """
 
 import argparse
@@ -43,7 +44,7 @@ OURS = "pagemill"
 ROUNDS = 2
 SPARE_TOKENS = 512
 """Tokens of a model's context beyond the long prompt."""
-LONG, BESIDE = "long prompt", "beside 16 decodes"
+LONG, DURING = "long prompt", "during 16 decodes"
 
 Figures = dict[str, dict[str, Samples]]
 """Figures of the rounds, by workload and figure, and by server."""
@@ -52,8 +53,10 @@ Figures = dict[str, dict[str, Samples]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--model", choices=LONG_PROMPTS, default=TEXT_MODEL)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="counted rounds of each server")
+    parser.add_argument(
+        "--model", choices=LONG_PROMPTS, default=TEXT_MODEL, help="the served model"
+    )
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     peers = options.peers.absolute()
@@ -119,7 +122,7 @@ async def _measure(model: Path, folder: Path, url: str | None, rounds: int) -> d
 
 
 def _report_round(number: int, name: str, values: list[tuple[str, str, float]]) -> None:
-    """Write the figures of one round, for those who cannot wait for all of them."""
+    """Write the figures of one round, before the run has ended."""
     cells = [f"{workload}: {figure} {value:.3g}" for workload, figure, value in values]
     sys.stderr.write(f"round {number}, {name}: {', '.join(cells)}\n")
 
@@ -127,7 +130,7 @@ def _report_round(number: int, name: str, values: list[tuple[str, str, float]]) 
 def _workloads(
     maker: Maker, rng: random.Random, model: Path, max_model_len: int
 ) -> dict[str, list[Arrival]]:
-    """Return the requests of a round, those of the last workload in several parts."""
+    """Return the requests of a round by workload. The last workload has several parts."""
     long_prompts = [
         [workloads.long_prompt(maker, _long_prompt(model), max_model_len)] for _ in range(3)
     ]
@@ -141,7 +144,7 @@ def _workloads(
     return {
         **first,
         LONG: long_prompts[0],
-        BESIDE: [*workloads.decodes(maker), *long_prompts[1], *long_prompts[2]],
+        DURING: [*workloads.decodes(maker), *long_prompts[1], *long_prompts[2]],
     }
 
 
@@ -149,7 +152,7 @@ async def _round(
     server: Transport, by_workload: dict[str, list[Arrival]], name: str
 ) -> list[tuple[str, str, float]]:
     values = []
-    beside = by_workload.pop(BESIDE)
+    during = by_workload.pop(DURING)
     for workload, arrivals in by_workload.items():
         began_s = time.perf_counter()
         times = await asyncio.gather(*(_arrive(server, arrival) for arrival in arrivals))
@@ -158,14 +161,14 @@ async def _round(
         for figure, value in workloads.figures(times, num_tokens, took_s):
             values.append((workload, figure, value))
     if name != "transformers":  # It computes one request at a time.
-        values += await _beside_decodes(server, *beside)
+        values += await _during_decodes(server, *during)
     return values
 
 
-async def _beside_decodes(server: Transport, *arrivals: Arrival) -> list[tuple[str, str, float]]:
-    """A long prompt that arrives while others decode: its first token, and the decodes' gaps.
+async def _during_decodes(server: Transport, *arrivals: Arrival) -> list[tuple[str, str, float]]:
+    """Send a long prompt while other requests decode; return its first token and their gaps.
 
-    The last two are long prompts, of which the second comes alone.
+    The last two arrivals are long prompts. The second of them is sent alone, for comparison.
     """
     *others, first, second = arrivals
     decoding = [asyncio.create_task(_arrive(server, each)) for each in others]
@@ -175,9 +178,9 @@ async def _beside_decodes(server: Transport, *arrivals: Arrival) -> list[tuple[s
     times = await asyncio.gather(*decoding)
     alone = await _arrive(server, second)
     return [
-        (BESIDE, "first token_s", prompt.first_s),
-        (BESIDE, "times as long as alone_s", prompt.first_s / alone.first_s),
-        *((BESIDE, figure, value) for figure, value in workloads.gaps(times)),
+        (DURING, "first token_s", prompt.first_s),
+        (DURING, "times as long as alone_s", prompt.first_s / alone.first_s),
+        *((DURING, figure, value) for figure, value in workloads.gaps(times)),
     ]
 
 

@@ -99,7 +99,7 @@ def gaps(times: Sequence[Times]) -> Iterator[tuple[str, float]]:
 
 
 def ratio(name: str, mine: float, theirs: float) -> float:
-    """How many times as good mine is; above 1 it is better."""
+    """Return the factor by which our figure is better; below 1 it is worse."""
     return theirs / mine if name.endswith("_s") else mine / theirs
 
 

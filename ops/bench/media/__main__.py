@@ -1,8 +1,8 @@
-"""Measure videos and sounds: bytes to fields, requests a second, images beside hostile videos.
+"""Measure videos and sounds: bytes to fields, requests a second, images during hostile videos.
 
-Our decoders and layouts take turns with PyAV, soundfile and transformers' own processors, in one
-process with one thread, but for transformers' video processor: it needs torchvision, which the
-product does not, and runs in a process that finds it in the folder of `--torchvision`.
+Our decoders and layouts take turns with PyAV, soundfile and transformers' processors, in one
+process with one thread. Only transformers' video processor has a separate process, because it needs
+torchvision, which the product does not. That process finds it in the folder of `--torchvision`.
 """
 
 import argparse
@@ -22,9 +22,9 @@ import transformers
 import uvloop
 
 from ops.bench.media import fields
-from ops.bench.media.beside import MAX_P95, Measuring
 from ops.bench.media.clips import SIZE, make_clip, make_speech, renamed
 from ops.bench.media.fields import Timing, measure
+from ops.bench.media.interference import MAX_P95, Measuring
 from ops.bench.media.serving import Images, measure_rates, serving
 from ops.harness.tables import console, print_table
 from shared.telemetry import logs
@@ -37,8 +37,9 @@ MAX_MODEL_LEN = 32_768
 MAX_FIELDS_MS, MAX_FEATURES_MS, MAX_DECODER_KIB = 1500.0, 60.0, 100 * 1024
 MIN_REPEATED = 20.0
 COLUMNS = ("by", "p50 ms", "p99 ms", "processor ms", "output")
-BESIDE_COLUMNS = (
-    "the others", "files a second", "p50 alone", "p50 beside", "p95 alone", "p95 beside", "p95 x",
+INTERFERENCE_COLUMNS = (
+    "the others", "files a second",
+    "p50 alone", "p50 with them", "p95 alone", "p95 with them", "p95 x",
 )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ Missed = list[str]
 
 
 def measure_fields(folder: Path, count: int, torchvision: Path) -> Missed:
-    """Print the times from a file to fields, ours and those of transformers."""
+    """Print the times from a file to fields, of our code and of transformers."""
     clip = make_clip()
     clips = [renamed(clip) for _ in range(count + 1)]
     video_model = write_video_model(folder / "video")
@@ -89,9 +90,11 @@ def measure_fields(folder: Path, count: int, torchvision: Path) -> Missed:
         ratios = (ours.p50_ms / theirs.p50_ms, ours.p99_ms / theirs.p99_ms)
         cells = [f"{ratio:.2f}" for ratio in (*ratios, ours.cpu_ms / theirs.cpu_ms)]
         rows.append(("ratio", *cells, ""))
-    what = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
-    print_table(f"bytes to fields, one file after the other: {what}", COLUMNS, rows)
-    console.print(f"memory of ours: {grown_kib} KiB here, {decoder_kib()} KiB in a decoder")
+    title = f"10 s of {SIZE[0]} x {SIZE[1]}, {NUM_FRAMES} frames"
+    print_table(f"bytes to fields, one file after the other: {title}", COLUMNS, rows)
+    console.print(
+        f"memory of Pagemill: {grown_kib} KiB in this process, {decoder_kib()} KiB in a decoder"
+    )
     missed = []
     if ours.p50_ms > MAX_FIELDS_MS:
         missed.append(f"a clip took {ours.p50_ms:.0f} ms")
@@ -107,9 +110,9 @@ def _measure_apart(
     with tempfile.NamedTemporaryFile() as file:
         file.write(clip)
         file.flush()
-        asked = [str(folder), str(num_frames), file.name, str(count)]
+        arguments = [str(folder), str(num_frames), file.name, str(count)]
         done = subprocess.run(
-            [sys.executable, "-m", REFERENCE, *asked],
+            [sys.executable, "-m", REFERENCE, *arguments],
             env=os.environ | {"PYTHONPATH": str(torchvision), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -152,15 +155,14 @@ def measure_features(folder: Path, count: int) -> Missed:
 
 
 async def measure_serving(options: argparse.Namespace) -> Missed:
-    """Print the requests a second of a renderer, and the times of images beside other requests."""
+    """Print the requests a second of a renderer, and the times of images during other requests."""
     missed: Missed = []
     async with serving() as (bus, sink, url):
-        if not options.only_beside:
-            fresh, again = await measure_rates(bus, sink, make_clip(), options.count)
-            rates = [("a new clip each", f"{fresh:.1f}"), ("one clip", f"{again:.1f}")]
-            print_table("a renderer of the demo model", ("requests a second", "figure"), rates)
-            if again < MIN_REPEATED * fresh:
-                missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
+        fresh, again = await measure_rates(bus, sink, make_clip(), options.count)
+        rates = [("a new clip each", f"{fresh:.1f}"), ("one clip", f"{again:.1f}")]
+        print_table("a renderer of the demo model", ("requests a second", "figure"), rates)
+        if again < MIN_REPEATED * fresh:
+            missed.append(f"a repeated clip is {again / fresh:.1f} times as fast as a new one")
         with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
             async with Images(sink) as images:
                 await images.measure(20)
@@ -169,31 +171,29 @@ async def measure_serving(options: argparse.Namespace) -> Missed:
                 for _ in range(options.rounds):
                     await measuring.round()
                 await measuring.clips()
-    beside = measuring.results
-    rows = [(name, *times.row()) for name, times in beside.items()]
-    print_table("image requests beside others, ms", BESIDE_COLUMNS, rows)
+    results = measuring.results
+    rows = [(name, *times.row()) for name, times in results.items()]
+    print_table("image requests during other requests, ms", INTERFERENCE_COLUMNS, rows)
     return missed + [
-        f"beside {name.strip()} the p95 of images is {times.ratio:.1f} x"
-        for name, times in beside.items()
+        f"during {name.strip()} the p95 of images is {times.ratio:.1f} x"
+        for name, times in results.items()
         if times.ratio > MAX_P95
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only-beside", action="store_true", help="only images beside others")
+    parser.add_argument("--count", type=int, default=20, help="clips to measure")
+    parser.add_argument("--images", type=int, default=200, help="images of each row")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of the images")
     parser.add_argument("--torchvision", type=Path, default=Path("build/torchvision"))
     options = parser.parse_args()
     logs.configure_logging("warning", role="bench")
     torch.set_num_threads(1)
     missed: Missed = []
-    if not options.only_beside:
-        with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
-            missed += measure_fields(Path(name), options.count, options.torchvision)
-            missed += measure_features(Path(name) / "sound", 10 * options.count)
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        missed += measure_fields(Path(name), options.count, options.torchvision)
+        missed += measure_features(Path(name) / "sound", 10 * options.count)
     missed += uvloop.run(measure_serving(options))
     for goal in missed:
         console.print(f"missed: {goal}")

@@ -15,7 +15,7 @@ SIZE = (1280, 720)
 
 
 def make_clip(seconds: int = 10, size: tuple[int, int] = SIZE) -> bytes:
-    """Return an MP4 of H.264, in which a square moves over a noisy ground."""
+    """Return an MP4 of H.264 with a square that moves over a noisy ground."""
     width, height = size
     y, x = np.mgrid[0:height, 0:width]
     ground = np.stack([x % 256, y % 256, (x + y) // 8 % 256], axis=-1).astype(np.uint8) // 2
@@ -36,12 +36,12 @@ def make_clip(seconds: int = 10, size: tuple[int, int] = SIZE) -> bytes:
 
 
 def renamed(clip: bytes) -> bytes:
-    """Return the same MP4 with another hash: a box behind it that every reader skips."""
+    """Return the same MP4 with another hash: a box at its end that every reader skips."""
     return clip + struct.pack(">I4sQ", 16, b"free", next(_numbers))
 
 
 def padded(clip: bytes, num_bytes: int) -> bytes:
-    """Return the same MP4 in a file of so many bytes."""
+    """Return the same MP4 in a file of a given number of bytes."""
     rest = num_bytes - len(clip)
     return clip + struct.pack(">I4s", rest, b"free") + bytes(rest - 8)
 

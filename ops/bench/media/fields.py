@@ -1,4 +1,4 @@
-"""From bytes to fields in one process: our decoders and layouts, and those of transformers."""
+"""From bytes to fields in one process, by our decoders and layouts and by transformers."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ from workers.renderer.threads import Args, Result
 from workers.supervisor.process_usage import usage_of
 
 Process = Callable[[bytes], str]
-"""From a file to what is made of it, in words."""
+"""Processes a file, and returns a description of the output."""
 FIELD = "content"
 POLL_S = 0.002
 
@@ -102,7 +102,7 @@ def _cpu_s(spawner: int | None) -> float:
 
 
 def watch_decoder(spawner: int, stop: Callable[[], bool]) -> int:
-    """Return the most KiB of its own that any decoder has had, until `stop`."""
+    """Return the largest private memory of any decoder until `stop`, in KiB."""
     peak = 0
     while not stop():
         with suppress(OSError):

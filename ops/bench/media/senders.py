@@ -1,7 +1,7 @@
-"""Senders of files, in a process of their own; they end with their standard input.
+"""Senders of files, in a separate process, which ends with its standard input.
 
-Clients hash and upload what they send. On the event loop of the process that measures images, this
-would make the images late.
+Clients hash and upload the files that they send. On the event loop of the process that measures
+images, this would delay the images.
 """
 
 import argparse
@@ -18,25 +18,23 @@ from typing import Literal, get_args
 import uvloop
 
 from ops.bench.media.clips import renamed
-from ops.bench.media.renderers import send_task
+from ops.bench.media.serving import ask_about, send_task
 from ops.harness.load import at_rate
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Overloaded, Unavailable
-from shared.protocol.requests import Message, TextPart, VideoPart, VideoURL
 from shared.telemetry import logs
 
 Use = Literal["stored", "asked", "refused"]
-"""What is done with each file: it is stored; there is a request for it as well; its error is waited
-for."""
+"""Use of each file: only stored, stored with a request, or with a request that must be refused."""
 RECEIPT = "bench.receipt"
-"""Where the end of a request is confirmed; without an answer the renderer would hold the task for
-half a second."""
+"""Subject that confirms the end of a request. Without an answer, the renderer would hold the task
+for half a second."""
 
 
 @dataclass
 class Sent:
-    """How many files were sent, and how many of their requests were refused."""
+    """Counts of the sent files, and of their requests that were refused."""
 
     files: int = 0
     refused: int = 0
@@ -49,41 +47,37 @@ class Sent:
         return self.files / self.seconds
 
 
-def ask_about(url: str) -> list[Message]:
-    return [Message("user", [VideoPart(VideoURL(url)), TextPart("What moves?")])]
-
-
 @contextlib.asynccontextmanager
 async def sending(
     url: str, file: Path, use: Use, rate: float | None = None, at_once: int = 1
 ) -> AsyncIterator[Sent]:
-    """Send a file again and again, each time with another hash, at a rate or so many at once.
+    """Send a file repeatedly, each time with another hash, at a rate or `at_once` at a time.
 
     The yielded counts are complete at the end.
     """
-    asked = [url, str(file), use, "--at-once", str(at_once)]
+    arguments = [url, str(file), use, "--at-once", str(at_once)]
     if rate is not None:
-        asked += ["--rate", str(rate)]
+        arguments += ["--rate", str(rate)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "ops.bench.media.senders",
-        *asked,
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stdin is not None
-    sent = Sent()
+    counts = Sent()
     try:
         await process.stdout.readline()  # it has begun
-        yield sent
+        yield counts
     finally:
         process.stdin.close()
-        counts = await process.stdout.read()
+        report = await process.stdout.read()
         await process.wait()
-    for name, value in json.loads(counts).items():
-        setattr(sent, name, value)
+    for name, value in json.loads(report).items():
+        setattr(counts, name, value)
 
 
 class Senders:

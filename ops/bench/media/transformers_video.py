@@ -1,10 +1,10 @@
-"""PyAV and transformers' own video processor, measured in a process of their own.
+"""PyAV and transformers' video processor, measured in a separate process.
 
 python -m ops.bench.media.transformers_video FOLDER NUM_FRAMES CLIP COUNT
 
 The processor needs torchvision, and transformers looks for that when it is imported. PyPI has
-builds of it for torch with CUDA alone. Beside torch for CPUs such a build loads only if two of its
-operators are declared before; the processor uses neither.
+builds of it for torch with CUDA alone. With torch for CPUs, such a build loads only if two of its
+operators are declared first. The processor uses neither of them.
 """
 
 import json
@@ -41,11 +41,11 @@ def _open_processor(folder: Path, num_frames: int) -> Callable[[bytes], str]:
     def process(data: bytes) -> str:
         with av.open(io.BytesIO(data), "r") as opened:
             total = opened.streams.video[0].frames
-            wanted = set(np.linspace(0, total - 1, num_frames).astype(int).tolist())
+            numbers = set(np.linspace(0, total - 1, num_frames).astype(int).tolist())
             frames = [
                 frame.to_ndarray(format="rgb24")
                 for number, frame in enumerate(opened.decode(video=0))
-                if number in wanted
+                if number in numbers
             ]
         metadata = VideoMetadata(total_num_frames=total, fps=FRAMES_PER_SECOND)
         output = processor(

@@ -1,14 +1,14 @@
-"""Measure speech: the durable road beside a plain loop over the same weights in one process.
+"""Measure speech: the durable transport compared with a plain loop over the same weights.
 
 - time to the first samples, p50 and p99, and the real-time factor, at 1, 4 and 16 speeches at once
-- the sound that is made in a second, and how much more of it at 16 than at 1
+- the seconds of sound that are made in a second, and their ratio at 16 and at 1
 - the steps to the first samples, and the processor time of each stage
-- by how much a kill of the talker delays the last sample
-- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights; no image
-  is painted twice but those of the last row, which come from the cluster's cache of results
+- the delay of the last sample by a kill of the talker
+- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights; only the
+  images of the last row are painted twice, and come from the cluster's cache of results
 
-`python -m ops.bench.omni [ROUNDS]`: the two roads take turns, and figures are medians of the
-rounds. Speeches of both have the same samples, or this ends with an error.
+`python -m ops.bench.omni [ROUNDS]`: both take turns, and figures are medians of the rounds.
+Speeches of both must have the same samples; otherwise the program ends with an error.
 """
 
 import argparse
@@ -43,8 +43,8 @@ MAX_LESS_THROUGHPUT, MAX_MORE_FIRST_MS, MIN_BATCHED, MAX_DELAY_S = 0.1, 60.0, 3.
 
 
 def make_texts(number: int) -> list[str]:
-    """Texts of about the same length, each of them another one."""
-    pairs = [(one, two) for one in COLORS for two in COLORS if one != two]
+    """Return different texts of about the same length."""
+    pairs = [(first, second) for first in COLORS for second in COLORS if first != second]
     return [
         f"{2 + n % 4} {pairs[n % len(pairs)][0]} {SHAPES[n % len(SHAPES)]} on"
         f" {pairs[n % len(pairs)][1]}"
@@ -78,7 +78,7 @@ class Round:
         self.durable_images: dict[int, float] = {}
         """Images a minute."""
         self.cached_images = 0.0
-        """The same, of images that were painted before, at the last level."""
+        """Images a minute at the last level, for prompts that were painted before."""
 
 
 async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
@@ -94,11 +94,11 @@ async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
         figures.durable[at_once] = level_of(at_once, spoken, time.perf_counter() - began_s)
         after = site.processor_s()
         check_same(floor, spoken)
-        sound_s = sum(one.sound_s for one in spoken)
+        sound_s = sum(speech.sound_s for speech in spoken)
         used = {name: after[name] - before[name] for name in after} | {"plain loop": used_s}
         figures.processor = {name: 1000 * used[name] / sound_s for name in used}
     steps = [await site.steps_of(text) for text in texts[:8]]
-    figures.steps = {name: statistics.median(one[name] for one in steps) for name in STEPS}
+    figures.steps = {name: statistics.median(times[name] for times in steps) for name in STEPS}
     long = ". ".join(texts[:6])
     figures.delays_s = [await site.delay_of_kill(long) for _ in range(NUM_KILLS)]
     return figures
@@ -106,9 +106,9 @@ async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
 
 def check_same(floor: Sequence[Spoken], spoken: Sequence[Spoken]) -> None:
     # In float32 a code may depend on what shares its batch.
-    same = len({one.sound for one in floor} & {one.sound for one in spoken})
+    same = len({speech.sound for speech in floor} & {speech.sound for speech in spoken})
     if same < 0.9 * len(floor):
-        raise SystemExit(f"only {same} of {len(floor)} speeches are those of the plain loop")
+        raise SystemExit(f"only {same} of {len(floor)} speeches equal a speech of the plain loop")
 
 
 async def run(
@@ -129,13 +129,13 @@ async def run(
         painter = images.PlainPainter(folder / "painter")
         await images.paint_by_queue(bus, [images.Prompt(text, 0) for text in texts[:4]], 4)
         seeds = itertools.count(1)
-        for one in measured:
+        for figures in measured:
             for at_once in LEVELS:
                 prompts = [images.Prompt(text, next(seeds)) for text in texts]
-                one.plain_images[at_once] = painter.paint(prompts, at_once)
-                made = await images.paint_by_queue(bus, prompts, at_once)
-                one.durable_images[at_once] = made
-            one.cached_images = await images.paint_by_queue(bus, prompts, LEVELS[-1])
+                figures.plain_images[at_once] = painter.paint(prompts, at_once)
+                images_a_minute = await images.paint_by_queue(bus, prompts, at_once)
+                figures.durable_images[at_once] = images_a_minute
+            figures.cached_images = await images.paint_by_queue(bus, prompts, LEVELS[-1])
         return measured
 
 
@@ -149,8 +149,8 @@ def median_level(levels: Sequence[Level]) -> Level:
 
 def print_report(rounds: Sequence[Round]) -> None:
     roads = {
-        "plain loop": {n: median_level([one.plain[n] for one in rounds]) for n in LEVELS},
-        "durable": {n: median_level([one.durable[n] for one in rounds]) for n in LEVELS},
+        "plain loop": {n: median_level([each.plain[n] for each in rounds]) for n in LEVELS},
+        "durable": {n: median_level([each.durable[n] for each in rounds]) for n in LEVELS},
     }
     rows = [
         (
@@ -166,9 +166,9 @@ def print_report(rounds: Sequence[Round]) -> None:
     ]
     columns = ("road", "at once", "first p50 ms", "first p99 ms", "real-time factor", "sound s / s")
     print_table("speeches", columns, rows)
-    steps = {name: statistics.median(one.steps[name] for one in rounds) for name in STEPS}
+    steps = {name: statistics.median(each.steps[name] for each in rounds) for name in STEPS}
     console.print("first samples, ms: " + ", ".join(f"{k} {v:.0f}" for k, v in steps.items()))
-    used = {k: statistics.median(one.processor[k] for one in rounds) for k in rounds[0].processor}
+    used = {k: statistics.median(each.processor[k] for each in rounds) for k in rounds[0].processor}
     parts = ", ".join(f"{name} {value:.1f}" for name, value in used.items())
     console.print(f"processor ms for a second of sound, at {LEVELS[-1]}: {parts}")
     console.print(*goals(roads, rounds), sep="\n")
@@ -180,7 +180,7 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
     less = 1 - durable[16].throughput / plain[16].throughput
     more_ms = durable[1].first_p50_ms - plain[1].first_p50_ms
     batched = durable[16].throughput / durable[1].throughput
-    delay_s = max(delay for one in rounds for delay in one.delays_s)
+    delay_s = max(delay for each in rounds for delay in each.delays_s)
     checks = [
         ("less sound at 16", less, MAX_LESS_THROUGHPUT, less <= MAX_LESS_THROUGHPUT),
         ("later first samples at 1, ms", more_ms, MAX_MORE_FIRST_MS, more_ms <= MAX_MORE_FIRST_MS),
@@ -190,8 +190,8 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
     plain_batched = plain[16].throughput / plain[1].throughput
     return [
         *(
-            f"{what}: {value:.2f}, the goal is {goal:.2f}: {'reached' if ok else 'MISSED'}"
-            for what, value, goal, ok in checks
+            f"{name}: {value:.2f}, the goal is {goal:.2f}: {'reached' if ok else 'MISSED'}"
+            for name, value, goal, ok in checks
         ),
         f"the plain loop makes {plain_batched:.2f} times as much at 16",
     ]
@@ -200,17 +200,17 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
 def image_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
     rows = []
     for at_once in LEVELS:
-        plain = statistics.median(one.plain_images[at_once] for one in rounds)
-        durable = statistics.median(one.durable_images[at_once] for one in rounds)
+        plain = statistics.median(each.plain_images[at_once] for each in rounds)
+        durable = statistics.median(each.durable_images[at_once] for each in rounds)
         rows.append((str(at_once), f"{plain:.0f}", f"{durable:.0f}"))
-    cached = statistics.median(one.cached_images for one in rounds)
+    cached = statistics.median(each.cached_images for each in rounds)
     return [*rows, (f"{LEVELS[-1]}, painted before", "-", f"{cached:.0f}")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rounds", type=int, nargs="?", default=3)
-    parser.add_argument("num_texts", type=int, nargs="?", default=48)
+    parser.add_argument("rounds", type=int, nargs="?", default=3, help="rounds of all figures")
+    parser.add_argument("num_texts", type=int, nargs="?", default=48, help="texts of a round")
     options = parser.parse_args()
     logs.configure_logging("error", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:

@@ -1,4 +1,4 @@
-"""Speeches by way of the queue: worker processes, an embedded broker, and a client that listens."""
+"""Speeches through the queue: worker processes, an embedded broker, and a client."""
 
 import asyncio
 import base64
@@ -26,11 +26,11 @@ SPECS = [
     WorkerSpec("generator", MODEL, VOCODER),
 ]
 STEPS = ("talker begins", "codes of a chunk", "vocoder", "client")
-"""The steps to the first samples, each named by what ends it."""
+"""The steps to the first samples, each named by its end."""
 
 
 class _Heard(NamedTuple):
-    """A speech, and when its client had what."""
+    """A speech, and the times at its client."""
 
     spoken: Spoken
     request_id: str
@@ -62,10 +62,10 @@ class Site:
 
     async def steps_of(self, text: str) -> dict[str, float]:
         """Speak a text; return the milliseconds of each of STEPS."""
-        heard = await self._listen(text)
-        begun = {span.stage: span.received_ms for span in heard.finish.path}
-        codes = await self._log_of(heard.request_id, CODES)
-        audio = await self._log_of(heard.request_id, AUDIO)
+        speech = await self._listen(text)
+        begun = {span.stage: span.received_ms for span in speech.finish.path}
+        codes = await self._log_of(speech.request_id, CODES)
+        audio = await self._log_of(speech.request_id, AUDIO)
         enough_ms, num_frames = codes[-1].stored_ms, 0
         for message in codes:
             record = decode_record(message.data)
@@ -74,8 +74,8 @@ class Site:
             if num_frames >= self._first_frames:
                 enough_ms = message.stored_ms
                 break
-        times = [heard.began_ms, begun[TALKER], enough_ms]
-        times += [audio[0].stored_ms, heard.first_ms]
+        times = [speech.began_ms, begun[TALKER], enough_ms]
+        times += [audio[0].stored_ms, speech.first_ms]
         return {name: times[n + 1] - times[n] for n, name in enumerate(STEPS)}
 
     async def _log_of(self, request_id: str, output: str) -> list[StoredMessage]:
@@ -107,7 +107,7 @@ class Site:
         return processor_s(self._deployment.processes()) | {"client": time.process_time()}
 
     async def delay_of_kill(self, text: str) -> float:
-        """Return by how much a kill of the talker delays the last sample of a speech.
+        """Return the seconds by which a kill of the talker delays the last sample of a speech.
 
         The samples must be the same.
         """
@@ -117,7 +117,7 @@ class Site:
         self._deployment.kill("engine", TALKER)
         (killed,) = await speaking
         if killed.sound != undisturbed.sound:
-            raise SystemExit("the speech of a killed talker has other samples")
+            raise SystemExit("after the kill of its talker, the speech has other samples")
         return killed.last_s - undisturbed.last_s
 
 

@@ -1,4 +1,4 @@
-"""What is measured of speeches. Pure."""
+"""Figures of speeches. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from ops.harness.samples import Samples
 
 
 class Spoken(NamedTuple):
-    """One speech, as its client had it."""
+    """One speech, as its client received it."""
 
     first_s: float
     """Time to the first samples."""
@@ -19,19 +19,19 @@ class Spoken(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Speeches of which so many were made at once."""
+    """Figures of speeches at one level of concurrency."""
 
     at_once: int
     first_p50_ms: float
     first_p99_ms: float
     realtime_factor: float
-    """Median of the time that a speech took, by the length of its sound."""
+    """Median of a speech's time divided by the length of its sound."""
     throughput: float
     """Seconds of sound that were made in a second."""
 
 
 def level_of(at_once: int, spoken: Sequence[Spoken], wall_s: float) -> Level:
-    first_ms = Samples(1000 * one.first_s for one in spoken)
-    factors = Samples(one.last_s / one.sound_s for one in spoken if one.sound_s)
-    sound_s = sum(one.sound_s for one in spoken)
+    first_ms = Samples(1000 * speech.first_s for speech in spoken)
+    factors = Samples(speech.last_s / speech.sound_s for speech in spoken if speech.sound_s)
+    sound_s = sum(speech.sound_s for speech in spoken)
     return Level(at_once, first_ms.median, first_ms.p99, factors.median, sound_s / wall_s)

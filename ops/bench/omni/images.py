@@ -1,4 +1,4 @@
-"""Images by way of the queue, and by a plain loop over the same painter with random weights."""
+"""Images through the queue, and by a plain loop over the same painter with random weights."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ PARAMS = PaintParams(SIZE)
 
 
 class Prompt(NamedTuple):
-    """An image to paint. With an equal prompt and seed, a cluster takes it from its cache."""
+    """An image to paint. A cluster caches the image of a prompt and a seed."""
 
     text: str
     seed: int

@@ -1,7 +1,7 @@
 """A plain loop that speaks: talker and vocoder in one process, without a queue or a log between.
 
-It is the floor of the durable road: the same weights, the same kernels, the same batches of the
-talker, and the same chunks.
+It is the lower bound of the durable transport: the same weights, kernels, batches of the talker and
+chunks.
 """
 
 import time
@@ -64,11 +64,11 @@ class PlainLoop:
             while waiting and len(opened) < at_once:
                 self._begin(*waiting.pop(), opened)
             for output in self._core.step():
-                one = opened[output.request_id]
-                self._add(one, output)
+                speaking = opened[output.request_id]
+                self._add(speaking, output)
                 if output.usage is not None:
                     del opened[output.request_id]
-                    spoken.append(self._ended(one))
+                    spoken.append(self._ended(speaking))
         return spoken
 
     def _begin(self, number: int, text: str, opened: dict[str, _Open]) -> None:
@@ -76,19 +76,19 @@ class PlainLoop:
         self._core.add(EngineRequest(str(number), prompt, [], self._output.sampling))
         opened[str(number)] = _Open(Speech(self._chunks, self._vocoder, []), time.perf_counter())
 
-    def _add(self, one: _Open, output: RequestOutput) -> None:
-        speech, codes = one.speech, self._output.codes
+    def _add(self, speaking: _Open, output: RequestOutput) -> None:
+        speech, codes = speaking.speech, self._output.codes
         token_ids = [t for delta in output.choices for t in delta.token_ids if t in codes]
         frames = [[codes.index(token_id)] for token_id in token_ids]
         speech.add(CodeChunk(0, 1, len(speech.codes), frames))
         speech.is_complete = output.usage is not None
         while (window := speech.next_window()) is not None:
             (samples,) = self._vocoder.synthesize([cut(self._vocoder, speech.codes, window)])
-            one.sound += samples.astype("<i2").tobytes()
+            speaking.sound += samples.astype("<i2").tobytes()
             speech.num_samples += len(samples)
-            one.first_s = one.first_s or time.perf_counter() - one.began_s
+            speaking.first_s = speaking.first_s or time.perf_counter() - speaking.began_s
 
-    def _ended(self, one: _Open) -> Spoken:
-        sound_s = one.speech.num_samples / self._vocoder.sample_rate
-        took_s = time.perf_counter() - one.began_s
-        return Spoken(one.first_s or took_s, took_s, sound_s, bytes(one.sound))
+    def _ended(self, speaking: _Open) -> Spoken:
+        sound_s = speaking.speech.num_samples / self._vocoder.sample_rate
+        took_s = time.perf_counter() - speaking.began_s
+        return Spoken(speaking.first_s or took_s, took_s, sound_s, bytes(speaking.sound))

@@ -2,13 +2,13 @@
 
     python -m ops.bench.peers --peers FOLDER [--out FILE]
 
-`install.sh FOLDER` beside this file creates the peers' environments and the models. All have
-bfloat16 weights, as many threads as the machine has cores, 32 sequences at most, a KV cache of
-1 GiB and prefix caching; answers are greedy and of full length.
+`install.sh FOLDER`, next to this file, creates the peers' environments and the models. All have
+bfloat16 weights, a thread for each core, at most 32 sequences, a KV cache of 1 GiB and prefix
+caching. Answers are greedy and of full length.
 
 - single     one request, 32 tokens in, 128 out
 - batch32    32 at once, 64 to 256 in, 64 out
-- prefix16   16 at once with the same first 512 tokens, 32 of their own, 32 out
+- prefix16   16 at once with the same first 512 tokens and 32 others, 32 out
 - mm16       16 at once, an image of 448 x 448 each, 32 out
 
 The first repetition is a warm-up. Every repetition has new prompts and images.
@@ -38,17 +38,16 @@ def main() -> None:
     console = Console(stderr=True)
     began_s = time.monotonic()
     logs = Path(tempfile.mkdtemp(prefix="pagemill-bench-peers-"))
-    console.print(f"what the peers write: {logs}")
+    console.print(f"logs of the peers: {logs}")
     plan = Plan(
         peers=options.peers,
-        models=options.models_folder or options.peers / "models",
+        models=options.peers / "models",
         specs=[spec for spec in ROSTER if spec.name in options.only],
         workloads=[workload for workload in WORKLOADS if workload.name in options.workloads],
         repetitions=options.repetitions,
         setup=Setup("", options.threads, profile=options.profile),
         logs=logs,
-        apart=options.apart,
-        tell=lambda news: console.print(f"{time.monotonic() - began_s:5.0f} s  {news}"),
+        log=lambda news: console.print(f"{time.monotonic() - began_s:5.0f} s  {news}"),
     )
     missing = [model for model in options.models if not (plan.models / model).is_dir()]
     if missing:
@@ -68,13 +67,13 @@ def _arguments() -> argparse.Namespace:
     names = [spec.name for spec in ROSTER]
     workloads = [workload.name for workload in WORKLOADS]
     parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
-    parser.add_argument("--models-folder", type=Path, help="by default models/ among the peers")
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="these models")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these peers")
-    parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
-    parser.add_argument("--repetitions", type=int, default=2, help="counted; one comes before")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--apart", action="store_true", help="never two peers in memory")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=workloads, default=workloads, help="these workloads"
+    )
+    parser.add_argument("--repetitions", type=int, default=2, help="after the warm-up")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each peer")
     parser.add_argument("--profile", action="store_true", help="ours alone: time by phase")
     parser.add_argument("--out", type=Path, help="a file for all figures, as JSON lines")
     options = parser.parse_args()

@@ -34,11 +34,11 @@ def serve(peer: Peer) -> None:
     os.dup2(2, 1)
     try:
         peer.load(Setup(**json.loads(sys.stdin.readline())))
-        _tell(out, {})
+        _send(out, {})
         for line in sys.stdin:
-            _tell(out, _measure(peer, protocol.read_requests(line)))
+            _send(out, _measure(peer, protocol.read_requests(line)))
     except Exception:
-        _tell(out, Failed(traceback.format_exc()))
+        _send(out, Failed(traceback.format_exc()))
 
 
 def _measure(peer: Peer, requests: list[Request]) -> Result:
@@ -52,6 +52,6 @@ def _measure(peer: Peer, requests: list[Request]) -> Result:
     return Result(wall_s, answers, peer.phases())
 
 
-def _tell(out: Any, value: Any) -> None:
+def _send(out: Any, value: Any) -> None:
     out.write(protocol.write(value))
     out.flush()

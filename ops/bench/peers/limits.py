@@ -1,4 +1,4 @@
-"""Measure what the machine can do at this moment, in a process of its own; print Limits as JSON.
+"""Measure the current limits of the machine, as a separate process; print Limits as JSON.
 
 python -m ops.bench.peers.limits THREADS
 """
@@ -14,8 +14,8 @@ from ops.bench.peers.floors import Limits
 
 # This is far larger than any cache.
 READ_BYTES = 2 * 2**30
-# The weights fit into a core's cache, so the rates are those of arithmetic alone. The shapes are
-# those of small models' matrices, and a large one.
+# The weights fit into a core's cache, so that only arithmetic limits the rates. The shapes are of
+# matrices of small models, and of a large one.
 MATRICES = ((576, 1536), (896, 4864), (2048, 2048))
 ROWS = (16, 32, 256, 2048)
 NUM_TRIES = 5

@@ -1,7 +1,7 @@
-"""The order of a run: all peers of a model run beside one another, in turns at each repetition.
+"""The order of a run: all peers of a model are loaded, and take turns at each repetition.
 
 A slow minute of the machine then affects all of them. If they do not fit into the memory together,
-each runs all its repetitions by itself.
+they run one after the other, each with all its repetitions.
 """
 
 import json
@@ -25,7 +25,7 @@ from ops.harness import machine
 NUM_COMPARED, NUM_COMPARED_TOKENS = 2, 8
 # Requests of a warm-up, for a peer that compiles nothing.
 NUM_WARM = 2
-# Number of the repetition that is the warm-up, with prompts of its own.
+# Number of the repetition that is the warm-up, with separate prompts.
 WARM_UP = 0
 # Memory in multiples of the weights: these, a copy in the peer's own layout, the peak of loading.
 COPIES = 3
@@ -41,10 +41,9 @@ class Plan:
     workloads: Sequence[Workload]
     repetitions: int
     setup: Setup
-    """Settings, in which each peer gets its own model's folder."""
+    """Settings of all peers, without the folder of the model, which differs between peers."""
     logs: Path
-    apart: bool
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
 
 
 def limits(threads: int) -> Limits:
@@ -55,10 +54,10 @@ def limits(threads: int) -> Limits:
 
 
 def measure_model(plan: Plan, model: str) -> list[Row]:
-    together = not plan.apart and _fits(plan, model)
+    together = _fits(plan, model)
     groups = [list(plan.specs)] if together else [[spec] for spec in plan.specs]
     if not together:
-        plan.tell(f"{model}: not enough memory for all at once, or told to: one after the other")
+        plan.log(f"{model}: not enough memory for all at once: one after the other")
     return [row for group in groups for row in _Session(plan, model, group).measure()]
 
 
@@ -109,7 +108,7 @@ class _Session:
                     del measured[spec]
                 elif number > WARM_UP:
                     measured[spec].append(run)
-                    self._tell(workload, spec, f"{run.result.wall_s:.2f} s")
+                    self._report(workload, spec, f"{run.result.wall_s:.2f} s")
         work = _work(workload, batches, [run for runs in measured.values() for run in runs])
         return [
             self._row(workload, work, taking_part[spec], runs) for spec, runs in measured.items()
@@ -120,7 +119,7 @@ class _Session:
         images = bool(workload.image_side)
         folder = spec.folder(self._plan.models, self._model, images=images)
         if python is None or folder is None:
-            self._tell(workload, spec, "not installed, or not for this")
+            self._report(workload, spec, "not installed, or not for this")
             return None
         if (spec, folder) not in self._processes:
             setup = replace(self._plan.setup, model=str(folder))
@@ -130,7 +129,7 @@ class _Session:
                 self._drop(spec, failure)
                 return None
             self._processes[spec, folder] = process
-            self._tell(workload, spec, f"ready after {process.start_s:.1f} s")
+            self._report(workload, spec, f"ready after {process.start_s:.1f} s")
         return self._processes[spec, folder]
 
     def _run(self, process: PeerProcess, requests: list[Request]) -> Measured | None:
@@ -142,10 +141,10 @@ class _Session:
 
     def _drop(self, spec: Spec, failure: PeerFailed) -> None:
         self._specs.remove(spec)
-        self._plan.tell(f"{self._model}: {spec.name} takes no further part: {failure}")
+        self._plan.log(f"{self._model}: {spec.name} takes no further part: {failure}")
 
-    def _tell(self, workload: Workload, spec: Spec, news: str) -> None:
-        self._plan.tell(f"{self._model} {workload.name}: {spec.name}: {news}")
+    def _report(self, workload: Workload, spec: Spec, news: str) -> None:
+        self._plan.log(f"{self._model} {workload.name}: {spec.name}: {news}")
 
     def _row(
         self, workload: Workload, work: Work, process: PeerProcess, runs: list[Measured]

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class PagemillBus:
-    """A peer in a thread beside the event loop, which continues between runs for heartbeats."""
+    """A peer in a thread. The event loop continues between runs, for heartbeats."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

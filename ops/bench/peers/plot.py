@@ -3,9 +3,9 @@
     python -m ops.bench.peers.plot FILE [PLOT.svg]
 
 A point is a phase of a workload by one peer: its operations for each byte of weights that has to be
-read, and its operations per second. Under the slope reading is the limit, under the level
-arithmetic. The prefill lasts until the last first token, the decoding follows; operations are those
-of the floor, so a peer that computes more than necessary appears slower.
+read, and its operations per second. The sloping line is the limit by reading, the level line the
+limit by arithmetic. The prefill lasts until the last first token, and the decoding follows. Only
+the necessary operations count, so a peer that computes more appears slower.
 """
 
 import sys
@@ -35,7 +35,7 @@ Fill = Literal["full", "none"]
 class Point:
     phase: str
     intensity: float
-    """Return the operations for each byte read."""
+    """Operations for each byte read."""
     flops_s: float
 
 

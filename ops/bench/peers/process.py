@@ -80,7 +80,7 @@ class PeerProcess:
             return answer
         self._kill()
         self.stop()
-        raise PeerFailed(failed.message if failed else f"it ended; see {self._log}")
+        raise PeerFailed(failed.message if failed else f"its process ended; see {self._log}")
 
     def _exchange(self, line: str) -> str:
         """Return a line, or an empty one if the process has ended."""

@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An error of the peer, whose process has ended."""
+    """An error that has ended the process of the peer."""
 
     message: str
 

@@ -74,7 +74,7 @@ class Row:
         return floor_s(self.shape, self.work, limits) / self.wall_s
 
     def speed_against(self, other: "Row") -> float:
-        """Return the ratio of speed to `other`, which ran beside this peer at each repetition."""
+        """Return the ratio of speed to `other`, which took turns with this peer."""
         pairs = zip(self.repetitions, other.repetitions, strict=True)
         return median(theirs.wall_s / ours.wall_s for ours, theirs in pairs)
 

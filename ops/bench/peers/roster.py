@@ -26,7 +26,7 @@ class Spec:
     sees: bool = True
     """Whether the peer supports images."""
     exported: bool = False
-    """Whether the peer has the models in a format of its own."""
+    """Whether the peer has the models in a special format."""
     compiles: bool = True
     """Whether its warm-up is a complete repetition; for the others, two requests suffice."""
     extra_bytes: int = GIB

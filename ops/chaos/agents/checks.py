@@ -84,7 +84,7 @@ def _faults_of_calls(run: AgentRun, state: ResponseState) -> Iterator[str]:
         num_made = run.num_made.get((turn, number), 0)
         name = f"{run.response_id} turn {turn} call {number}"
         if num_made > len(call.sendings):
-            yield f"A2 {name}: made {num_made} times, with {len(call.sendings)} steps that announce it"
+            yield f"A2 {name}: made {num_made} times, with {len(call.sendings)} steps for it"
         if len(call.sendings) > 1 and not run.may_repeat:
             yield f"A2 {name}: sent {len(call.sendings)} times"
         if call.result is not None and call.result.outcome == "result" and not num_made:

@@ -58,7 +58,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> 
         "n_window": HALF_CHUNK,
         "output_dim": width,
     }
-    # The smallest eyes that the class allows; nobody has trained them.
+    # The smallest vision tower that the class allows. It is not trained.
     eyes = {
         "depth": 1,
         "hidden_size": 16,

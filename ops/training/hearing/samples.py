@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from ops.training.audio import Wave
@@ -15,51 +17,9 @@ from ops.training.hearing.speech import Spoken, vary
 TASKS = ("count", "level", "digit", "description", "nothing")
 SHARES = (0.32, 0.12, 0.38, 0.15, 0.03)
 
-WORDINGS: dict[str, tuple[str, ...]] = {
-    "count": (
-        "How many beeps do you hear?",
-        "How many beeps are there?",
-        "How many beeps?",
-        "Count the beeps.",
-        "Count the beeps in this sound.",
-        "How many tones do you hear?",
-        "How many times does it beep?",
-        "What is the number of beeps?",
-        "Tell me how many beeps there are.",
-    ),
-    "level": (
-        "Is the beep high or low?",
-        "Are the beeps high or low?",
-        "Is it high or low?",
-        "Is the tone high or low?",
-        "High or low?",
-        "Is the sound high or low?",
-        "Tell me whether the beeps are high or low.",
-    ),
-    "digit": (
-        "Which digit is spoken?",
-        "Which digit do you hear?",
-        "What digit is this?",
-        "What digit is spoken?",
-        "Which number is spoken?",
-        "What number do you hear?",
-        "What is said?",
-        # The instructions of /v1/audio/transcriptions.
-        "Transcribe the speech into text.",
-        "Transcribe the English speech into text.",
-        "Write down the digit.",
-        "Digit?",
-    ),
-    "description": (
-        "What do you hear?",
-        "What is this?",
-        "Describe the sound.",
-        "Describe this sound.",
-        "What can you hear?",
-        "What is in this recording?",
-        "Tell me what you hear.",
-    ),
-}
+WORDINGS = msgspec.yaml.decode(
+    Path(__file__).with_name("wordings.yaml").read_bytes(), type=dict[str, tuple[str, ...]]
+)
 NO_SOUND = "I hear no sound."
 
 
@@ -88,8 +48,8 @@ def draw_sample(rng: np.random.Generator, bank: Sequence[Spoken]) -> Sample:
     if task == "digit" or (task == "description" and rng.random() < 0.5):
         spoken = bank[int(rng.integers(len(bank)))]
         answer = str(spoken.digit) if task == "digit" else f"the digit {spoken.digit}"
-        heard = sounds.in_a_room(rng, vary(rng, spoken.wave))
-        return Sample(task, question, answer, heard, spoken.digit, first)
+        wave = sounds.in_a_room(rng, vary(rng, spoken.wave))
+        return Sample(task, question, answer, wave, spoken.digit, first)
     number, high = int(rng.integers(1, MAX_BEEPS + 1)), bool(rng.random() < 0.5)
     answers = {
         "count": str(number),

@@ -33,10 +33,10 @@ def beeps(rng: np.random.Generator, number: int, high: bool) -> Wave:
 
 
 def _row_of_tones(rng: np.random.Generator, hz: float, number: int) -> Wave:
-    """One tone again and again, which may still ring when the next begins."""
+    """Return a repeated tone, which may overlap the next repetition."""
     step_s = rng.uniform(0.15, min(0.6, 2.6 / number))
     length_s = min(0.6, step_s * rng.uniform(0.3, 1.3))
-    # A tone that rings on must have faded before the next, or nobody could count them.
+    # A long tone must fade before the next one, or the tones could not be counted.
     slowest = 0.0 if length_s < step_s - 0.06 else 3.0 / step_s
     note = _tone(rng, hz, length_s, slowest)
     uneven = rng.uniform(0, 0.08) if rng.random() < 0.5 else 0.0

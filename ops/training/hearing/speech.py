@@ -31,8 +31,8 @@ PICO_VOICES = ("en-GB", "en-US")
 PICO_ROUNDS = 20
 """Recordings of a digit by each voice of Pico for one by each variant of espeak-ng.
 
-Pico's two voices were learned from people's and sound unlike those of espeak-ng. This makes them
-a third of all recordings.
+Pico's two voices were learned from people and sound unlike espeak-ng. With this number they are a
+third of all recordings.
 """
 ENDINGS = ("", ".", "?", "!", ",")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ops.training.judge.cases import Asked, Case
+from ops.training.judge.cases import Case, Question
 from ops.training.judge.questions import Tool
 
 MAX_NEW = 64
@@ -36,28 +36,28 @@ class Answerer:
         self._media: list[tuple[Tensor, tuple[int, int, int]]] = []
         self._ends = {model.generation_config.eos_token_id}
 
-    def judge(self, asked: Asked) -> tuple[bool, str]:
-        """Whether the answer, and the call of a tool before it, are right; and what was said."""
-        case = asked.case
+    def judge(self, question: Question) -> tuple[bool, str]:
+        """Return whether the answer and a tool call before it are right, and the answer."""
+        case = question.case
         content: list[dict[str, str]] = [{"type": case.media} for _ in case.files]
-        content.append({"type": "text", "text": asked.question})
+        content.append({"type": "text", "text": question.text})
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         tools = [definition(tool) for tool in case.tools]
-        said = self.say(messages, asked, tools)
+        answer = self.say(messages, question, tools)
         if case.call is None:
-            return said == asked.answer, said
-        call = parse_call(said)
+            return answer == question.answer, answer
+        call = parse_call(answer)
         if call != case.call:
-            return False, said
+            return False, answer
         function = {"name": call[0], "arguments": call[1]}
         messages.append(
             {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
         )
-        messages.append({"role": "tool", "content": asked.answer})
-        said = self.say(messages, asked, tools)
-        return said == asked.answer, said
+        messages.append({"role": "tool", "content": question.answer})
+        answer = self.say(messages, question, tools)
+        return answer == question.answer, answer
 
-    def say(self, messages: list[dict[str, Any]], asked: Asked, tools: list[Any]) -> str:
+    def say(self, messages: list[dict[str, Any]], question: Question, tools: list[Any]) -> str:
         try:
             text = str(
                 self._tokenizer.apply_chat_template(
@@ -67,15 +67,15 @@ class Answerer:
         except (TypeError, ValueError):
             return ""
         ids = self._tokenizer(text, add_special_tokens=False).input_ids
-        pad = self._pads[asked.case.media]
-        if ids.count(pad) != len(asked.case.files):
-            # A template of before that knows no clips.
+        pad = self._pads[question.case.media]
+        if ids.count(pad) != len(question.case.files):
+            # An older template, without clips.
             return ""
         with torch.inference_mode():
-            if self._case is not asked.case:
+            if self._case is not question.case:
                 # The same media are asked about several times.
-                self._case = asked.case
-                self._media = [self._see(file, asked.case.media) for file in asked.case.files]
+                self._case = question.case
+                self._media = [self._see(file, question.case.media) for file in question.case.files]
             return self._decode(ids, pad, self._media)
 
     def _see(self, file: bytes, medium: str) -> tuple[Tensor, tuple[int, int, int]]:
@@ -140,8 +140,8 @@ def sampled_frames(clip: Image.Image) -> list[Image.Image]:
         frames.append(frame.convert("RGB"))
         seconds += float(frame.info["duration"]) / 1000
     total = len(frames)
-    wanted = min(max(seconds * FRAMES_PER_SECOND, MIN_FRAMES), MAX_FRAMES, total // 2 * 2)
-    num = int(wanted // 2 * 2)
+    most = min(max(seconds * FRAMES_PER_SECOND, MIN_FRAMES), MAX_FRAMES, total // 2 * 2)
+    num = int(most // 2 * 2)
     step = total / num
     return [frames[min(int(n * step), total - 1)] for n in range(num)]
 

@@ -1,4 +1,4 @@
-"""Cases of the judge: what is shown, what is asked, and the only right answer."""
+"""Cases of the judge: media, questions about them, and the only right answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shape_case(rng: Random, number: int) -> Case:
 
 
 def counted(rng: Random, count: int, size: tuple[int, int]) -> Field:
-    """A picture of so many shapes, a part of them in several kinds and colours."""
+    """Draw `count` shapes. In some pictures they have several kinds."""
     width, height = size
     colour, background = two_names(rng)
     canvas, look = surface(rng, background, width, height), Look(rng)
@@ -223,7 +223,7 @@ def tools_of(number: int, needed: Tool, other: Tool) -> list[Tool]:
 
 
 Maker = Callable[[Random, int], Case]
-# How many cases of each; those of the first five are 444 images.
+# Number of cases of each kind. The first five kinds have 444 images together.
 MAKERS: dict[str, tuple[int, Maker]] = {
     "plain": (48, plain_case),
     "shape": (120, shape_case),
@@ -241,18 +241,19 @@ MAKERS: dict[str, tuple[int, Maker]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Question:
     """One question of one row of the table."""
 
     row: str
-    seen: bool
-    question: str
+    is_seen: bool
+    """Whether the training has this wording too."""
+    text: str
     answer: str
     case: Case
 
 
-def asked(kind: str, seed: int, share: float = 1.0) -> Iterator[Asked]:
-    """The questions about all cases of a kind, each in a form of training and in a new one."""
+def questions_of(kind: str, seed: int, share: float = 1.0) -> Iterator[Question]:
+    """Yield the questions of all cases of a kind, each in a seen and in an unseen wording."""
     num, maker = MAKERS[kind]
     for number in range(max(1, round(num * share))):
         rng = np.random.default_rng([seed, list(MAKERS).index(kind), number])
@@ -261,7 +262,7 @@ def asked(kind: str, seed: int, share: float = 1.0) -> Iterator[Asked]:
             if kind == "no call" and name == "describe":
                 continue
             for is_seen in (True, False):
-                table = QUESTIONS.seen if is_seen else QUESTIONS.unseen
+                table = QUESTIONS.seen_wordings if is_seen else QUESTIONS.unseen_wordings
                 choice = case.place if kind == "chat" else int(rng.integers(len(table[name])))
                 row = kind if kind == "no call" else name
-                yield Asked(row, is_seen, table[name][choice], answer, case)
+                yield Question(row, is_seen, table[name][choice], answer, case)

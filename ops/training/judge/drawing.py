@@ -105,7 +105,7 @@ def shape_distance(shape: str, x: Field, y: Field) -> Field:
 
 
 class Look:
-    """How the shapes of one picture are drawn."""
+    """Style of the shapes of one picture."""
 
     def __init__(self, rng: Random) -> None:
         self.angle = float(rng.normal(0, 0.12)) if rng.random() < 0.5 else 0.0
@@ -154,9 +154,9 @@ def put_letter(
 ) -> None:
     """Draws a character by averaging its large mask; `at` is its middle and its height."""
     large = letter_coverage(character, font)
-    x, y, wanted = at
+    x, y, tall = at
     height, width = canvas.shape[:2]
-    scale = large.shape[0] / wanted
+    scale = large.shape[0] / tall
     steps = max(1, int(scale))
     offsets = (np.arange(steps) + 0.5) / steps
     padded = np.pad(large, 1)

@@ -54,7 +54,7 @@ def warped_distances(rows: Floats, templates: Sequence[Floats]) -> NDArray[np.fl
     distance = np.sqrt(np.maximum(squares - 2 * products, 0))
     lengths = np.array([len(template) for template in templates])
     cost = np.full(len(templates), np.inf)
-    # By rows; one more in front, from which every warp begins.
+    # By rows. Every warp begins at one more row in front.
     before = np.full((num_rows + 1, len(templates)), np.inf, np.float32)
     last = before.copy()
     before[0] = 0.0

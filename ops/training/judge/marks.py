@@ -15,7 +15,7 @@ from transformers import Qwen2VLForConditionalGeneration
 
 from ops.training.card import write_card
 from ops.training.judge.answering import Answerer
-from ops.training.judge.cases import asked
+from ops.training.judge.cases import questions_of
 
 console = Console()
 
@@ -56,18 +56,18 @@ def judge(model: Path, kinds: Sequence[str], share: float, seed: int, wrong: int
     """Ask the questions of these kinds, and print at most `wrong` wrong answers of each row."""
     answerer = Answerer(model)
     marks: Marks = {}
-    shown: dict[str, int] = {}
+    num_printed: dict[str, int] = {}
     for kind in kinds:
-        for question in track(list(asked(kind, seed, share)), kind, console=console):
-            column = "seen" if question.seen else "unseen"
+        for question in track(list(questions_of(kind, seed, share)), kind, console=console):
+            column = "seen" if question.is_seen else "unseen"
             score = marks.setdefault(question.row, {}).setdefault(column, [0, 0])
             right, answer = answerer.judge(question)
             score[0] += right
             score[1] += 1
-            if not right and shown.get(question.row, 0) < wrong:
-                shown[question.row] = shown.get(question.row, 0) + 1
+            if not right and num_printed.get(question.row, 0) < wrong:
+                num_printed[question.row] = num_printed.get(question.row, 0) + 1
                 console.print(
-                    f"{question.row}: {question.question!r}: {answer!r}, not {question.answer!r}"
+                    f"{question.row}: {question.text!r}: {answer!r}, not {question.answer!r}"
                 )
     return marks
 

@@ -1,6 +1,6 @@
 """Questions of the judge, from `questions.yaml`: forms that the training asks too, and new ones.
 
-A test checks that no question of `unseen` can come up in the training.
+A test checks that no question of `unseen_wordings` can come up in the training.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Tool = tuple[str, tuple[str, ...], str]
 
 
 class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    seen: Table
-    unseen: Table
+    seen_wordings: Table
+    unseen_wordings: Table
     chat_answers: tuple[str, ...]
     nothing_shown: str
     add_tools: tuple[Tool, ...]

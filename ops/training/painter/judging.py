@@ -107,7 +107,7 @@ def write_painter_card(
 ) -> None:
     painted, drawn = scores
     steps, guidance = sampling
-    prompts = judged_prompts(painted.asked, seed)
+    prompts = judged_prompts(painted.num_questions, seed)
     write_card(
         out,
         CARD,
@@ -119,14 +119,14 @@ def write_painter_card(
         steps=steps,
         guidance=guidance,
         size=_size(SIZE),
-        last=painted.asked - 1,
+        last=painted.num_questions - 1,
         question=QUESTION,
         painted=painted,
         painted_by=_by_count(painted, prompts),
         drawn=drawn,
         drawn_by=_by_count(drawn, prompts),
         verdict=verdict([painted]),
-        mistakes="\n".join(f"- {text} ({seen})" for text, seen in painted.mistakes[:8])
+        mistakes="\n".join(f"- {text} ({answer})" for text, answer in painted.mistakes[:8])
         or "- nothing",
         state=state,
         batch=batch,
@@ -153,7 +153,7 @@ def _size(size: Size) -> str:
 
 def _by_count(score: Score, prompts: Sequence[Prompt]) -> str:
     """Return right answers and questions for each number of shapes."""
-    asked = Counter(prompt.count for prompt in prompts)
+    questions = Counter(prompt.count for prompt in prompts)
     counts = {prompt.text: prompt.count for prompt in prompts}
     wrong = Counter(counts[text] for text, _ in score.mistakes)
-    return ", ".join(f"{asked[n] - wrong[n]}/{asked[n]}" for n in sorted(asked))
+    return ", ".join(f"{questions[n] - wrong[n]}/{questions[n]}" for n in sorted(questions))

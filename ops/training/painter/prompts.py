@@ -25,10 +25,10 @@ from ops.training.seeing.scenes import (
 FINER = 4
 PLAIN_COLOUR_SHARE = 1.0
 OTHER_WORDS_SHARE = 0.2
-# One prompt in so many is never trained on.
+# The training leaves out one of this number of prompts.
 HELD_OUT_EVERY = 12
 NUMBER_WORDS = ("one", "two", "three", "four", "five")
-# Where shapes are, from the middle and in shorter sides, and their radius, by the count.
+# Radius and places of the shapes, for each count. Unit is the shorter side, origin the middle.
 LAYOUTS: tuple[tuple[float, tuple[tuple[float, float], ...]], ...] = (
     (0.33, ((0.0, 0.0),)),
     (0.185, ((0.21, -0.1), (-0.21, 0.1))),
@@ -39,7 +39,7 @@ LAYOUTS: tuple[tuple[float, tuple[tuple[float, float], ...]], ...] = (
         ((-0.259, -0.081), (0.311, -0.31), (-0.008, 0.223), (-0.334, 0.299), (0.334, 0.31)),
     ),
 )
-# How far a shape strays from its place, and the least and greatest part of its radius.
+# Largest distance of a shape from its place, and the smallest and largest share of its radius.
 STRAY = 0.015
 PARTS = 0.94, 1.03
 TILT = 5.0
@@ -47,7 +47,7 @@ TILT = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a drawing has to show."""
+    """The required content of a drawing."""
 
     count: int
     colour: str
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The demo model's own words for such a drawing."""
+        """Description of such a drawing in the words of the demo model."""
         scene = Scene("count", self.colour, self.background, self.shape, self.count)
         return description(scene) or ""
 

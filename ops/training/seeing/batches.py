@@ -74,7 +74,7 @@ class ChatBatch:
 def group_pictures(
     pictures: Sequence[Image.Image], places: Sequence[Sequence[int]]
 ) -> list[PictureGroup]:
-    """Gathers pictures by size; `places` says which rows of the result each picture fills."""
+    """Gathers pictures by size; `places` are the rows of the result for each picture."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for number, picture in enumerate(pictures):
         by_size.setdefault(picture.size, []).append(number)
@@ -96,7 +96,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "character": tuple(CHARACTERS),
 }
 IGNORED = -100
-# Share of the training of the tower, from its begin, in which all pictures are small.
+# All pictures are small in this first share of the training of the tower.
 SMALL_SHARE = 0.6
 SMALL_SIZE = (56, 56)
 
@@ -118,8 +118,8 @@ def tower_batch(rng: random.Random, size: int, progress: float) -> TowerBatch:
         scenes.append(scene)
     labels = {}
     for name, values in LABELS.items():
-        shown = [getattr(scene, name) for scene in scenes]
-        numbers = [IGNORED if value is None else values.index(str(value)) for value in shown]
+        values_of = [getattr(scene, name) for scene in scenes]
+        numbers = [IGNORED if value is None else values.index(str(value)) for value in values_of]
         labels[name] = torch.tensor(numbers)
     return TowerBatch(group_pictures(pictures, [[n] for n in range(size)]), labels)
 
@@ -162,14 +162,14 @@ class EncodedSample:
 
 
 def encoded(sample: Sample, encoder: Encoder) -> EncodedSample:
-    shown = [fitted(picture) for picture in sample.pictures]
-    grids = [grid_of(picture) for picture in shown]
+    pictures = [fitted(picture) for picture in sample.pictures]
+    grids = [grid_of(picture) for picture in pictures]
     pairs = None
     if sample.clip:
         frames = [fitted(frame) for frame in sample.clip]
         pairs = frame_pairs(frames)
         grids = [grid_of(frames[0], len(pairs))]
-    return EncodedSample(encoder.encode(sample, grids), shown, pairs)
+    return EncodedSample(encoder.encode(sample, grids), pictures, pairs)
 
 
 def chat_batch(rng: random.Random, size: int, encoder: Encoder) -> ChatBatch:

@@ -1,4 +1,4 @@
-"""The trained model as transformers runs it, and the proof that training computes the same."""
+"""The trained model in transformers, and a check that the training computes the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shared.models.mrope import GridRun, locate_grids
 
 
 class Folder:
-    """The finished folder, used as anyone would: through transformers alone."""
+    """The finished folder, used through transformers alone."""
 
     def __init__(self, path: Path) -> None:
         self.model: Any = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
@@ -71,13 +71,13 @@ class Folder:
         return str(self.tokenizer.decode(new, skip_special_tokens=True))
 
 
-def check_tower(folder: Folder, inputs: dict[str, Tensor], shown: list[Image.Image]) -> None:
-    """Pixels and features of the pictures of one sample, ours against transformers'."""
+def check_tower(folder: Folder, inputs: dict[str, Tensor], pictures: list[Image.Image]) -> None:
+    """Compare the pixels and features of one sample's pictures with transformers."""
     visual = folder.model.model.visual
-    sizes = [picture.width * picture.height // PATCH**2 for picture in shown]
+    sizes = [picture.width * picture.height // PATCH**2 for picture in pictures]
     with torch.no_grad():
         features = visual(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
-        ours = [torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] for picture in shown]
+        ours = [torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] for picture in pictures]
         tokens = torch.cat([tower_forward(visual, pixels)[0] for pixels in ours])
     torch.testing.assert_close(tokens, features, atol=1e-4, rtol=1e-3)
     for pixels, theirs in zip(ours, inputs["pixel_values"].split(sizes), strict=True):
@@ -117,14 +117,14 @@ def check(path: Path, num_samples: int = 64) -> None:
         ours = torch.from_numpy(item.row.positions[:, : len(prompt)])
         assert torch.equal(positions[:, 0], ours), "rotary positions differ"
         check_tower(folder, inputs, item.pictures)
-    console.print("pictures, clips, tower, text, positions and prompts equal those of transformers")
+    console.print("pictures, clips, tower, text, positions and prompts are as in transformers")
 
 
 def check_clip(folder: Folder, sample: Sample, item: EncodedSample) -> None:
-    """The prompt, positions and features of a clip.
+    """Check the prompt, positions and features of a clip.
 
-    The positions are those of the product. transformers 5 leaves time out where the text behind a
-    clip begins, unlike all training.
+    The positions are compared with the product. transformers 5 computes others for the text after a
+    clip: it ignores the length of the clip in time, unlike the training.
     """
     prompt = str(
         folder.tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Digits and letters in many fonts, of which one is drawn with the program's own strokes."""
+"""Digits and letters in many fonts. One font consists of strokes that the program draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-# Taken as far as the machine has them; Pillow brings one font of its own.
+# Fonts that the machine lacks are left out. Pillow has one more font.
 FONTS_FOLDER = Path("/usr/share/fonts/truetype")
 FONT_FILES = (
     "dejavu/DejaVuSans.ttf", "dejavu/DejaVuSans-Bold.ttf", "dejavu/DejaVuSerif.ttf",
@@ -48,9 +48,9 @@ STROKES = {
 
 @cache
 def fonts() -> tuple[Any, ...]:
-    found = [FONTS_FOLDER / name for name in FONT_FILES]
+    files = [FONTS_FOLDER / name for name in FONT_FILES]
     own = ImageFont.load_default(GLYPH_HEIGHT)
-    return own, *(ImageFont.truetype(file, GLYPH_HEIGHT) for file in found if file.exists())
+    return own, *(ImageFont.truetype(file, GLYPH_HEIGHT) for file in files if file.exists())
 
 
 @cache

@@ -71,7 +71,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGene
 def patches_of(pixels: Tensor) -> Tensor:
     """Normalised patches in the order of the image processor.
 
-    A picture's are without the doubled time axis; those of pairs of frames have both.
+    Patches of pictures have no time axis; patches of pairs of frames have both frames.
     """
     if pixels.dim() == 5:
         both = [patches_of(frame).unflatten(-1, (3, -1)) for frame in pixels.unbind(1)]
@@ -148,9 +148,9 @@ def tower_loss(visual: Any, heads: Heads, batch: TowerBatch) -> tuple[Tensor, di
     total, right = torch.zeros((), device=order.device), {}
     for name, parts in logits.items():
         scores, labels = torch.cat(parts).float(), batch.labels[name][order]
-        known = labels != IGNORED
+        is_labelled = labels != IGNORED
         total = total + F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
-        hits = (scores.argmax(dim=1) == labels)[known]
+        hits = (scores.argmax(dim=1) == labels)[is_labelled]
         right[name] = hits.float().mean().item()
     return total / len(order), right
 
@@ -167,9 +167,9 @@ def text_rotation(text: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
 def text_forward(
     text: Any, embeds: Tensor, positions: Tensor, hidden_from: Tensor, chosen: Tensor
 ) -> Tensor:
-    """The last states of the text model at the chosen places of [rows, length], by its own weights.
+    """Return the last states of the text model at the chosen places of [rows, length].
 
-    Only they are needed, so that the last layer, behind its attention, computes no others.
+    After its attention, the last layer computes no other states.
     """
     rows, length, _ = embeds.shape
     cos, sin = text_rotation(text, positions)

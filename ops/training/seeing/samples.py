@@ -10,7 +10,6 @@ from typing import Any, Literal
 from PIL import Image
 
 from ops.training.seeing.drawing import draw_character, draw_clip, draw_count, draw_scene
-from ops.training.seeing.paraphrases import PARAPHRASED_SHARE, chosen, paraphrase
 from ops.training.seeing.scenes import (
     CHARACTERS,
     MAX_COUNT,
@@ -23,7 +22,14 @@ from ops.training.seeing.scenes import (
 )
 from ops.training.seeing.styles import finished
 from ops.training.seeing.tools import ToolText, add_tool, lookup_tool, offered, some_name, some_word
-from ops.training.seeing.wordings import ASKABLE, NO_PICTURE, WORDINGS
+from ops.training.seeing.wordings import (
+    ASKABLE,
+    NO_PICTURE,
+    PARAPHRASED_SHARE,
+    WORDINGS,
+    chosen,
+    paraphrase,
+)
 
 FRAMED_SHARE = 0.5
 
@@ -136,7 +142,7 @@ class Sample:
     clip: list[Image.Image] | None = None
     tools: list[ToolText] = field(default_factory=list)
     apart: bool = False
-    """Whether the turns are conversations of their own about the same pictures."""
+    """Whether the turns are separate conversations about the same pictures."""
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to its first answer, as the chat template takes it."""
@@ -173,7 +179,7 @@ def pair_sample(rng: random.Random, size: Callable[[str], Size]) -> Sample:
 
 
 def several(rng: random.Random, sample: Sample) -> Sample:
-    """Independent questions mostly; otherwise a conversation, or a picture behind the text."""
+    """Mostly independent questions; otherwise a conversation, or a picture after the text."""
     lot = rng.random()
     sample.apart = lot < 0.7
     if lot > 0.8:
@@ -186,8 +192,8 @@ def chat_sample(rng: random.Random) -> Sample:
     """A conversation without a picture."""
     if rng.random() < 0.35:
         task = rng.choice(tuple(WORDINGS.questions))
-        shown = Scene("none", shape=rng.choice(SHAPE_NAMES))
-        return Sample("no picture", [], [Turn(dressed(rng, worded(rng, task, shown)), NO_PICTURE)])
+        scene = Scene("none", shape=rng.choice(SHAPE_NAMES))
+        return Sample("no picture", [], [Turn(dressed(rng, worded(rng, task, scene)), NO_PICTURE)])
     kind = rng.choice(tuple(WORDINGS.chat))
     question = rng.choice(WORDINGS.chat[kind])
     if rng.random() < PARAPHRASED_SHARE:
@@ -229,7 +235,7 @@ def clip_sample(rng: random.Random, final: Size) -> Sample:
 
 
 def tool_sample(rng: random.Random, final: Size) -> Sample:
-    """A question that needs a call: the sum of two counts, or the name behind a character."""
+    """A question that needs a call: the sum of two counts, or the name for a character."""
     if rng.random() < 0.5:
         tool = add_tool(rng)
         counts = [rng.randint(1, MAX_COUNT) for _ in range(2)]

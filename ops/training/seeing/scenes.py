@@ -1,4 +1,4 @@
-"""What the training pictures show, the colours and outlines of it, and the pictures' sizes."""
+"""Contents of the training pictures, with their colours and outlines, and the pictures' sizes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Rgb = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture shows; None where a question about it would have no single answer."""
+    """Content of a picture. A field is None if a question about it would have no single answer."""
 
     kind: str
     colour: str | None = None
@@ -153,16 +153,16 @@ def fitted(picture: Image.Image) -> Image.Image:
 def sizes_by_fit() -> dict[Size, list[Size]]:
     """Sizes that people bring, by the size that they are resized to."""
     rng = random.Random("sizes")
-    found: dict[Size, list[Size]] = {}
+    by_fit: dict[Size, list[Size]] = {}
     for _ in range(5000):
         size = any_size(rng, "shape", longest=LONGEST)
-        found.setdefault(fit(*size), []).append(size)
-    return found
+        by_fit.setdefault(fit(*size), []).append(size)
+    return by_fit
 
 
 def common_fit(rng: random.Random) -> Size:
-    found = sizes_by_fit()
-    return rng.choices(tuple(found), [len(sizes) for sizes in found.values()])[0]
+    by_fit = sizes_by_fit()
+    return rng.choices(tuple(by_fit), [len(sizes) for sizes in by_fit.values()])[0]
 
 
 def training_size(rng: random.Random, kind: str, final: Size) -> Size:

@@ -65,7 +65,7 @@ class Encoder:
         return (self.ids["<|vision_start|>"], *run, self.ids["<|vision_end|>"])
 
     def encode(self, sample: Sample, grids: Sequence[Grid]) -> Row:
-        """The grids are those of the pictures, or that of the clip: pairs, rows and columns."""
+        """Encode a sample. Each picture has a grid, or the clip: pairs, rows and columns."""
         end = (self.ids["<|im_end|>"], *self.text("\n"))
         row = Row()
         system = sample.system or ""
@@ -103,10 +103,10 @@ LEAST_WEIGHT = 0.06
 @dataclass(slots=True)
 class Row:
     ids: list[int] = field(default_factory=list)
-    # Tokens of turn 0 are seen by all that follow, others by those of their own turn.
+    # All later tokens attend to turn 0. Other turns attend only to themselves and to turn 0.
     turns: list[int] = field(default_factory=list)
-    # Where the tokens of the answers are, and how much each counts: every answer counts as one, so
-    # that a long sentence does not drown a single letter; calls count more.
+    # Places and weights of the tokens of the answers. Every answer has the same weight, so that a
+    # long sentence does not outweigh a single letter. Calls have more.
     answers: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     media_starts: list[int] = field(default_factory=list)
@@ -117,10 +117,10 @@ class Row:
         self.turns += [turn] * len(ids)
 
     def place(self, grids: Sequence[Grid], vision_start: int) -> None:
-        """Multimodal rotary positions: text counts on, media span time, rows and columns.
+        """Multimodal rotary positions: text counts up, media span time, rows and columns.
 
-        The text behind a medium goes on behind its largest position, and each separate turn behind
-        what it shares with the others.
+        The text after a medium continues after its largest position. Each separate turn continues
+        after the part that it shares with the other turns.
         """
         parts, at, position = [], 0, 0
         for grid in grids:

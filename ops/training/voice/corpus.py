@@ -33,13 +33,13 @@ class Corpus:
 
     answers: list[Answer]
     features: list[Features]
-    heard: list[Floats]
+    cepstra: list[Floats]
     codes: list[NDArray[np.int16]]
     espeak: str
 
     def templates(self, *kinds: Kind) -> dict[str, Floats]:
         """Return the judge's templates of the answers of these kinds."""
-        pairs = zip(self.answers, self.heard, strict=True)
+        pairs = zip(self.answers, self.cepstra, strict=True)
         return {answer.text: rows for answer, rows in pairs if answer.kind in kinds}
 
 

@@ -50,10 +50,10 @@ def judge(score: Score, spoken: Spoken, corpus: Corpus, vocoder: Vocoder) -> Sco
     for answer, codes in spoken:
         if answer.kind not in listeners:
             listeners[answer.kind] = Listener(corpus.templates(answer.kind))
-        heard = None
+        text = None
         if len(codes) >= FEWEST_CODES:
-            heard = listeners[answer.kind].hear(sound_of(vocoder, codes), SAMPLE_RATE)
-        score.add(answer.text, heard or "nothing")
+            text = listeners[answer.kind].hear(sound_of(vocoder, codes), SAMPLE_RATE)
+        score.add(answer.text, text or "nothing")
     console.log(str(score))
     return score
 
@@ -123,7 +123,7 @@ def write_voice_card(
         sentences=kinds.count("sentence"),
         descriptions=f"{kinds.count('description'):,}",
         held_out=sum(answer.is_held_out for answer in corpus.answers),
-        cases=max(score.asked for score in scores),
+        cases=max(score.num_questions for score in scores),
         rows="\n".join(score.row for score in scores),
         verdict=verdict(scores),
         mistakes="\n".join(map(_mistakes, filter(lambda s: s.mistakes, scores))) or "- nothing",
@@ -142,7 +142,7 @@ def write_voice_card(
 
 
 def _mistakes(score: Score) -> str:
-    texts = [f"  - {text} ({heard})" for text, heard in score.mistakes]
+    texts = [f"  - {text} ({answer})" for text, answer in score.mistakes]
     more = f", the first 8 of {len(texts)}" if len(texts) > 8 else ""
     return "\n".join([f"- {score.name}{more}:", *texts[:8]])
 

@@ -1,4 +1,4 @@
-"""Talker: an ordinary Qwen2 whose prompt is a text and whose answer is codes."""
+"""Talker: an ordinary Qwen2 that is prompted with a text and answers with codes."""
 
 from __future__ import annotations
 

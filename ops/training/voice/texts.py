@@ -61,6 +61,9 @@ def answers() -> list[Answer]:
             text = answer_to(task, scene)
             if text is not None:
                 (descriptions if task == "describe" else short)[text] = None
-    found = [Answer(text, "short") for text in short]
-    found += [Answer(text, "sentence") for text in (*WORDINGS.chat_answers.values(), NO_PICTURE)]
-    return found + [Answer(text, "description") for text in descriptions]
+    sentences = (*WORDINGS.chat_answers.values(), NO_PICTURE)
+    return [
+        *(Answer(text, "short") for text in short),
+        *(Answer(text, "sentence") for text in sentences),
+        *(Answer(text, "description") for text in descriptions),
+    ]

@@ -1,9 +1,9 @@
-"""Image requests beside the videos of others: hostile ones, and harmless ones.
+"""Image requests while other clients send videos: hostile and harmless ones.
 
-Each attack is measured at a rate, and in a closed loop: each of some senders sends the next file
-when the last one is refused. Such a loop takes what it can get of the machine, so as many bytes a
-second are then sent in harmless ways: stored without a request, and stored as clips that are
-answered.
+Each attack is measured at a rate, and in a closed loop: each of several senders sends the next file
+when the last one is refused. Such a loop uses all of the machine that it can get. So the same
+number of bytes a second is then sent in harmless ways: stored without a request, and stored as
+clips that are answered.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 
 from ops.bench.media.clips import make_bombs, make_clip, padded, renamed
-from ops.bench.media.senders import Sent, Use, ask_about, sending
-from ops.bench.media.serving import Images
+from ops.bench.media.senders import Sent, Use, sending
+from ops.bench.media.serving import Images, ask_about
 from ops.harness.samples import Samples
 from shared import client
 from shared.bus.bus import Bus
@@ -31,20 +31,20 @@ PAUSE_S = 0.5
 
 
 @dataclass
-class Beside:
-    """Milliseconds of image requests, alone and beside one kind of other work."""
+class Interference:
+    """Milliseconds of image requests, alone and during one kind of other work."""
 
     alone: Samples = field(default_factory=Samples)
-    beside: Samples = field(default_factory=Samples)
+    during: Samples = field(default_factory=Samples)
     rates: Samples = field(default_factory=Samples)
     """Files of the others a second, in each round."""
 
     @property
     def ratio(self) -> float:
-        return self.beside.p95 / self.alone.p95
+        return self.during.p95 / self.alone.p95
 
     def row(self) -> tuple[str, ...]:
-        medians, p95s = zip(*((t.median, t.p95) for t in (self.alone, self.beside)), strict=True)
+        medians, p95s = zip(*((t.median, t.p95) for t in (self.alone, self.during)), strict=True)
         return *(f"{n:.1f}" for n in (fmean(self.rates), *medians, *p95s)), f"{self.ratio:.2f}"
 
 
@@ -55,7 +55,7 @@ class Measuring:
         self._images = images
         self._folder = folder
         self._count = count
-        self.results: dict[str, Beside] = defaultdict(Beside)
+        self.results: dict[str, Interference] = defaultdict(Interference)
 
     async def round(self) -> None:
         """Measure each attack and its controls once."""
@@ -66,12 +66,12 @@ class Measuring:
             harmless.write_bytes(padded(small, len(bomb)))
             title = f"{name}, {len(bomb) / 1e6:.1f} MB"
             loop = f"{title}, {AT_ONCE} senders"
-            await self._beside(title, self._sending(hostile, "refused", RATE))
-            rate = await self._beside(loop, self._sending(hostile, "refused"))
+            await self._measure(title, self._sending(hostile, "refused", RATE))
+            rate = await self._measure(loop, self._sending(hostile, "refused"))
             controls: tuple[Use, ...] = ("stored", "asked")
             for use in controls:
                 others = self._sending(harmless, use, rate)
-                await self._beside(f"{loop}: as many bytes, {use}", others)
+                await self._measure(f"{loop}: as many bytes, {use}", others)
 
     def _sending(
         self, file: Path, use: Use, rate: float | None = None
@@ -79,37 +79,37 @@ class Measuring:
         return sending(self._url, file, use, rate, AT_ONCE)
 
     async def clips(self) -> None:
-        """Measure new large clips in a closed loop; some are still rendered behind it."""
-        await self._beside(f"new clips, {AT_ONCE} senders", self._sending_clips())
+        """Measure new large clips in a closed loop; some are still rendered after its end."""
+        await self._measure(f"new clips, {AT_ONCE} senders", self._sending_clips())
 
-    async def _beside(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
+    async def _measure(self, name: str, others: AbstractAsyncContextManager[Sent]) -> float:
         results = self.results[name]
         results.alone += await self._images.measure(self._count)
-        async with others as sent:
+        async with others as counts:
             await asyncio.sleep(PAUSE_S)
-            results.beside += await self._images.measure(self._count)
-        results.rates.append(sent.rate)
+            results.during += await self._images.measure(self._count)
+        results.rates.append(counts.rate)
         await asyncio.sleep(PAUSE_S)
-        return sent.rate
+        return counts.rate
 
     @contextlib.asynccontextmanager
     async def _sending_clips(self) -> AsyncIterator[Sent]:
         """Send clips from this process, which receives their results."""
-        sent, clip = Sent(), make_clip()
+        counts, clip = Sent(), make_clip()
         loop = asyncio.get_running_loop()
 
         async def send() -> None:
             while True:
                 url = await client.pin_media(self._bus, renamed(clip))
                 await self._images.ask(ask_about(url))
-                sent.files += 1
+                counts.files += 1
 
         tasks = [asyncio.create_task(send()) for _ in range(AT_ONCE)]
         began = loop.time()
         try:
-            yield sent
+            yield counts
         finally:
-            sent.seconds = loop.time() - began
+            counts.seconds = loop.time() - began
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
