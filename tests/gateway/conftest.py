@@ -74,17 +74,17 @@ def start_gateway_at(
             )
         )
     deadline = time.monotonic() + 30
-    while (found := _listening(log, start)) is None:
+    while (address := _listening(log, start)) is None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
-    return Gateway(process, found, log)
+    return Gateway(process, address, log)
 
 
 def _listening(log: Path, start: int) -> str | None:
     written = log.read_bytes()[start:].decode()
-    found = re.search(r'"event": ?"ready"', written) and re.search(r'"url": ?"([^"]+)"', written)
-    return found.group(1) if found else None
+    match = re.search(r'"event": ?"ready"', written) and re.search(r'"url": ?"([^"]+)"', written)
+    return match.group(1) if match else None
 
 
 @pytest.fixture(scope="session")

@@ -33,9 +33,9 @@ class Block(NamedTuple):
 def marked_blocks() -> list[Block]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [
-        Block(str(page.relative_to(ROOT)), *found)
+        Block(str(page.relative_to(ROOT)), *groups)
         for page in pages
-        for found in _MARKED.findall(page.read_text(encoding="utf-8"))
+        for groups in _MARKED.findall(page.read_text(encoding="utf-8"))
     ]
 
 

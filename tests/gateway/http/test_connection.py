@@ -117,7 +117,9 @@ async def test_rejected_connections_have_a_limit_too(another: Start) -> None:
     answers = await asyncio.gather(*(reader.read() for reader, _ in crowd), return_exceptions=True)
     assert num_files(gateway) <= before + MAX_REJECTED
     rejected = [
-        one for one in answers if isinstance(one, bytes) and one.startswith(b"HTTP/1.1 503")
+        answer
+        for answer in answers
+        if isinstance(answer, bytes) and answer.startswith(b"HTTP/1.1 503")
     ]
     assert len(rejected) >= MAX_REJECTED
     assert await count_refused(held) == len(crowd)

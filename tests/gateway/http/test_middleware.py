@@ -299,8 +299,8 @@ async def certificate(folder: Path) -> ssl.SSLContext:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    made = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    assert await made.wait() == 0
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    assert await process.wait() == 0
     return ssl.create_default_context(cafile=cert)
 
 

@@ -30,8 +30,8 @@ async def test_keys_change_without_a_restart(broker: EmbeddedServer, tmp_path: P
     file = tmp_path / "gateway.yaml"
 
     async def status(key: str | None, host: str = "localhost") -> int:
-        given = {} if key is None else {"authorization": f"Bearer {key}"}
-        got = await http.get("/v1/models", headers={"host": host, **given})
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        got = await http.get("/v1/models", headers={"host": host, **headers})
         return got.status_code
 
     async def reloaded(new: dict[str, Any] | str, event: str) -> None:

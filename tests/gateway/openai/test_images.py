@@ -146,23 +146,23 @@ def test_urls_are_answered_without_reading_the_files() -> None:
 def test_a_stream_shows_numbered_previews_and_then_the_image() -> None:
     assembler = image_assembler(stream=True, partial_images=2, size="12x8")
     assembler.collects_answer = False
-    shown = []
+    events = []
     for step, preview in enumerate(["", "media:a", "", "media:b"]):
         record = StepState(step, 1, 0, step, 4, "media:state", preview)
         assert assembler.file_of(record) == preview
-        shown += assembler.add(1, record, f"file of {preview}")
+        events += assembler.add(1, record, f"file of {preview}")
     assert assembler.add(1, painted(0), "file") == []
-    shown += assembler.add(1, end_of_images())
+    events += assembler.add(1, end_of_images())
     assert [
-        (IMAGES.event_name(event), event.b64_json, event.created_at, event.size) for event in shown
+        (IMAGES.event_name(event), event.b64_json, event.created_at, event.size) for event in events
     ] == [
         ("image_generation.partial_image", "file of media:a", 7, "12x8"),
         ("image_generation.partial_image", "file of media:b", 7, "12x8"),
         ("image_generation.completed", "file", 7, "12x8"),
     ]
-    assert [event.partial_image_index for event in shown[:2]] == [0, 1]
-    assert shown[2].usage == usage_of(6)
-    assert "usage" not in msgspec.to_builtins(shown[0])
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    assert events[2].usage == usage_of(6)
+    assert "usage" not in msgspec.to_builtins(events[0])
 
 
 def test_an_answer_reads_no_previews() -> None:

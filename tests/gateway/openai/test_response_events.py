@@ -37,10 +37,10 @@ def raw_text(step: Answered, form: str | None) -> str:
     """What the model has written for a step."""
     calls = [(call.name, json.loads(call.arguments)) for call in step.calls]
     if form == "required":
-        return json.dumps([{"name": name, "parameters": given} for name, given in calls])
+        return json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls])
     texts = [
-        "<tool_call>\n" + json.dumps({"name": name, "arguments": given}) + "\n</tool_call>"
-        for name, given in calls
+        "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+        for name, arguments in calls
     ]
     texts.insert(step.num_before, step.content)
     return "".join(texts) if form else step.content
@@ -63,9 +63,9 @@ def as_written(steps: list[Step]) -> list[Step]:
     for step in steps:
         if isinstance(step, Answered):
             state = state_of(ID, written)
-            found = turn_format(state, state.turns[-1], state.tools())
-            text = found.new_text()
-            text.feed(raw_text(step, found.form), is_last=True)
+            form = turn_format(state, state.turns[-1], state.tools())
+            text = form.new_text()
+            text.feed(raw_text(step, form.form), is_last=True)
             step = msgspec.structs.replace(
                 step, content=text.content, calls=text.calls, num_before=text.num_before
             )
@@ -74,17 +74,17 @@ def as_written(steps: list[Step]) -> list[Step]:
 
 
 def events_of(steps: list[Step], cuts: Sequence[int]) -> Iterator[ResponseEvent]:
-    made = ResponseEvents(ID, {})
+    events = ResponseEvents(ID, {})
     for i, step in enumerate(steps):
-        yield from made.step(step)
+        yield from events.step(step)
         following = steps[i + 1] if i + 1 < len(steps) else None
         state = state_of(ID, steps[: i + 1])
         asks = isinstance(step, Asked) or (isinstance(step, Begun) and step.asks)
         if asks and isinstance(following, Answered):
-            found = turn_format(state, state.turns[-1], state.tools())
-            raw = raw_text(following, found.form)
+            form = turn_format(state, state.turns[-1], state.tools())
+            raw = raw_text(following, form.form)
             for record in chunks_of(raw, cuts, following.finish_reason):
-                yield from made.token(record)
+                yield from events.token(record)
 
 
 @given(logs(), st.lists(st.integers(0, 200), max_size=6))

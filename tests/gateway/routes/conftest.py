@@ -59,8 +59,8 @@ def page(window: Browser, gateway: Gateway) -> Iterator[Browser]:
     visit(window, gateway.url)
     yield window
     # The browser also reports a server that refuses a request or does not answer.
-    told = [line for line in window.console_errors() if "Failed to load resource" not in line]
-    assert told == []
+    errors = [line for line in window.console_errors() if "Failed to load resource" not in line]
+    assert errors == []
 
 
 def visit(window: Browser, url: str) -> None:

@@ -126,16 +126,16 @@ async def test_every_reader_gets_the_whole_answer(
         first = await anext(stream)
         if moment == "between":
             await put(bus, request_id, kind)
-        shown, again, followed = await asyncio.gather(
+        text, again, followed = await asyncio.gather(
             text_of(stream), replayed(http, request_id), follow(cluster, request_id)
         )
-        shown = (first.choices[0].delta.content or "") + shown
+        text = (first.choices[0].delta.content or "") + text
         await put(bus, request_id, kind)  # Behind the end.
-        seen = (await http.get(f"/v1/requests/{request_id}")).json()
-        assert seen["state"] == "finished", seen
-        whole = seen["result"]["choices"][0]["message"]["content"]
-        assert seen["result"]["usage"]["completion_tokens"] == 200
-        assert [shown, again, followed] == [whole] * 3
+        status = (await http.get(f"/v1/requests/{request_id}")).json()
+        assert status["state"] == "finished", status
+        whole = status["result"]["choices"][0]["message"]["content"]
+        assert status["result"]["usage"]["completion_tokens"] == 200
+        assert [text, again, followed] == [whole] * 3
         assert await replayed(http, request_id) == await follow(cluster, request_id) == whole
 
 

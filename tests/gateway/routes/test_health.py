@@ -54,8 +54,8 @@ async def describe_request(bus: Bus) -> tuple[str, str, str | None]:
     app = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1", KINDS)
     transport = httpx.ASGITransport(build_application(app, all_routes(app)))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        found = (await client.get(f"/v1/requests/{request_id}")).json()
-    return found["state"], found["stage"], found["waits_for"]
+        status = (await client.get(f"/v1/requests/{request_id}")).json()
+    return status["state"], status["stage"], status["waits_for"]
 
 
 async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_path: Path) -> None:

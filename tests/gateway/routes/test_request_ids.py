@@ -58,10 +58,10 @@ async def test_a_name_that_the_client_gave_is_answered_with_one_id(
     headers, body = {"x-request-id": "mine-1"}, CHAT | {"model": "demo"}
     refused = await http.post("/v1/chat/completions", json=body | {"no": 1}, headers=headers)
     answer = await http.post("/v1/chat/completions", json=body, headers=headers)
-    shown = await http.get("/v1/requests/mine-1")
+    status = await http.get("/v1/requests/mine-1")
     cancelled = await http.delete("/v1/requests/mine-1")
-    ids = {r.headers["x-request-id"] for r in (refused, answer, shown, cancelled)}
-    assert ids == {shown.json()["id"]}
+    ids = {r.headers["x-request-id"] for r in (refused, answer, status, cancelled)}
+    assert ids == {status.json()["id"]}
 
 
 async def test_errors_before_any_request_have_an_id(
