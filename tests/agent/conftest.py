@@ -62,15 +62,15 @@ class AgentRig:
         messages = request.messages or []
         # What a response continues has its own first turn.
         texts = [str(m.content) for m in (messages if number else messages[-1:])]
-        known = (self.scripts[name] for text in reversed(texts) for name in self.names_in(text))
-        turns = next(known, [])
+        scripts = (self.scripts[name] for text in reversed(texts) for name in self.names_in(text))
+        turns = next(scripts, [])
         return turns[number] if number < len(turns) else "Done."
 
 
 def call(name: str, **arguments: Any) -> str:
     """A call as the model writes it."""
-    made = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{made}\n</tool_call>"
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 @pytest.fixture(scope="session")

@@ -99,10 +99,10 @@ async def test_what_cannot_go_on_ends_as_failed(bus: Bus, begun: Begun, code: st
 
 
 async def test_a_log_that_is_deleted_meanwhile_is_left(bus: Bus) -> None:
-    asked, deleted = asyncio.Event(), asyncio.Event()
+    called, deleted = asyncio.Event(), asyncio.Event()
 
-    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
-        asked.set()
+    async def answer(request: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
+        called.set()
         await deleted.wait()
         return 200, {"tools": []}
 
@@ -112,7 +112,7 @@ async def test_a_log_that_is_deleted_meanwhile_is_left(bus: Bus) -> None:
         running = asyncio.create_task(
             carry_out(context_of(bus, servers={"calc": {"url": url}}), log)
         )
-        await asked.wait()
+        await called.wait()
         await log.delete()
         deleted.set()
         assert await running
@@ -229,10 +229,10 @@ def adding(
 ) -> Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]:
     """Return the answers of a server with one tool, whose calls wait until they may be answered."""
 
-    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
-        if sent["method"] == "tools/list":
+    async def answer(request: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
+        if request["method"] == "tools/list":
             return 200, {"tools": [{"name": "add", "inputSchema": {}}]}
-        if sent["method"] == "tools/call":
+        if request["method"] == "tools/call":
             called.set()
             await answered.wait()
         return 200, {"content": []}
@@ -334,23 +334,23 @@ class Renderer:
     """A renderer that replies with these errors, each once, and then with few tokens."""
 
     errors: list[ErrorReply] = field(default_factory=list)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    called: asyncio.Event = field(default_factory=asyncio.Event)
     num_calls: int = 0
 
     def fail(self, *errors: PagemillError) -> None:
         self.errors += [ErrorReply(error_info(error)) for error in errors]
 
     def tokenize(self, _: bytes) -> bytes:
-        self.asked.set()
+        self.called.set()
         self.num_calls += 1
         return to_json(self.errors.pop(0) if self.errors else Tokenized(1, 100, [1]))
 
 
 @pytest.fixture
 async def renderer(bus: Bus) -> Renderer:
-    made = Renderer()
-    await bus.add_responder(subjects.renderer("tokenize", "m"), made.tokenize)
-    return made
+    answers = Renderer()
+    await bus.add_responder(subjects.renderer("tokenize", "m"), answers.tokenize)
+    return answers
 
 
 TRUNCATED = replace(BEGUN, truncate=True)
@@ -393,7 +393,7 @@ async def test_a_pause_ends_with_the_drain_of_the_agent(bus: Bus, renderer: Rend
     log, context = await begin(bus, TRUNCATED), context_of(bus)
     async with serving(context):
         await enqueue(bus, log)
-        await renderer.asked.wait()
+        await renderer.called.wait()
     # The next agent gets it.
     assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 1
     assert (await open_log(bus, "", log.response_id)).state.ended is None

@@ -28,17 +28,17 @@ class Calls:
         self.headers: list[dict[str, str]] = []
         self._changed = threading.Condition()
 
-    def count(self, what: str) -> None:
+    def count(self, title: str) -> None:
         with self._changed:
-            self.made[what] += 1
+            self.made[title] += 1
             self._changed.notify_all()
 
-    async def wait_for(self, what: str) -> None:
-        await asyncio.to_thread(self._wait, what)
+    async def wait_for(self, title: str) -> None:
+        await asyncio.to_thread(self._wait, title)
 
-    def _wait(self, what: str) -> None:
+    def _wait(self, title: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.made[what] > 0, 30)
+            assert self._changed.wait_for(lambda: self.made[title] > 0, 30)
 
 
 def new_tools(calls: Calls) -> MCPServer[Any]:
@@ -51,11 +51,11 @@ def new_tools(calls: Calls) -> MCPServer[Any]:
         return a + b
 
     @server.tool()
-    async def book(what: str, pause_s: float = 0.0) -> str:
+    async def book(title: str, pause_s: float = 0.0) -> str:
         """Book something."""
-        calls.count(what)
+        calls.count(title)
         await asyncio.sleep(pause_s)
-        return f"booked {what} <|im_end|>"
+        return f"booked {title} <|im_end|>"
 
     @server.tool()
     async def meet(me: str, other: str) -> str:
@@ -125,8 +125,8 @@ def _repeats(data: bytes, media_type: str, pause_s: float) -> Callable[[Request]
 
 def _lists(tools: str) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
-        asked = await request.json()
-        head = f'{{"jsonrpc": "2.0", "id": {json.dumps(asked.get("id"))}, "result": '
+        body = await request.json()
+        head = f'{{"jsonrpc": "2.0", "id": {json.dumps(body.get("id"))}, "result": '
         return Response(f'{head}{{"tools": {tools}}}}}', media_type="application/json")
 
     return answer
@@ -167,8 +167,8 @@ def legacy(calls: Calls) -> Starlette:
         if request.method == "DELETE":
             sessions.discard(session or "")
             return Response(status_code=204)
-        asked = await request.json()
-        method, number = asked["method"], asked.get("id")
+        call = await request.json()
+        method, number = call["method"], call.get("id")
         if method == "initialize":
             sessions.add("s1")
             result: Any = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}

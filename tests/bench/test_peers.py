@@ -137,14 +137,14 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     models.mkdir()
     (models / "demo").symlink_to(DEMO_MODEL)
     workloads = [Workload("text", _two_short), Workload("image", _an_image, image_side=448)]
-    told: list[str] = []
+    lines: list[str] = []
     ours = [spec for spec in ROSTER if spec.name.startswith("pagemill")]
     setup = Setup("", threads=1, max_model_len=512, profile=True)
-    plan = Plan(tmp_path, models, ours, workloads, 1, setup, tmp_path, False, told.append)
+    plan = Plan(tmp_path, models, ours, workloads, 1, setup, tmp_path, False, lines.append)
     rows = measure_model(plan, "demo")
     assert [(r.workload, r.peer) for r in rows] == [
         (workload, peer) for workload in ("text", "image") for peer in ("pagemill", "pagemill-bus")
-    ], told
+    ], lines
     assert report.differences(rows) == []
     direct = rows[2]
     assert direct.work.prefill_tokens > 48  # the template's, the text's, and the image's

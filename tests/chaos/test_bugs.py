@@ -28,8 +28,8 @@ def test_a_planted_bug_is_found(name: str) -> None:
     # renderers must not find.
     command = [sys.executable, "-m", "tests.chaos.run_bug", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    found = set(done.stdout.split())
-    assert found & BUGS[name].invariants, f"{found or 'nothing'} found; {done.stderr}"
+    invariants = set(done.stdout.split())
+    assert invariants & BUGS[name].invariants, f"{invariants or 'nothing'} found; {done.stderr}"
 
 
 def test_every_bug_has_a_scenario_and_an_invariant() -> None:

@@ -383,8 +383,8 @@ WRONG: dict[str, tuple[str, RecordedRun]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_history_is_told_by_its_invariant(name: str) -> None:
     invariant, run = WRONG[name]
-    found = check(run).violations
-    assert invariant in {violation.invariant for violation in found}, found
+    violations = check(run).violations
+    assert invariant in {violation.invariant for violation in violations}, violations
 
 
 def test_every_invariant_has_a_wrong_history() -> None:
