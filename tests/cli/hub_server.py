@@ -131,32 +131,32 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _send_file(self, model: str, revision: str, name: str) -> None:
-        faults, asked = self.owner.faults, self.headers.get("Range")
-        self.owner.requests.append((self.command, name, asked))
+        faults, requested = self.owner.faults, self.headers.get("Range")
+        self.owner.requests.append((self.command, name, requested))
         if self._is_refused(model, revision):
             return
-        given = self.headers.get("Authorization")
-        if faults.gated and (faults.token is None or given != f"Bearer {faults.token}"):
-            return self._refuse(403 if given else 401, "GatedRepo")
+        authorization = self.headers.get("Authorization")
+        if faults.gated and (faults.token is None or authorization != f"Bearer {faults.token}"):
+            return self._refuse(403 if authorization else 401, "GatedRepo")
         if self.command == "GET" and faults.num_server_errors > 0:
             faults.num_server_errors -= 1
             return self._refuse(503, "ServerError")
         content = self.owner.models[model].get(name)
         if content is None:
             return self._refuse(404, "EntryNotFound")
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        start = int(requested.removeprefix("bytes=").removesuffix("-")) if requested else 0
         etag = etag_of(name, content)
         if name.endswith(LARGE):
             content = (content + bytes(max(0, faults.num_added)))[: len(content) + faults.num_added]
-        self.send_response(206 if asked else 200)
+        self.send_response(206 if requested else 200)
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Linked-Etag", f'"{etag}"')
         self.send_header("X-Linked-Size", str(len(content)))
         self.send_header("Content-Length", str(len(content) - start))
-        if asked:
-            shown = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            self.send_header("Content-Range", shown)
+        if requested:
+            content_range = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self.send_header("Content-Range", content_range)
         self.end_headers()
         if self.command == "GET":
             self._send_content(name, content[start:])

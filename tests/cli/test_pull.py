@@ -225,13 +225,13 @@ def test_the_next_pull_continues_one_that_was_ended(
     hub: Hub, tmp_path: Path, number: signal.Signals
 ) -> None:
     hub.faults = Faults(chunk_pause_s=0.1)
-    with (tmp_path / "said").open("wb") as said:
+    with (tmp_path / "said").open("wb") as output:
         process = subprocess.Popen(
             [*PAGEMILL, "pull", NAME],
             cwd=tmp_path,
             env=environment(hub, tmp_path),
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
         )
     deadline = time.monotonic() + 60
     digest = hashlib.sha256(FILES[WEIGHTS]).hexdigest()
@@ -293,8 +293,8 @@ def test_a_transfer_of_another_length_ends(
             download._receive(RemoteModel(NAME, None, COMMIT, [file]), file, out, Unshown())
     assert len(hub.downloads(WEIGHTS)) == num_transfers
     # The next call continues a short one.
-    kept = file.size + num_added if num_added < 0 else 0
-    assert (tmp_path / WEIGHTS).stat().st_size == kept
+    num_bytes = file.size + num_added if num_added < 0 else 0
+    assert (tmp_path / WEIGHTS).stat().st_size == num_bytes
 
 
 def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["org/nothing"], "not_found", "has no model org/nothing"),
         ([NAME, "--revision", "v9"], "not_found", "no revision 'v9'"),
@@ -318,12 +318,12 @@ def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
     ],
 )
 def test_errors_say_what_to_do(
-    hub: Hub, tmp_path: Path, arguments: list[str], code: str, said: str
+    hub: Hub, tmp_path: Path, arguments: list[str], code: str, message: str
 ) -> None:
     done = run(hub, tmp_path, "pull", *arguments)
     assert done.returncode == 1
     assert code in done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -422,19 +422,19 @@ def test_json_of_another_shape_is_one_line(hub: Hub, tmp_path: Path, info: objec
     hub.faults = Faults(info=info)
     done = run(hub, tmp_path, "pull", NAME)
     assert done.returncode == 1
-    began, said = done.stderr.splitlines()
+    began, error = done.stderr.splitlines()
     assert began == "connecting to the hub …"
-    assert said.startswith("error unavailable: ")
-    assert "is not a hub" in said
+    assert error.startswith("error unavailable: ")
+    assert "is not a hub" in error
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://a\tb"])
 def test_an_endpoint_that_is_no_url_is_one_line(tmp_path: Path, url: str) -> None:
     done = run(None, tmp_path, "pull", NAME, HF_ENDPOINT=url)
-    said = done.stderr.removeprefix("connecting to the hub …\n")
-    assert (done.returncode, said.count("\n")) == (1, 1)
-    assert said.startswith("error ")
-    assert "HF_ENDPOINT" in said
+    error = done.stderr.removeprefix("connecting to the hub …\n")
+    assert (done.returncode, error.count("\n")) == (1, 1)
+    assert error.startswith("error ")
+    assert "HF_ENDPOINT" in error
 
 
 def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
@@ -485,9 +485,9 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     partial = tmp_path / "hf" / "hub" / "models--org--partial" / "snapshots" / COMMIT
     shutil.copytree(snapshot(tmp_path), partial)
     (partial / "tokenizer.json").unlink()
-    shown = run(hub, tmp_path, "models", *NO_BROKER).stdout
-    assert "refused: it lacks tokenizer.json" in shown
-    assert "org/demo     Qwen2-VL  5.3 MB  here\n" in shown
+    output = run(hub, tmp_path, "models", *NO_BROKER).stdout
+    assert "refused: it lacks tokenizer.json" in output
+    assert "org/demo     Qwen2-VL  5.3 MB  here\n" in output
     rows = {
         row["name"]: row
         for row in map(
@@ -511,9 +511,9 @@ def test_models_refuses_a_pooling_that_is_not_configured(tmp_path: Path) -> None
         (tmp_path / name).write_bytes(content)
     models = {"own": {"path": "."}, "told": {"path": ".", "pooling": "mean"}}
     (tmp_path / "pagemill.yaml").write_text(json.dumps({"models": models}))
-    shown = run(None, tmp_path, "models", "--json", *NO_BROKER).stdout
-    own, told = map(json.loads, shown.splitlines())
-    assert (own["state"], told["state"]) == ("refused", "configured")
+    output = run(None, tmp_path, "models", "--json", *NO_BROKER).stdout
+    own, pooled = map(json.loads, output.splitlines())
+    assert (own["state"], pooled["state"]) == ("refused", "configured")
     assert own["reason"].startswith("1_Pooling/config.json: pooling_mode: the engine pools")
 
 
@@ -523,15 +523,15 @@ def test_up_names_what_a_folder_lacks(tmp_path: Path, options: tuple[str, ...]) 
     shutil.copytree(DEMO, folder)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": WEIGHTS}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for given in ("own", "./own", str(folder)):
-        done = run(None, tmp_path, "up", given, *options)
+    for argument in ("own", "./own", str(folder)):
+        done = run(None, tmp_path, "up", argument, *options)
         assert done.returncode == 78
         assert f"{folder} is incomplete, it lacks model-00001-of-00002.safetensors" in done.stderr
         assert "pull" not in done.stderr
 
 
 def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
-    for arguments, said in (
+    for arguments, message in (
         ([NAME], f"run `pagemill pull {NAME}`"),
         (["./nothing"], "no config.json"),
         ([str(DEMO), "--config", "x.yaml"], "exclude each other"),
@@ -539,7 +539,7 @@ def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     ):
         done = run(hub, tmp_path, "up", *arguments)
         assert done.returncode == 78, done.stderr
-        assert said in done.stderr
+        assert message in done.stderr
     assert hub.requests == []
     folder = tmp_path / "whisper"
     shutil.copytree(DEMO, folder)
@@ -547,14 +547,14 @@ def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     quantized = tmp_path / "quantized"
     shutil.copytree(DEMO, quantized)
     (quantized / "config.json").write_bytes(QUANTIZED["config.json"]["config.json"])
-    for refused, said in ((folder, "cross attention"), (quantized, "has quantized weights")):
+    for refused, message in ((folder, "cross attention"), (quantized, "has quantized weights")):
         done = run(hub, tmp_path, "up", str(refused))
         assert done.returncode == 78
-        assert said in done.stderr
+        assert message in done.stderr
         (tmp_path / "pagemill.yaml").write_text(f"models: {{mine: {{path: {refused}}}}}")
         done = run(hub, tmp_path, "check")
         assert done.returncode == 1
-        assert f"models.mine.path: {refused} {said}" in done.stderr.replace("uses ", "")
+        assert f"models.mine.path: {refused} {message}" in done.stderr.replace("uses ", "")
         rows = run(hub, tmp_path, "models", "--json", *NO_BROKER).stdout.splitlines()
         assert [json.loads(row)["state"] for row in rows] == ["refused"]
 

@@ -101,11 +101,11 @@ async def test_a_misspelt_variable_is_named(broker: EmbeddedServer, tmp_path: Pa
         text=True,
         check=False,
     )
-    said = " ".join(done.stderr.split())
+    errors = " ".join(done.stderr.split())
     assert done.returncode == 1
-    assert "PAGEMILL_ENGIN__BLOCK_SIZE: " in said
-    assert "did you mean PAGEMILL_ENGINE__BLOCK_SIZE?" in said
-    assert "embedded default" not in said
+    assert "PAGEMILL_ENGIN__BLOCK_SIZE: " in errors
+    assert "did you mean PAGEMILL_ENGINE__BLOCK_SIZE?" in errors
+    assert "embedded default" not in errors
 
 
 @pytest.mark.parametrize("command", ["follow", "cancel", "where"])

@@ -49,10 +49,10 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
     config = Config({}, nats=nats, start_silence_s=1.0)
     log_file = tmp_path / "workers.log"
     cluster = LocalCluster(config, None, [WorkerSpec("coordinator")], log_file=log_file)
-    cluster.show = shown = Shown()
+    cluster.show = progress = Shown()
     starting = asyncio.create_task(cluster.start())
     await asyncio.sleep(0)
-    assert shown.titles == ["coordinator"]
+    assert progress.titles == ["coordinator"]
     try:
         while not (pids := cluster.pids("coordinator")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -28,9 +28,9 @@ async def sleep(worker: WorkerSpec) -> Process:
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:
-    made = Supervisor(sleep, 5.0, lambda worker: None)
-    yield made
-    await made.stop()
+    workers = Supervisor(sleep, 5.0, lambda worker: None)
+    yield workers
+    await workers.stop()
 
 
 def pools_over(supervisor: Supervisor) -> SupervisedPools:
@@ -48,7 +48,7 @@ async def until_living(supervisor: Supervisor, *slots: int) -> None:
 
 async def until_ended(supervisor: Supervisor, slot: int) -> None:
     spec = WorkerSpec("engine", "demo")
-    await until(lambda: slot not in {one.slot for one in supervisor.slots(spec)})
+    await until(lambda: slot not in {worker.slot for worker in supervisor.slots(spec)})
 
 
 async def next_report(bus: Bus, num_engines: int) -> PoolReport:
