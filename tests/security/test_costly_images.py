@@ -84,10 +84,10 @@ class Site:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        said = cluster.log.with_suffix(".err").read_text()
-        found = re.search(r"ready at .*?(http://[0-9.]+:\d+)", said, re.DOTALL)
-        assert found is not None
-        self._url = found[1]
+        errors = cluster.log.with_suffix(".err").read_text()
+        match = re.search(r"ready at .*?(http://[0-9.]+:\d+)", errors, re.DOTALL)
+        assert match is not None
+        self._url = match[1]
         self._clients: dict[str, Client] = {}
 
     async def connect(self) -> None:
@@ -193,7 +193,7 @@ async def test_another_tenant_is_answered_beside_costly_images(cluster: Cluster)
     each_s = (cpu_s(renderer) - before_s) / (num_attacks + len(took))
     await site.close()
     await bus.close()
-    shown = ", ".join(f"{one:.1f}" for one in sorted(took))
-    print(f"answers after {shown} s, {each_s:.2f} s of processor time a request")  # noqa: T201
+    times = ", ".join(f"{seconds:.1f}" for seconds in sorted(took))
+    print(f"answers after {times} s, {each_s:.2f} s of processor time a request")  # noqa: T201
     assert len(took) == NUM_IMAGES
     assert each_s < MAX_CPU_S

@@ -40,13 +40,13 @@ SLOW = StructuredOutputs(
 
 
 async def compile_with(
-    compiler: GrammarCompiler, wanted: StructuredOutputs, tenant: str = ""
+    compiler: GrammarCompiler, structure: StructuredOutputs, tenant: str = ""
 ) -> Grammar:
     async def no_progress() -> None:
         pass
 
     async with asyncio.timeout(120):
-        return await compiler.compile(wanted, tenant, no_progress)
+        return await compiler.compile(structure, tenant, no_progress)
 
 
 @pytest.fixture

@@ -113,9 +113,9 @@ async def write_log(bus: Bus, request_id: str, tenant: str, num_records: int = 1
 
 
 async def test_a_flood_of_uploads_leaves_the_media_of_others_whole(site: Site, bus: Bus) -> None:
-    kept = secrets.token_bytes(MIB)
+    content = secrets.token_bytes(MIB)
     async with site.http("small") as small, site.http("flood") as flood:
-        first = await small.post("/v1/files", files={"file": ("kept", kept)})
+        first = await small.post("/v1/files", files={"file": ("kept", content)})
         assert first.status_code == 200
         answers = []
         for _ in range(12):
@@ -127,8 +127,8 @@ async def test_a_flood_of_uploads_leaves_the_media_of_others_whole(site: Site, b
         assert (refused[-1].status_code, error["code"]) == (429, "storage_quota_exceeded")
         assert "delivery.max_media_mib" in error["message"]
         assert int(refused[-1].headers["retry-after"]) > 0
-        name = hashlib.sha256(kept).hexdigest()
-        assert await media_store.find(bus, name, MIB, "small") == kept
+        name = hashlib.sha256(content).hexdigest()
+        assert await media_store.find(bus, name, MIB, "small") == content
         more = await small.post(
             "/v1/files", files={"file": ("more", secrets.token_bytes(MIB // 2))}
         )
