@@ -56,9 +56,9 @@ def test_a_start_that_is_given_up_is_replaced_after_the_pause_also_in_a_pool_wit
         (1060.0, 1, {}),
         (1061.0, 1, {"6": 1.0}),
     ):
-        seen = PoolFigures(0, 0, 0.0, running, starting)
-        decisions, memory = decide(scaling, {ENGINE: seen}, memory, now_s)
-        plans.append(plan_of(decisions[ENGINE], seen, Workers(starting=starting), "a"))
+        figures = PoolFigures(0, 0, 0.0, running, starting)
+        decisions, memory = decide(scaling, {ENGINE: figures}, memory, now_s)
+        plans.append(plan_of(decisions[ENGINE], figures, Workers(starting=starting), "a"))
     assert [plan.wanted for plan in plans] == [1, 1, 1, 2, 2]
     assert [plan.give_up for plan in plans] == [[5], [], [], [], []]
     assert [plan.reason for plan in plans] == [*["given_up"] * 3, "min", "min"]
@@ -75,22 +75,22 @@ def autoscaler() -> Autoscaler:
 async def test_a_request_that_was_heard_is_not_forgotten_when_the_broker_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = autoscaler()
+    scaler = autoscaler()
 
     async def fail(_: object = None) -> None:
         raise Unavailable("the broker does not answer")
 
-    monkeypatch.setattr(made._reader, "look", fail)
-    made._arrivals["demo"] = 2
+    monkeypatch.setattr(scaler._reader, "look", fail)
+    scaler._arrivals["demo"] = 2
     with pytest.raises(Unavailable):
-        await made._decide()
-    assert made._arrivals == Counter(demo=2)
+        await scaler._decide()
+    assert scaler._arrivals == Counter(demo=2)
 
 
 def test_one_autoscaler_reports_the_pools() -> None:
     """The sum over autoscalers would count workers twice."""
-    made = autoscaler()
-    made._lease.plan = ScalePlan("another", {ENGINE: PoolPlan(3)})
-    assert made._planned(ENGINE, "wanted") == 0.0
-    made._lease.is_held = True
-    assert made._planned(ENGINE, "wanted") == 3.0
+    scaler = autoscaler()
+    scaler._lease.plan = ScalePlan("another", {ENGINE: PoolPlan(3)})
+    assert scaler._planned(ENGINE, "wanted") == 0.0
+    scaler._lease.is_held = True
+    assert scaler._planned(ENGINE, "wanted") == 3.0

@@ -47,7 +47,7 @@ async def test_a_slow_look_does_not_cost_the_lead(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bus.purge(subjects.SCALE_STREAM, ">")
-    made, shutdown, leads = make_autoscaler(bus)
+    scaler, shutdown, leads = make_autoscaler(bus)
     looks, answered = asyncio.Event(), asyncio.Event()
 
     async def look() -> None:
@@ -55,9 +55,9 @@ async def test_a_slow_look_does_not_cost_the_lead(
         await answered.wait()
 
     other = Lease(bus, "autoscaler-2")
-    serving = asyncio.create_task(made.serve())
+    serving = asyncio.create_task(scaler.serve())
     await until(leads)
-    monkeypatch.setattr(made._reader, "look", look)
+    monkeypatch.setattr(scaler._reader, "look", look)
     await looks.wait()
     loop = asyncio.get_running_loop()
     until_s = loop.time() + 1.5
@@ -77,9 +77,9 @@ async def test_an_autoscaler_without_a_broker_ends_cleanly(
 ) -> None:
     for module in ("bus", "reading"):
         monkeypatch.setattr(f"shared.bus.{module}.BROKER_DEADLINE_S", 1.0)
-    made, shutdown, leads = make_autoscaler(own_bus)
+    scaler, shutdown, leads = make_autoscaler(own_bus)
     with structlog.testing.capture_logs() as lines:
-        serving = asyncio.create_task(made.serve())
+        serving = asyncio.create_task(scaler.serve())
         await until(leads)
         await asyncio.to_thread(own_broker.stop)
         shutdown.begin()

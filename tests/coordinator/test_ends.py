@@ -79,9 +79,9 @@ async def test_outputs_are_cut_although_their_list_was_written_after_it_was_read
     expected = output_ends.expected
 
     async def read_too_early(bus: Bus, request_id: str) -> list[str]:
-        found = await expected(bus, request_id)
+        outputs = await expected(bus, request_id)
         await output_ends.begin(bus, request_id, OUTPUTS)
-        return found
+        return outputs
 
     monkeypatch.setattr(output_ends, "expected", read_too_early)
     await cancel(bus, request_id)

@@ -72,14 +72,14 @@ def test_tenants_have_nothing_to_do_with_each_other(
     steps: list[tuple[float, int, int, bool]], others: list[tuple[float, int, int, bool]]
 ) -> None:
     def waits(beside: list[tuple[float, int, int, bool]]) -> list[float]:
-        rates, now_s, found = TokenRates({"a": PER_MINUTE, "b": 7}), 0.0, []
+        rates, now_s, waits_s = TokenRates({"a": PER_MINUTE, "b": 7}), 0.0, []
         for number, (pause_s, num_reserved, _, _) in enumerate(steps):
             now_s += pause_s
             if number < len(beside):
                 rates.reserve("b", beside[number][1], now_s)
                 rates.correct("b", beside[number][1], beside[number][2], now_s)
-            found.append(rates.reserve("a", num_reserved, now_s))
-        return found
+            waits_s.append(rates.reserve("a", num_reserved, now_s))
+        return waits_s
 
     assert waits(others) == waits([])
 

@@ -131,18 +131,18 @@ async def test_queues_that_cannot_be_read_hold_up_nobody_twice(
 ) -> None:
     monkeypatch.setattr(subjects, "STAGES_STREAM", "NO_SUCH_STREAM")
     turns = Turns(bus, {})
-    asked = []
+    streams = []
     depths = bus.figures.depths
 
     async def counted(stream: str) -> Any:
-        asked.append(stream)
+        streams.append(stream)
         return await depths(stream)
 
     monkeypatch.setattr(bus.figures, "depths", counted)
     await turns.lane_of(admitted("m"), "steady", 100)
     for _ in range(3):
         assert await turns.lane_of(admitted("m"), "flood", 10**7) == "interactive"
-    assert len(asked) == 1
+    assert len(streams) == 1
 
 
 async def test_the_tasks_of_a_tenant_that_uses_too_much_are_in_the_batch_lane(bus: Bus) -> None:
