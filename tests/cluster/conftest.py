@@ -119,7 +119,7 @@ def run(cluster: Cluster, *arguments: str) -> str:
 
 def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     config, log = folder / "pagemill.yaml", folder / "up.log"
-    said = folder / "up.err"
+    err = folder / "up.err"
     config.write_text(text)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -127,12 +127,12 @@ def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     env = os.environ | {"PAGEMILL_NATS__PORT": str(port), "PAGEMILL_GATEWAY__PORT": "0"}
     env["PAGEMILL_LOG_FILE"] = str(log)
     command = ["up", "--config", str(config)]
-    with said.open("wb") as stderr:
+    with err.open("wb") as stderr:
         process = preloaded.start(command, cwd=folder, env=env, stderr=stderr)
     deadline = time.monotonic() + 150
-    while b"ready at" not in said.read_bytes():
-        assert process.poll() is None, said.read_text()
-        assert time.monotonic() < deadline, said.read_text()
+    while b"ready at" not in err.read_bytes():
+        assert process.poll() is None, err.read_text()
+        assert time.monotonic() < deadline, err.read_text()
         time.sleep(0.1)
     return Cluster(process, f"nats://127.0.0.1:{port}", config, log)
 

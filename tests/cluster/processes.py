@@ -125,15 +125,15 @@ def joined_sound(records: Sequence[OutputRecord]) -> bytes:
     assert isinstance(end, OutputEnd)
     assert not end.cut
     assert [record.index for record in records] == list(range(len(records)))
-    made = b""
+    pcm = b""
     for chunk in chunks:
         assert isinstance(chunk, AudioChunk)
         assert chunk.sample_rate == 24_000
-        assert chunk.first_sample == len(made) // 2
-        made += base64.b64decode(chunk.pcm, validate=True)
-        assert chunk.first_sample + chunk.num_samples == len(made) // 2
-    assert end.summary.units == {"samples": len(made) // 2}
-    return made
+        assert chunk.first_sample == len(pcm) // 2
+        pcm += base64.b64decode(chunk.pcm, validate=True)
+        assert chunk.first_sample + chunk.num_samples == len(pcm) // 2
+    assert end.summary.units == {"samples": len(pcm) // 2}
+    return pcm
 
 
 def sound_of(folder: Path, codes: Sequence[int]) -> bytes:

@@ -196,17 +196,17 @@ async def test_the_sound_is_that_of_all_codes_in_one_piece(
     processes: Processes, client: Bus
 ) -> None:
     """Requests of all lengths at once, so that chunks of several share batches."""
-    asked = {f"calm{n}": codes_of(n, n) for n in (1, 2, 3, 10, 23, 24, 32)}
-    for request_id, codes in asked.items():
+    requests = {f"calm{n}": codes_of(n, n) for n in (1, 2, 3, 10, 23, 24, 32)}
+    for request_id, codes in requests.items():
         await ask(client, request_id, codes)
-    found = await asyncio.gather(*(follow(client, request_id) for request_id in asked))
-    for (request_id, codes), records in zip(asked.items(), found, strict=True):
+    logs = await asyncio.gather(*(follow(client, request_id) for request_id in requests))
+    for (request_id, codes), records in zip(requests.items(), logs, strict=True):
         check_sound(processes.folder, codes, records)
         final = await final_record(client, request_id)
         assert isinstance(final, Finish)
         assert list(final.outputs) == ["codes", "audio"]
         assert final.outputs["audio"].units == {"samples": len(codes) * voices.SAMPLES_PER_FRAME}
-    chunks = [record for record in found[-1] if isinstance(record, AudioChunk)]
+    chunks = [record for record in logs[-1] if isinstance(record, AudioChunk)]
     sizes = [chunk.num_samples // voices.SAMPLES_PER_FRAME for chunk in chunks]
     assert sizes == SIZES
     await until_nothing_is_left(client)

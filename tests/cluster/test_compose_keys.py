@@ -79,9 +79,9 @@ def _mounts(service: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture
 def volumes(tmp_path: Path) -> Volumes:
-    made = Volumes(tmp_path / "run")
-    made.keys()
-    return made
+    run_volumes = Volumes(tmp_path / "run")
+    run_volumes.keys()
+    return run_volumes
 
 
 def files_of(folder: Path) -> list[str]:

@@ -67,8 +67,8 @@ async def client(three: Cluster) -> AsyncIterator[Bus]:
     await bus.close()
 
 
-async def encoders_live(bus: Bus, wanted: int) -> bool:
-    return len(await living(bus, "encoder")) >= wanted
+async def encoders_live(bus: Bus, count: int) -> bool:
+    return len(await living(bus, "encoder")) >= count
 
 
 def about(image: str, text: str = "What color is this image?") -> GenerateRequest:
@@ -104,7 +104,7 @@ async def test_a_video_is_encoded_once_and_answered_as_by_transformers(client: B
     num_before = sum([beat.load["encoded"] for beat in await living(client, "encoder")])
     videos = [VideoURL(data_url(clip(8, shift=5)), fps=fps) for fps in (2.0, 2.0, 1.0)]
     answers = [await answer(client, question(video)) for video in videos]
-    expected = [expected_tokens(frames_of(8, shift=5), one, False) for one in videos[1:]]
+    expected = [expected_tokens(frames_of(8, shift=5), another, False) for another in videos[1:]]
     assert [tokens_of(records) for records in answers] == [expected[0], *expected]
 
     async def are_two() -> bool:
@@ -227,7 +227,7 @@ async def test_embeddings_that_are_lost_are_made_again(
 async def _is_encoded(bus: Bus) -> bool:
     """Whether a result is there, and no encoder has a task, which would make another one."""
     filters = [subjects.stage_filter("encoder", "demo", lane) for lane in subjects.LANES]
-    if any([await bus.figures.subjects_of(subjects.STAGES_STREAM, one) for one in filters]):
+    if any([await bus.figures.subjects_of(subjects.STAGES_STREAM, subject) for subject in filters]):
         return False
     return await bus.read_last(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER) is not None
 
@@ -262,8 +262,8 @@ async def test_a_shared_directory_outlives_its_encoder(tmp_path: Path) -> None:
     text = WITH_ENCODERS + f"embeddings: {{storage: directory, path: {store}}}\n"
     for cluster in start_with_encoders(tmp_path, text, 0):
         bus = await Bus.connect(cluster.url, "test")
-        for asked in ("What color is this image?", "What color is it?"):
-            records = await answer(bus, about("red.png", asked))
+        for words in ("What color is this image?", "What color is it?"):
+            records = await answer(bus, about("red.png", words))
             assert "red" in text_of(records).lower()
         (file,) = store.glob("demo/*/encoder_cache.safetensors")
         assert (file.parent / "acknowledged").exists()
@@ -308,10 +308,10 @@ async def test_engines_with_towers_share_what_they_make(tmp_path: Path) -> None:
         await bus.close()
 
 
-async def _has_encoded(bus: Bus, wanted: int) -> bool:
+async def _has_encoded(bus: Bus, count: int) -> bool:
     """The one living engine, since its last answer."""
     return any(
-        beat.load["encoded_items"] == wanted and beat.load["prefix_query_tokens"] > 0
+        beat.load["encoded_items"] == count and beat.load["prefix_query_tokens"] > 0
         for beat in await living(bus, "engine")
     )
 

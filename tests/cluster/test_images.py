@@ -107,9 +107,9 @@ async def bus(processes: Processes) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 async def url(bus: Bus) -> str:
-    found = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-    assert found[0] is not None
-    return found[0]
+    urls = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
+    assert urls[0] is not None
+    return urls[0]
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ async def steps_of(bus: Bus, request_id: str) -> list[StepState]:
 async def test_the_generator_is_killed_between_the_steps_of_an_image(
     processes: Processes, bus: Bus, painter: ImageModel
 ) -> None:
-    asked = ImageParams(steps=8, seed=5, negative_prompt="a star")
-    request = GenerateRequest("painter", prompt=PROMPT, image=asked)
+    options = ImageParams(steps=8, seed=5, negative_prompt="a star")
+    request = GenerateRequest("painter", prompt=PROMPT, image=options)
 
     async def own() -> list[Any]:
         return [record async for record in client.ask(bus, request, "killed")]
@@ -213,13 +213,13 @@ async def test_a_request_that_waits_paints_when_the_one_before_is_cancelled(
     async def has_begun() -> bool:
         return bool(await steps_of(bus, "first"))
 
-    asked = asyncio.create_task(first())
+    painting = asyncio.create_task(first())
     await until(has_begun)
     second = asyncio.create_task(painted(bus, "second", request))
     await asyncio.sleep(5 * STEP_S)
     assert not await steps_of(bus, "second")
     await client.cancel(bus, "first")
-    assert isinstance(await asked, Failure)
+    assert isinstance(await painting, Failure)
     params = PaintParams("16x16", 1, 20, 3.0, "", 14)
     assert await second == painters.painted_alone(PROMPT, params, model=painter)
     await until_nothing_is_left(bus)
@@ -350,9 +350,9 @@ def check_page(url: str, folder: Path, image: str) -> None:
             "document.querySelector('.turn .status')?.textContent.startsWith('Painted')",
             timeout_s=60,
         )
-        shown: list[str] = page.run("return window.shown")
-        assert len(shown) == len(set(shown)) == 7
-        assert shown[-1] == f"data:image/png;base64,{image}"
+        urls: list[str] = page.run("return window.shown")
+        assert len(urls) == len(set(urls)) == 7
+        assert urls[-1] == f"data:image/png;base64,{image}"
         assert page.run("return document.querySelector('.painted').naturalWidth") == 16
         # A reload goes on with the image.
         page.run("document.querySelector('#more').value = arguments[0]", '{"timeout_s": 50}')
@@ -399,7 +399,7 @@ async def test_the_command_line_saves_images(
     assert "16 x 16 pixels, seed 4" in drawn.stderr
     where = await asyncio.to_thread(preloaded.run, "where", "drawn", *options)
     assert "dit" in where.stdout
-    for more, said in (
+    for more, message in (
         (["--model", "demo"], "demo has no output of images"),
         (["--size", "1x1"], "available: 16x16, 12x8"),
         (["--steps", "0"], "steps"),
@@ -408,7 +408,7 @@ async def test_the_command_line_saves_images(
             preloaded.run, "draw", PROMPT, "-o", str(file), *more, *options
         )
         assert refused.returncode == 1
-        assert said in refused.stderr
+        assert message in refused.stderr
 
 
 # -- as responses ---------------------------------------------------------------------------------
@@ -443,8 +443,8 @@ async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
     assert image.type == "image_generation_call"
     # Without a seed the noise is made of the request's id.
     records = [record async for record in client.follow_output(bus, request_id, "image")]
-    (made,) = (record for record in records if isinstance(record, ImageRecord))
-    params = PaintParams("12x8", 1, 6, 3.0, "", made.seed)
+    (painted,) = (record for record in records if isinstance(record, ImageRecord))
+    params = PaintParams("12x8", 1, 6, 3.0, "", painted.seed)
     alone = painters.painted_alone(PROMPT, params, model=painter)
     assert base64.b64decode(image.result or "") == alone
     # No step was computed again.
@@ -504,7 +504,7 @@ async def test_an_image_goes_on_at_another_gateway(
 
     async def new_url() -> list[str]:
         urls = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-        return [found for found in urls if found is not None and found not in before]
+        return [address for address in urls if address is not None and address not in before]
 
     (other,) = await until(new_url, 150)
     text = ""

@@ -146,22 +146,22 @@ async def ask(bus: Bus, question: str, request_id: str, model: str = "qwen3") ->
     return Said(*await asyncio.gather(own(), output("codes"), output("audio")))
 
 
-def check(said: Said, wanted: omni.SpokenAnswer, pcm: Samples | None = None) -> None:
-    *chunks, finish = said.text
+def check(speech: Said, expected: omni.SpokenAnswer, pcm: Samples | None = None) -> None:
+    *chunks, finish = speech.text
     assert isinstance(finish, Finish), finish
     deltas = [d for chunk in chunks if isinstance(chunk, TokenChunk) for d in chunk.choices]
-    assert [token_id for delta in deltas for token_id in delta.token_ids] == wanted.token_ids
-    frames = [frame for r in said.codes if isinstance(r, CodeChunk) for frame in r.frames]
-    assert frames == wanted.frames
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == expected.token_ids
+    frames = [frame for r in speech.codes if isinstance(r, CodeChunk) for frame in r.frames]
+    assert frames == expected.frames
     # A talker reads a token of the text before each frame.
-    for made in said.codes:
-        if isinstance(made, CodeChunk):
-            spoken = min(made.position + len(made.frames), len(wanted.token_ids))
-            assert made.end_token == spoken
-    ends = [made.end_token for made in said.audio if isinstance(made, AudioChunk)]
-    assert ends[-1] == min(len(wanted.frames), len(wanted.token_ids))
-    sound = np.frombuffer(joined_sound(said.audio), "<i2")
-    np.testing.assert_array_equal(sound, omni.pcm(wanted.sound) if pcm is None else pcm)
+    for record in speech.codes:
+        if isinstance(record, CodeChunk):
+            spoken = min(record.position + len(record.frames), len(expected.token_ids))
+            assert record.end_token == spoken
+    ends = [record.end_token for record in speech.audio if isinstance(record, AudioChunk)]
+    assert ends[-1] == min(len(expected.frames), len(expected.token_ids))
+    sound = np.frombuffer(joined_sound(speech.audio), "<i2")
+    np.testing.assert_array_equal(sound, omni.pcm(expected.sound) if pcm is None else pcm)
     assert {span.stage for span in finish.path} >= {"engine", "talker", "code2wav"}
 
 
@@ -174,26 +174,26 @@ async def test_qwen25_says_what_transformers_says(processes: Processes, bus: Bus
     folder, question = processes.folder / "qwen25", QUESTIONS[1]
     # A stage that has ended its part before it is killed has none to take up again.
     for number in range(4):
-        asked = asyncio.create_task(ask(bus, question, f"other{number}", "qwen25"))
+        asking = asyncio.create_task(ask(bus, question, f"other{number}", "qwen25"))
         # No chunk is complete before the speech is, so its codes have a record a second.
         for stage, output, num_records in (("engine", "text", 3), ("talker", "codes", 1)):
             log = subjects.tokens(f"other{number}", output)
             await until_records(bus, subjects.TOKENS_STREAM, log, num_records)
             processes.kill(f"{stage} of qwen25")
-        said = await asked
-        attempts = [{record.attempt for record in log} for log in (said.text, said.codes)]
+        speech = await asking
+        attempts = [{record.attempt for record in log} for log in (speech.text, speech.codes)]
         if min(map(len, attempts)) > 1:
             break
     assert min(map(len, attempts)) > 1
     prompt = omni.user_prompt(question)
-    wanted = omni.speak_qwen25(omni.reference_qwen25(folder), prompt, NUM_TOKENS, NUM_FRAMES)
-    assert len(wanted.frames) > 5
+    expected = omni.speak_qwen25(omni.reference_qwen25(folder), prompt, NUM_TOKENS, NUM_FRAMES)
+    assert len(expected.frames) > 5
     vocoder = load_vocoder(
         folder, ChunkSpec(left=100, right=100), "a.stage", voices=omni.VOICES, dtype="float64"
     )
-    codes = np.array(wanted.frames, np.int32)
+    codes = np.array(expected.frames, np.int32)
     whole = cut(vocoder, codes, Window(0, 0, len(codes), len(codes)), Speaker("Ethan", SEED))
-    check(said, wanted, vocoder.synthesize([whole])[0])
+    check(speech, expected, vocoder.synthesize([whole])[0])
 
 
 async def test_an_answer_is_heard_before_it_is_written_and_all_stages_are_killed_then(
@@ -202,17 +202,17 @@ async def test_an_answer_is_heard_before_it_is_written_and_all_stages_are_killed
     """While the thinker stands still in the middle of its text, sound is made of what there is."""
     assert all(len(answer.frames) == NUM_FRAMES for answer in answers.values())
     for number in range(20):
-        asked = asyncio.create_task(ask(bus, QUESTIONS[0], f"heard{number}"))
+        asking = asyncio.create_task(ask(bus, QUESTIONS[0], f"heard{number}"))
         if await is_heard_early(processes, bus, f"heard{number}"):
             break
         # The text was written too fast.
-        check(await asked, answers[QUESTIONS[0]])
+        check(await asking, answers[QUESTIONS[0]])
     else:
         pytest.fail("the thinker was never in the middle of its text")
     undisturbed = asyncio.create_task(ask(bus, QUESTIONS[1], "undisturbed"))
-    said = await asked
-    check(said, answers[QUESTIONS[0]])
-    for records in said:
+    speech = await asking
+    check(speech, answers[QUESTIONS[0]])
+    for records in speech:
         # On a busy machine one more may have been given up.
         assert len({record.attempt for record in records}) >= 2
     check(await undisturbed, answers[QUESTIONS[1]])

@@ -49,13 +49,13 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
     (tmp_path / "pagemill.yaml").write_text(SCALED)
     server = EmbeddedServer(tmp_path / "nats")
     server.start()
-    made = Containers(tmp_path, server.url)
+    host = Containers(tmp_path, server.url)
     try:
-        yield made
+        yield host
     finally:
-        for process in made.running.values():
+        for process in host.running.values():
             process.terminate()
-        for process in made.running.values():
+        for process in host.running.values():
             process.wait(60)
         server.stop()
 

@@ -46,7 +46,7 @@ def ask_about(picture: str, number: int) -> GenerateRequest:
 
 
 async def test_prefill_workers_compute_prompts_with_the_embeddings_of_encoders(bus: Bus) -> None:
-    found, requests = [], []
+    logs, requests = [], []
     # On a busy machine a worker may not be ready yet, or the blocks may come too late.
     for number in range(100):
         request = ask_about(PICTURES[number % len(PICTURES)], number)
@@ -55,9 +55,9 @@ async def test_prefill_workers_compute_prompts_with_the_embeddings_of_encoders(b
         if is_detoured(records) and usage.prompt_tokens - usage.cached_tokens <= 8:
             assert stages.index("prefill") < stages.index("engine")
             requests.append(request)
-            found.append(records)
-        if len(found) == len(PICTURES):
+            logs.append(records)
+        if len(logs) == len(PICTURES):
             break
-    assert len(found) == len(PICTURES)
-    await assert_alone_the_same(bus, requests, found)
+    assert len(logs) == len(PICTURES)
+    await assert_alone_the_same(bus, requests, logs)
     await until_all_payloads_are_released(bus)

@@ -155,14 +155,14 @@ async def test_an_engine_killed_amid_embeddings(
             os.kill(engine, signal.SIGSTOP)
             claimed = [part for part in parts if await _is_in_engine(client, part)]
             os.kill(engine, signal.SIGKILL)
-            told = await running
+            embedded = await running
             if claimed:
                 break
         undisturbed = await http.post(path, json=body)
-    assert (told.status_code, told.json()["usage"]) == (200, undisturbed.json()["usage"])
-    for one, other in zip(told.json()["data"], undisturbed.json()["data"], strict=True):
+    assert (embedded.status_code, embedded.json()["usage"]) == (200, undisturbed.json()["usage"])
+    for entry, other in zip(embedded.json()["data"], undisturbed.json()["data"], strict=True):
         field = "embedding" if kind == "embedding" else "score"
-        assert one[field] == pytest.approx(other[field], abs=1e-5)
+        assert entry[field] == pytest.approx(other[field], abs=1e-5)
     logs = {part: await read_log(client, part) for part in parts}
     for records in logs.values():
         assert_gapless(records)

@@ -346,15 +346,15 @@ def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
 
 
 def test_render_and_tokenize_print_what_an_engine_would_be_given(cluster: Cluster) -> None:
-    asked = ("--nats", cluster.url, "--image", str(RED), "What is it?")
-    done = preloaded.run("render", "--json", *asked)
+    arguments = ("--nats", cluster.url, "--image", str(RED), "What is it?")
+    done = preloaded.run("render", "--json", *arguments)
     assert done.returncode == 0, done.stderr
     rendered = json.loads(done.stdout)
     (item,) = rendered["items"]
     ids = rendered["prompt_token_ids"]
     assert len(set(ids[item["offset"] : item["offset"] + item["length"]])) == 1
     assert item["fields"]["pixel_patches"]["dtype"] == "uint8"
-    plain = preloaded.run("render", *asked)
+    plain = preloaded.run("render", *arguments)
     assert f"{len(ids)} tokens" in plain.stdout
     assert item["mm_hash"] in plain.stdout
     text = ("--nats", cluster.url, "What is it?")
@@ -442,13 +442,13 @@ async def test_no_key_is_shown_and_no_worker_is_refused(cluster: Cluster, client
     assert len(seeds) > 10
     folder = cluster.config.parent
     server_log = (folder / "data" / "nats" / "nats-server.log").read_bytes()
-    shown = [server_log, cluster.log.read_bytes(), (folder / "up.err").read_bytes()]
+    texts = [server_log, cluster.log.read_bytes(), (folder / "up.err").read_bytes()]
     for pid in {beat.pid for beat in await client.heartbeats.read()} | {cluster.process.pid}:
         process = Path("/proc") / str(pid)
-        shown += [(process / "cmdline").read_bytes(), (process / "environ").read_bytes()]
+        texts += [(process / "cmdline").read_bytes(), (process / "environ").read_bytes()]
     stored = await client.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
-    shown += [message.data for message in stored]
-    assert not any(seed in data for seed in seeds for data in shown)
+    texts += [message.data for message in stored]
+    assert not any(seed in data for seed in seeds for data in texts)
     # Whatever the tests before had the workers do, their permissions cover it.
     violations = [line for line in server_log.splitlines() if b"Violation" in line]
     assert [line for line in violations if b"PAGEMILL" in line] == []

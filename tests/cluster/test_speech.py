@@ -172,12 +172,12 @@ def check_speech(
     codes, reason = talker.speak(text, MAX_CODES, voice)
     *chunks, end = spoken.codes
     assert isinstance(end, OutputEnd)
-    found: list[int] = []
+    frames: list[int] = []
     for chunk in chunks:
         assert isinstance(chunk, CodeChunk)
-        assert chunk.position == len(found)
-        found += [code for (code,) in chunk.frames]
-    assert found == codes
+        assert chunk.position == len(frames)
+        frames += [code for (code,) in chunk.frames]
+    assert frames == codes
     assert not end.cut
     assert end.summary.units == {"frames": len(codes)}
     assert end.summary.finish_reason == reason
@@ -211,22 +211,22 @@ async def test_text_codes_and_samples_are_those_of_plain_loops(
     request = GenerateRequest(
         "demo", prompt_token_ids=prompt, sampling_params=sampling, outputs=["text", "audio"]
     )
-    asked = zip(TEXTS, ["alloy", "echo", None], strict=True)
-    alone = {text: given(text, voice=voice) for text, voice in asked}
-    found, *others = await asyncio.gather(
+    pairs = zip(TEXTS, ["alloy", "echo", None], strict=True)
+    alone = {text: given(text, voice=voice) for text, voice in pairs}
+    answer, *others = await asyncio.gather(
         speak(bus, request, "answer"),
-        *(speak(bus, one, f"text{number}") for number, one in enumerate(alone.values())),
+        *(speak(bus, other, f"text{number}") for number, other in enumerate(alone.values())),
     )
-    chunks = [record for record in found.records if isinstance(record, TokenChunk)]
+    chunks = [record for record in answer.records if isinstance(record, TokenChunk)]
     token_ids = [t for chunk in chunks for delta in chunk.choices for t in delta.token_ids]
     assert token_ids == plain_text(prompt, 12)
     text = "".join(delta.text for chunk in chunks for delta in chunk.choices)
-    check_speech(processes.folder, talker, text, found)
-    stages = {span.stage for span in found.finish.path}
+    check_speech(processes.folder, talker, text, answer)
+    stages = {span.stage for span in answer.finish.path}
     assert stages == {"coordinator", "renderer", "engine", "talker", "code2wav"}
-    assert found.finish.usage.completion_tokens == 12
-    for (text, one), spoken in zip(alone.items(), others, strict=True):
-        check_speech(processes.folder, talker, text, spoken, one.voice or "alloy")
+    assert answer.finish.usage.completion_tokens == 12
+    for (text, other), spoken in zip(alone.items(), others, strict=True):
+        check_speech(processes.folder, talker, text, spoken, other.voice or "alloy")
         # A text that is given needs neither a renderer nor an engine that writes one.
         stages = {span.stage for span in spoken.finish.path}
         assert stages == {"coordinator", "talker", "code2wav"}
@@ -290,7 +290,7 @@ async def test_talkers_wait_for_a_vocoder_that_stands_still_and_text_does_not(
     assert sum(is_long) >= 2
     assert len(spoken) > MAX_TASKS
     with processes.stopped("code2wav"):
-        asked = [
+        speeches = [
             asyncio.create_task(speak(bus, given(text, voice=voice), f"held{number}"))
             for number, (text, voice) in enumerate(spoken)
         ]
@@ -311,8 +311,8 @@ async def test_talkers_wait_for_a_vocoder_that_stands_still_and_text_does_not(
         # A request for codes alone needs no vocoder.
         codes_alone = GenerateRequest("demo", given_text="A", outputs=["codes"])
         assert isinstance([r async for r in client.ask(bus, codes_alone, "alone")][-1], Finish)
-    for (text, voice), one in zip(spoken, await asyncio.gather(*asked), strict=True):
-        check_speech(processes.folder, talker, text, one, voice)
+    for (text, voice), speech in zip(spoken, await asyncio.gather(*speeches), strict=True):
+        check_speech(processes.folder, talker, text, speech, voice)
     await until_nothing_is_left(bus)
 
 
@@ -341,10 +341,10 @@ async def is_refused(bus: Bus) -> Failure | None:
 
 
 async def test_a_speech_that_is_cancelled_leaves_nothing_behind(bus: Bus) -> None:
-    asked = asyncio.create_task(speak(bus, given(TEXTS[0]), "cancelled"))
+    speaking = asyncio.create_task(speak(bus, given(TEXTS[0]), "cancelled"))
     await until(partial(has, bus, "cancelled", "codes", 2))
     await client.cancel(bus, "cancelled")
-    spoken = await asked
+    spoken = await speaking
     final = spoken.records[-1]
     assert isinstance(final, Failure)
     assert final.error.code == "cancelled"
@@ -391,9 +391,9 @@ async def test_what_cannot_be_spoken_is_refused_with_the_field_and_the_limit(
 
 @pytest.fixture
 async def url(bus: Bus) -> str:
-    found = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-    assert found[0] is not None
-    return found[0]
+    urls = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
+    assert urls[0] is not None
+    return urls[0]
 
 
 async def test_the_official_client_speaks(
@@ -461,8 +461,8 @@ async def test_a_client_that_leaves_cancels_its_speech(bus: Bus, url: str) -> No
 
 async def test_the_voices_are_listed(url: str) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
-        found = (await http.get(f"{url}/v1/audio/voices")).json()
-    assert [(voice["id"], voice["model"]) for voice in found["data"]] == [
+        listing = (await http.get(f"{url}/v1/audio/voices")).json()
+    assert [(voice["id"], voice["model"]) for voice in listing["data"]] == [
         ("alloy", "demo"),
         ("echo", "demo"),
     ]
@@ -473,17 +473,17 @@ async def test_the_command_line_saves_what_is_said(
 ) -> None:
     options = ["--config", str(processes.folder / "pagemill.yaml"), "--nats", processes.url]
     file = tmp_path / "out.wav"
-    said = await asyncio.to_thread(preloaded.run, "say", TEXTS[0], "-o", str(file), *options)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout == ""
+    done = await asyncio.to_thread(preloaded.run, "say", TEXTS[0], "-o", str(file), *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
     codes, _ = talker.speak(TEXTS[0], MAX_CODES)
     assert read_wav(file) == sound_of(processes.folder, codes)
-    assert f"{len(codes) / 50:.1f} s of sound" in said.stderr
-    asked = await asyncio.to_thread(
+    assert f"{len(codes) / 50:.1f} s of sound" in done.stderr
+    answer = await asyncio.to_thread(
         preloaded.run, "ask", "What can you do?", "--speak", "-o", str(file), *options
     )
-    assert asked.returncode == 0, asked.stderr
-    codes, _ = talker.speak(asked.stdout.removesuffix("\n"), MAX_CODES)
+    assert answer.returncode == 0, answer.stderr
+    codes, _ = talker.speak(answer.stdout.removesuffix("\n"), MAX_CODES)
     assert read_wav(file) == sound_of(processes.folder, codes)
     missing = file.parent / "missing" / "a.wav"
     lost = await asyncio.to_thread(preloaded.run, "say", "A", "-o", str(missing), *options)

@@ -211,12 +211,12 @@ async def test_a_video_that_another_server_has_rendered_gets_the_same_answer(cli
         assert len(run) == 24
         assert len(set(run)) == 1
         sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        sent = {**rendered, "sampling_params": sampling, "return_token_ids": True}
-        reply = (await http.post("/inference/v1/generate", json=sent)).json()
+        request = {**rendered, "sampling_params": sampling, "return_token_ids": True}
+        reply = (await http.post("/inference/v1/generate", json=request)).json()
         assert reply["choices"][0]["token_ids"] == expected
         # The hash alone is enough from now on.
-        del sent["features"]["kwargs_data"], sent["features"]["mm_metadata"]
-        reply = (await http.post("/inference/v1/generate", json=sent)).json()
+        del request["features"]["kwargs_data"], request["features"]["mm_metadata"]
+        reply = (await http.post("/inference/v1/generate", json=request)).json()
         assert reply["choices"][0]["token_ids"] == expected
 
 
@@ -261,15 +261,15 @@ async def test_too_many_videos_are_refused(client: Bus) -> None:
     [beat] = await living(client, "gateway")
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         reply = await http.post(f"{beat.url}/v1/chat/completions", json=body)
-    told = reply.json()["error"]
+    error = reply.json()["error"]
     message = Message("user", [VideoPart(VideoURL(url))] * 3)
     [failure] = await answer(client, GenerateRequest("demo", [message], SAMPLING))
     assert isinstance(failure, Failure)
     assert reply.status_code == 422
-    assert (told["code"], told["param"]) == ("media_too_large", third)
+    assert (error["code"], error["param"]) == ("media_too_large", third)
     assert (failure.error.code, failure.error.field) == ("media_too_large", third)
     limit = "videos in the request: 3, over the limit of 2 (max_videos)"
-    assert told["message"] == failure.error.message == limit
+    assert error["message"] == failure.error.message == limit
 
 
 # -- deaths ---------------------------------------------------------------------------------------
