@@ -60,7 +60,7 @@ class AgentRig:
     def script(self, request: GenerateRequest, request_id: str) -> str:
         number = int(request_id.rpartition("-t")[2])
         messages = request.messages or []
-        # What a response continues has its own first turn.
+        # Messages of the responses before belong to earlier scripts.
         texts = [str(m.content) for m in (messages if number else messages[-1:])]
         scripts = (self.scripts[name] for text in reversed(texts) for name in self.names_in(text))
         turns = next(scripts, [])
@@ -75,7 +75,7 @@ def call(name: str, **arguments: Any) -> str:
 
 @pytest.fixture(scope="session")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRig]:
-    """A broker of its own, because the scripted model takes all requests that there are."""
+    """A separate broker, because the scripted model takes every request of its broker."""
     folder, calls = tmp_path_factory.mktemp("agent"), Calls()
     broker = EmbeddedServer(folder / "nats")
     broker.start()

@@ -117,7 +117,7 @@ def after_call(action: plan.CallTool, flag: bool) -> Step:
 
 
 def carried_out(state: ResponseState) -> st.SearchStrategy[Step | None]:
-    """What an agent may append when it carries out the next action, or dies in it."""
+    """Return the steps that an agent may append when it carries out the next action, or dies."""
     match next_action(state):
         case plan.ListTools(label):
             return st.sampled_from(

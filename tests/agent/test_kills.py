@@ -77,7 +77,7 @@ def check(rig: AgentRig, text: str, label: str, steps: list[Step]) -> None:
             assert next(i for i, s in enumerate(steps) if s in attempts) + 1 == next(
                 i for i, s in enumerate(steps) if isinstance(s, Result) and s.turn == turn
             )
-    # What each step did was planned by the steps before it.
+    # The steps before each step have planned it.
     for length in range(1, len(steps)):
         action, step = next_action(state_of("resp", steps[:length])), steps[length]
         if isinstance(step, Sending):

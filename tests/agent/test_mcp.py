@@ -109,7 +109,7 @@ async def test_the_forms_of_allowed_tools(
     done = await respond(openai_client, "Hello", mcp(allowed_tools=allowed))
     offered = rig.model.requests[f"{done.id}-t0"].tools
     assert [tool.function.name for tool in offered] == [f"free__{name}" for name in names]
-    # What the model writes of other tools is text.
+    # A call of another tool is text.
     called = [item.name for item in done.output if item.type == "mcp_call"]
     assert called == [name for name in ("fail", "add") if name in names]
 
@@ -191,7 +191,7 @@ async def test_approvals_are_used_once_and_call_what_was_asked(
         request.id,
     )
     assert rig.calls.made["approved"] == 1
-    # The listing is that of the first response, and the conversation has the call and its result.
+    # The first response has listed the tools, and the conversation has the call and its result.
     assert [item.type for item in done.output] == ["mcp_call", "message"]
     roles = [m.role for m in rig.model.requests[f"{done.id}-t0"].messages or []]
     assert roles == ["user", "assistant", "tool"]

@@ -1,4 +1,4 @@
-"""Responses whose model has images painted, by real agents and a scripted model."""
+"""Responses with painted images, by real agents and a scripted model."""
 
 import base64
 from typing import Any

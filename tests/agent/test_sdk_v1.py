@@ -1,4 +1,4 @@
-"""Servers of version 1 of the official Python SDK, in processes of their own."""
+"""Servers of version 1 of the official Python SDK, in separate processes."""
 
 import asyncio
 import subprocess

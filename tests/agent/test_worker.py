@@ -1,4 +1,4 @@
-"""One response in an agent within this process: what is deleted, late, or cannot go on, ends."""
+"""Responses that are deleted, late, or cannot continue end: an agent within this process."""
 
 import asyncio
 import json
@@ -264,7 +264,7 @@ async def test_a_message_that_names_no_response_is_a_dead_letter(bus: Bus, data:
 
 
 async def die(bus: Bus, log: StepLog, num_steps: Sequence[int]) -> None:
-    """Leave a response as agents leave it that have died with it, each after so many steps."""
+    """Leave a response in the state after agents died, each when it had written `num_steps[i]`."""
     await enqueue(bus, log)
     queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
     consumer = await bus.queues.consume(*queue, subjects.RESPONSES_FILTER, 1, 5.0)

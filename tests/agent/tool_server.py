@@ -1,4 +1,4 @@
-"""An MCP server of the SDK for tests, and servers that misbehave, each on a thread of its own."""
+"""An MCP server of the SDK for tests, and servers that misbehave, each on a separate thread."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ READ_ONLY = ToolAnnotations(read_only_hint=True)
 
 
 class Calls:
-    """What has been called."""
+    """Counters of the calls that the servers have received."""
 
     def __init__(self) -> None:
         self.made: Counter[str] = Counter()
@@ -73,7 +73,7 @@ def new_tools(calls: Calls) -> MCPServer[Any]:
 
 
 class Threaded:
-    """An application of Starlette on a port of its own."""
+    """A Starlette application on a separate port."""
 
     def __init__(self, app: Any) -> None:
         config = uvicorn.Config(

@@ -255,7 +255,7 @@ async def test_a_missing_right_names_the_verb_and_the_pool(
     assert there.sizes == {"engine-a": 0, "encoder-a": 1}
     assert failures.keys() == {"engine/a"}
     assert "patch deployments/scale 'engine-a'" in failures["engine/a"].message
-    # What was read is known, and the plan may ask again.
+    # The size that was read is known, and a plan may change it again.
     assert actuator.running("engine/a") == []
     there.forbidden = ("GET", "encoder-a")
     with pytest.raises(ConfigError, match=r"^pool encoder/a: scale\.actuator: get ") as refused:

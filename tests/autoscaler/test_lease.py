@@ -29,7 +29,7 @@ async def test_one_leads_and_the_other_waits(bus: Bus) -> None:
     assert not await second.take()
     await first.release()
     assert await second.take()
-    # It goes on with the plan of its predecessor.
+    # It continues with the plan of its predecessor.
     assert second.plan == ScalePlan("second", PLAN.pools)
 
 

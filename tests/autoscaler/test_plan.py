@@ -1,4 +1,4 @@
-"""What an autoscaler tells the actuator."""
+"""Plans that an autoscaler publishes for the actuator."""
 
 from collections import Counter
 from types import SimpleNamespace

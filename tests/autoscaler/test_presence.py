@@ -94,7 +94,7 @@ def test_the_last_heartbeat_of_a_killed_worker_is_no_other() -> None:
 
 
 def test_equal_process_ids_of_two_containers_are_two_workers() -> None:
-    """A worker without payloads has no address of its own, but a host."""
+    """A worker without payloads has a host, but no address."""
     presence = Presence(POOL)
     here = msgspec.structs.replace(beat(7), blobs=None, host="here")
     there = msgspec.structs.replace(here, worker="engine-there", host="there", load={"held": 5.0})

@@ -68,7 +68,7 @@ async def test_a_slow_look_does_not_cost_the_lead(
     answered.set()
     shutdown.begin()
     await serving
-    # What was renewed is given back.
+    # The renewed lease is released.
     assert await other.take()
 
 

@@ -123,7 +123,7 @@ def _an_image(maker: Maker) -> list[Request]:
 
 @pytest.fixture
 def forked_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers of our own environment need no imports; those of each take five seconds."""
+    """Fork peers of our own environment: the imports of a new process take five seconds."""
     python = tmp_path / "python"
     preloaded.write_python(python)
     monkeypatch.setattr("sys.executable", str(python))

@@ -1,4 +1,4 @@
-"""What clients saw through gateways: a clean history, and one wrong in each possible way."""
+"""The checks of gateways' clients: a clean history, and one wrong in each possible way."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The checks of painted images, on histories that nobody has run."""
+"""The checks of painted images, on written histories."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The checks of speeches, on histories that nobody has run."""
+"""The checks of speeches, on written histories."""
 
 import base64
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The proxy misbehaves as it is told to, on real sockets; and a real Bus survives it."""
+"""The proxy misbehaves as ordered, on real sockets, and a real Bus survives it."""
 
 import asyncio
 import time
@@ -83,7 +83,7 @@ async def is_silent(reader: asyncio.StreamReader, for_s: float = 0.1) -> bool:
 
 
 async def all_gone(proxy: Proxy) -> None:
-    # What is waited for happens in the kernel.
+    # The kernel closes the connections.
     await until(lambda: not proxy.num_connections)
 
 

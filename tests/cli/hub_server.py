@@ -14,28 +14,28 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "c0ffee" + 34 * "0"
 API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?")
 RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
-# The hub stores files of these kinds beside git.
+# The hub stores files of these kinds outside git.
 LARGE = (".safetensors", ".bin", ".pt")
 
 
 @dataclass
 class Faults:
-    """What goes wrong; counters go down with each use."""
+    """Faults of the hub. Counters go down with each use."""
 
     break_after: int | None = None
-    """A transfer of a large file ends after so many bytes."""
+    """Bytes after which a transfer of a large file ends."""
     num_breaks: int = 0
     corrupt: bool = False
     num_server_errors: int = 0
     gated: bool = False
     etag: str | None = None
-    """Told for large files in place of their checksum."""
+    """Sent for large files in place of their checksum."""
     token: str | None = None
     chunk_pause_s: float = 0.0
     num_added: int = 0
-    """Bytes by which large files are longer than the hub tells; negative for shorter ones."""
+    """Bytes by which large files exceed their declared length; negative for shorter files."""
     info: object = None
-    """Told in place of the information about a model; bytes are sent as they are."""
+    """Sent in place of the information about a model; bytes are sent as they are."""
 
 
 @dataclass

@@ -367,7 +367,7 @@ def test_a_renderer_computes_in_no_threads_of_numpy() -> None:
         " import numpy; a = numpy.ones((256, 256), numpy.float32); a @ a;"
         " print(len(os.listdir('/proc/self/task')))"
     )
-    # What the machine's own environment says would decide.
+    # The environment of the machine would decide.
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(

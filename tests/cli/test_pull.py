@@ -115,7 +115,7 @@ def run(
 
 
 def run_alone(hub: Hub | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without the tests' preloader, in which no process is started for the check."""
+    """Run a command without the tests' preloader, which starts no process for the check."""
     return subprocess.run(
         [*PAGEMILL, *arguments],
         cwd=folder,
@@ -144,7 +144,7 @@ def test_only_what_serving_needs_is_downloaded_into_the_cache(hub: Hub, tmp_path
         assert (snapshot(tmp_path) / name).read_bytes() == FILES[name]
     assert {path for _, path, _ in hub.requests} == SERVED
     assert partials(tmp_path) == []
-    # What is there is not downloaded again.
+    # Existing files are not downloaded again.
     hub.requests.clear()
     assert run(hub, tmp_path, "pull", NAME).returncode == 0
     assert [path for method, path, _ in hub.requests if method == "GET"] == []
@@ -380,7 +380,7 @@ def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
-    """A proxy may answer every request with a page of its own."""
+    """A proxy may answer every request with its own page."""
     with pytest.raises(Unavailable, match=r"is not a hub .*HF_ENDPOINT"), calling_library():
         json.loads("<html>")
 
@@ -451,7 +451,7 @@ def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
 def test_no_worker_starts_with_such_an_endpoint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: Callable[[], int]
 ) -> None:
-    """transformers could not be imported, and the worker would be started again for ever."""
+    """transformers could not be imported, and the worker would be restarted forever."""
 
     def go_on(*_: object) -> None:
         raise AssertionError("the start goes on")

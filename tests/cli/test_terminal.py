@@ -1,4 +1,4 @@
-"""What the commands share: signals, and text that does not steer the terminal."""
+"""Signals of commands, and text that does not steer the terminal."""
 
 import asyncio
 import io
@@ -66,7 +66,7 @@ async def test_under_nohup_the_end_of_the_terminal_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-# What a process has in place of the streams that its caller has closed.
+# Streams that a process has in place of the ones that its caller has closed.
 REPLACED = """
 import os, socket, sys
 from workers.cli.terminal import replace_closed_streams

@@ -93,7 +93,7 @@ def test_workers_come_and_go_and_fall_silent() -> None:
     assert [(p.workers, p.silent) for p in latest.pools] == [(2, 1)]
     assert [e.worker for e in latest.engines] == ["a"]
     assert latest.models[0].flow.generation_tokens_per_s == 20
-    # What it did while it was silent is nobody's second.
+    # Work from its silent time counts in no interval.
     again = frame(
         alone, survey(102, engine("a", out=30, started_s=1), engine("b", out=99, started_s=1))
     )

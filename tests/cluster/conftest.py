@@ -53,7 +53,7 @@ class Cluster:
     url: str
     config: Path
     log: Path
-    """The workers' log. The lines of `pagemill up` itself are in `up.err` beside it."""
+    """The workers' log. The lines of `pagemill up` itself are in `up.err` next to it."""
 
     @property
     def keys(self) -> Path:
@@ -167,7 +167,7 @@ def request_text(text: str, **sampling: object) -> GenerateRequest:
 
 
 async def living(bus: Bus, role: str) -> list[Heartbeat]:
-    """Heartbeats of the workers of a role; those of the dead linger for some seconds."""
+    """Return the heartbeats of a role. Heartbeats of dead workers linger for some seconds."""
     return [beat for beat in await bus.heartbeats.read() if beat.role == role and _lives(beat.pid)]
 
 

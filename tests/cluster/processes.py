@@ -1,4 +1,4 @@
-"""Workers as processes of their own, one of each stage, and what tests of sound check."""
+"""Workers in separate processes, one for each stage, and checks for tests of sound."""
 
 import asyncio
 import base64
@@ -34,7 +34,7 @@ class Processes:
         self._running: dict[str, preloaded.ForkedCommand] = {}
 
     def fork(self, stage: str, config: Path | None = None) -> preloaded.ForkedCommand:
-        """Start a worker of a stage, beside those that are kept here."""
+        """Start another worker of a stage."""
         arguments = ["worker", *self._workers[stage]]
         arguments += ["--config", str(config or self.folder / "pagemill.yaml"), "--nats", self.url]
         env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: self._roles_of}
@@ -99,7 +99,7 @@ async def until_ready(bus: Bus, workers: Mapping[str, Sequence[str]]) -> None:
 
 
 async def until_records(bus: Bus, stream: str, subject: str, count: int = 1) -> None:
-    """Wait until a subject has so many records."""
+    """Wait until a subject has `count` records."""
 
     async def has_them() -> bool:
         return len(await bus.read(stream, subject)) >= count

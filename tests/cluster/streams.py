@@ -1,4 +1,4 @@
-"""What a client makes of a token log, and the promises that every log must keep."""
+"""A client's view of a token log, and the promises that every log must keep."""
 
 from collections.abc import Sequence
 

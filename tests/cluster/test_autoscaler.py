@@ -55,7 +55,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def bus(scaled: Cluster) -> AsyncIterator[Bus]:
-    """A connection to the cluster, whose pools are at zero."""
+    """A connection to the cluster. Its pools are at zero."""
     connection = await Bus.connect(scaled.url, "test")
     await until(lambda: at_zero(connection))
     yield connection

@@ -1,4 +1,4 @@
-"""A cluster that is lost, and goes on elsewhere from its backup: seen through real processes."""
+"""A lost cluster continues elsewhere from its backup, with real processes."""
 
 import asyncio
 import os
@@ -38,8 +38,8 @@ LONG = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_to
 
 
 @dataclass
-class Asked:
-    """What was asked of the cluster that is lost."""
+class LostRequests:
+    """Requests to the cluster that is lost."""
 
     done: str = field(default_factory=new_request_id)
     broken: str = field(default_factory=new_request_id)
@@ -83,9 +83,9 @@ async def read_first(bus: Bus, request_id: str) -> None:
         return
 
 
-async def lose_a_cluster(folder: Path, backup: Path) -> Asked:
+async def lose_a_cluster(folder: Path, backup: Path) -> LostRequests:
     """Back a cluster up while requests are done, broken, written and waiting; then stop it."""
-    requests = Asked()
+    requests = LostRequests()
     async with running(folder) as (cluster, bus):
         hello = request_text("Hello")
         requests.answer = [record async for record in ask(bus, hello, requests.done)]
@@ -132,7 +132,7 @@ async def test_requests_end_once_in_another_cluster(tmp_path: Path) -> None:
             assert isinstance(records[-1], Finish)
             assert tokens_of(records) == expected
             assert await read_log(bus, request_id) == records
-        # What had been written stays, and the rest comes behind it.
+        # The records before the backup stay, and the rest follows them.
         assert 0 < requests.num_written < len(await read_log(bus, requests.in_flight))
         assert [record async for record in follow(bus, requests.done)] == requests.answer
         assert "undecodable_message" in run(cluster, "dead", "show", requests.broken)

@@ -3,8 +3,8 @@
     request ──▶ talker ~~codes~~▶ code2wav
 
 The talker writes the prompt's tokens as codes, a few frames at a time. Generators are killed
-between chunks and in the middle of them: the sound of a request is that of all its codes in one
-piece.
+between chunks and in the middle of them. The sound of a request equals the sound of all its codes
+in one piece.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ STALL = 1000
 # A code of the table that kills the process which makes sound of it.
 DEADLY = voices.NUM_CODES - 1
 CHUNK_S = 0.1
-"""How long a chunk takes here at least, so that a test can kill a generator in the middle of it."""
+"""Minimum time of a chunk, so that a test can kill a generator in the middle of one."""
 
 
 # -- the processes --------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ async def follow(bus: Bus, request_id: str) -> list[OutputRecord]:
 
 
 def check_sound(folder: Path, codes: list[int], records: list[OutputRecord]) -> None:
-    """Check that each sample is there once, and that all are those of the codes in one piece."""
+    """Check that each sample is there once, and equals the sample of the codes in one piece."""
     assert joined_sound(records) == sound_of(folder, codes)
 
 
@@ -278,7 +278,7 @@ async def test_a_request_that_is_ended_leaves_nothing_behind(client: Bus, ending
 
 
 async def test_a_request_that_is_cancelled_after_its_codes_have_ended(client: Bus) -> None:
-    """Nothing but the notice of the end tells the generator of it."""
+    """The generator learns of the cancellation only from the notice of the end."""
     await ask(client, "long", codes_of(4, 400))
 
     async def codes_have_ended() -> bool:

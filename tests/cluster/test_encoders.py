@@ -158,7 +158,7 @@ async def test_a_hundred_requests_with_one_image_make_one_encode(
 async def test_nobody_ends_an_encode_task_in_a_requests_name(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
-    """Whoever has an image's file can tell what its task is called."""
+    """A client that has the file of an image can compute the name of its task."""
     request = about_a_new_image(tmp_path, (112, 112), "teal")
     processor = Processor(ModelConfig(str(DEMO_MODEL)))
     source = hash_source((tmp_path / "new.png").read_bytes())
@@ -267,7 +267,7 @@ async def test_a_shared_directory_outlives_its_encoder(tmp_path: Path) -> None:
             assert "red" in text_of(records).lower()
         (file,) = store.glob("demo/*/encoder_cache.safetensors")
         assert (file.parent / "acknowledged").exists()
-        # Nobody remembers where they are, and nobody who made them is left.
+        # The addresses of the embeddings are gone, and so is the encoder that made them.
         await bus.purge(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER)
         os.kill(await cluster.pid(bus, "encoder"), signal.SIGKILL)
         records = await answer(bus, about("red.png"))

@@ -1,4 +1,4 @@
-"""What holds for every accepted request, whatever happens: seen through real processes."""
+"""The guarantees of every accepted request during faults, with real processes."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
 """Questions about sounds and transcripts, by the demo's model that hears, over HTTP and NATS.
 
-Its answers are those of transformers for the same samples, whatever they are.
+Its answers equal the answers of transformers for the same samples, right or wrong.
 """
 
 import asyncio
@@ -121,7 +121,7 @@ async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None
         error: Any = caught.value.body
         assert (error["code"], error["param"]) == (code, "messages[0].content[0].audio_url.url")
         assert message in error["message"]
-    # A client is told the field that it has sent.
+    # The error names the field that the client has sent.
     part = {"type": "input_audio", "input_audio": {"data": encoded(b"RIFF"), "format": "wav"}}
     with pytest.raises(APIStatusError) as caught:
         await ask(api, part)
@@ -204,7 +204,7 @@ async def test_videos_beyond_the_last_position_are_refused_and_others_are_answer
 
 
 async def test_a_response_is_about_a_sound(api: AsyncOpenAI, listener: Listener) -> None:
-    # One that is too large for the log of the response is stored beside it.
+    # A sound that is too large for the log of the response is stored outside it.
     padded = np.concatenate([sound(), np.zeros(9 * RATE, np.float32)])
     small, large = file_of(sound()), file_of(padded)
     assert len(small) < 2**17 < 2**19 < len(large)
@@ -255,7 +255,7 @@ async def test_a_long_recording_is_written_down_in_pieces(
     for number, at_s in ((1, 10), (2, 35), (4, 60)):
         speech = sound(number)
         whole[at_s * RATE :][: len(speech)] = speech
-    # What is stored of a piece is rounded to 16 bits.
+    # The stored samples of a piece are rounded to 16 bits.
     rounded = np.asarray(np.rint(whole * 2**15).clip(max=2**15 - 1) / 2**15, np.float32)
     pieces = list(split_sound(iter([rounded])))
     assert len(pieces) == 3

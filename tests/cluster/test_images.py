@@ -2,7 +2,7 @@
 
     request ──▶ dit
 
-The bytes of every file equal those of a plain loop over the same weights.
+Every file equals the file of a plain loop over the same weights, byte for byte.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ WORKERS = {
     "agent": ["agent"],
 }
 STEP_S = 0.1
-"""How long a step takes here at least, so that a worker can be killed between two of them."""
+"""Minimum time of a step, so that a worker can be killed between two steps."""
 PROMPT = "a red circle on blue"
 # Notes each image that the page shows.
 WATCH_IMAGES = """
@@ -147,7 +147,7 @@ async def test_the_generator_is_killed_between_the_steps_of_an_image(
     params = PaintParams("16x16", 1, 8, 3.0, "a star", 5)
     alone = painters.painted_alone(PROMPT, params, model=painter)
     assert await client.read_media(bus, image.media) == alone
-    # What is in the log is not computed again.
+    # Steps in the log are not computed again.
     states = await steps_of(bus, "killed")
     assert [state.step for state in states] == [1, 2, 3, 4, 5, 6, 7]
     assert len({state.attempt for state in states}) == 3
@@ -354,7 +354,7 @@ def check_page(url: str, folder: Path, image: str) -> None:
         assert len(urls) == len(set(urls)) == 7
         assert urls[-1] == f"data:image/png;base64,{image}"
         assert page.run("return document.querySelector('.painted').naturalWidth") == 16
-        # A reload goes on with the image.
+        # A reload continues with the image.
         page.run("document.querySelector('#more').value = arguments[0]", '{"timeout_s": 50}')
         page.type("#question", PROMPT + ENTER)
         page.wait("document.querySelector('.turn:last-child .painted') !== null")
@@ -377,7 +377,7 @@ def check_page(url: str, folder: Path, image: str) -> None:
 
 
 async def steps_by_request(bus: Bus) -> list[str]:
-    """The requests whose images have begun."""
+    """Return the ids of requests with at least one step of an image."""
     stored = await bus.read(subjects.TOKENS_STREAM, "pm.tokens.*.image")
     return [message.subject.split(".")[2] for message in stored]
 

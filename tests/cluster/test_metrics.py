@@ -38,7 +38,7 @@ METRICS = "metrics: {listen: 127.0.0.1, port: 0}\n"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster of its own: nothing else has been counted in it."""
+    """A separate cluster, which has counted nothing else."""
     running = start_cluster(tmp_path_factory.mktemp("metrics"), CONFIG + METRICS)
     yield running
     stop_cluster(running)
@@ -61,7 +61,7 @@ Values = dict[tuple[str, str], float]
 
 
 def values(text: str) -> Values:
-    """Sums over all workers, by the metric's name and one telling label."""
+    """Return sums over all workers, by the name of the metric and its most specific label."""
     sums: Values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -166,7 +166,7 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
 
 
 def test_no_label_is_of_a_clients_choosing(cluster: Cluster) -> None:
-    """Nor does a request that was refused leave a series of its own: row S58."""
+    """A refused request does not leave a series either: row S58."""
     assert "stranger" not in command(cluster, "metrics")
 
 
@@ -193,7 +193,7 @@ async def test_every_worker_serves_its_own_where_its_heartbeat_says(
 
 @contextlib.contextmanager
 def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
-    """A command that goes on until Ctrl-C, which it then ends by without a word."""
+    """Run a command until Ctrl-C, which must end it without a message."""
     with subprocess.Popen(
         [*FORKED_PAGEMILL, *arguments], cwd=ROOT, text=True, **streams
     ) as process:
@@ -254,7 +254,7 @@ def test_a_terminal_is_left_as_it_was(cluster: Cluster) -> None:
         while written.count(b"in flight") < 3:
             written += os.read(leader, 65536)
     os.close(follower)
-    with contextlib.suppress(OSError):  # which is how the end of a terminal is told
+    with contextlib.suppress(OSError):  # raised at the end of a terminal
         while data := os.read(leader, 65536):
             written += data
     os.close(leader)

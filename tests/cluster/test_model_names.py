@@ -1,4 +1,4 @@
-"""A model whose name has a hyphen, a slash, a dot and brackets, from every client's side."""
+"""A model with a hyphen, a slash, a dot and brackets in its name, from every client's side."""
 
 import json
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,7 @@
 """Omni models by real processes, with tiny random weights: thinker, talker and vocoder.
 
-Text ids, the codes of all codebooks and samples equal those of transformers in float64, also when a
-worker of each stage is killed in the middle of its work.
+Text ids, codes and samples equal the output of transformers in float64, also when a worker of each
+stage is killed in the middle of its work.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from workers.generator.core.schedule import Window
 from workers.generator.core.vocoder import Samples, Speaker, cut
 from workers.generator.loader import load_vocoder
 
-# That the penalty sees no prompt is what is wanted of the talker in transformers.
+# transformers warns that the penalty sees no prompt, as intended for the talker.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`"),
     pytest.mark.usefixtures("one_thread"),
@@ -80,7 +80,7 @@ OTHERS = {
     f"{stage} of qwen25": [*call[:-1], "qwen25"] for stage, call in WORKERS.items() if call[1:]
 }
 STEP_S = 0.03
-"""How long a step takes here at least, so that a worker can be killed in the middle of its work."""
+"""Minimum time of a step, so that a worker can be killed in the middle of its work."""
 QUESTIONS = ["Hi", "Count three red circles."]
 
 
@@ -107,7 +107,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 @pytest.fixture(scope="module")
 def answers(processes: Processes) -> dict[str, omni.SpokenAnswer]:
-    """What transformers says with Qwen3-Omni, by question."""
+    """Answers of transformers with Qwen3-Omni, by question."""
     model = omni.reference_qwen3(processes.folder / "qwen3")
     return {
         question: omni.speak_qwen3(model, omni.user_prompt(question), NUM_TOKENS, NUM_FRAMES)
@@ -169,7 +169,7 @@ def check(speech: Said, expected: omni.SpokenAnswer, pcm: Samples | None = None)
 async def test_qwen25_says_what_transformers_says(processes: Processes, bus: Bus) -> None:
     """Its engine and its talker are killed.
 
-    The sound is that of its vocoder alone, which is compared in `test_omni_vocoders.py`.
+    The sound equals the sound of its vocoder alone, which `test_omni_vocoders.py` compares.
     """
     folder, question = processes.folder / "qwen25", QUESTIONS[1]
     # A stage that has ended its part before it is killed has none to take up again.

@@ -1,4 +1,4 @@
-"""Two pools beside one broker: each starts its own workers, and follows the plan for them."""
+"""Two pools at one broker: each starts its own workers, and follows the plan for them."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +27,7 @@ ENGINE = "engine/demo"
 
 
 class Containers:
-    """Processes of workers that would each have a container, beside a broker."""
+    """Processes in place of the containers of workers, at one broker."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url

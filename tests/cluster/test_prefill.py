@@ -1,4 +1,4 @@
-"""Prompts computed apart: the tokens of one engine, whatever becomes of prefill workers."""
+"""Prompts that prefill workers compute give the tokens of one engine, also during faults."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ async def bus(apart: Cluster) -> AsyncIterator[Bus]:
 
 
 def requests_of(seed: int, count: int) -> list[GenerateRequest]:
-    """Prompts of their own, some with an image, with an adapter, or with three sampled choices."""
+    """Return distinct prompts, some with an image, an adapter, or three sampled choices."""
     rng = random.Random(seed)
     requests = []
     for number in range(count):

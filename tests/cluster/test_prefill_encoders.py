@@ -40,7 +40,7 @@ async def bus(apart: Cluster) -> AsyncIterator[Bus]:
 
 def ask_about(picture: str, number: int) -> GenerateRequest:
     sampling = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
-    # Prompts of their own: blocks that an engine has cached are not read.
+    # The prompts differ, because an engine does not read blocks that it has cached.
     text = f"{number} what color is the large shape in the image {number}"
     return build_request("demo", text, [IMAGES / picture], sampling)
 

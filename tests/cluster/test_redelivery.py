@@ -1,4 +1,4 @@
-"""Workers are killed with a request in hand; the client sees one gapless stream all the same."""
+"""Workers are killed while they process a request; the client still sees one gapless stream."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ LONG = {"ignore_eos": True, "max_tokens": 900}
 
 
 def texts_of(kind: str, round_: int) -> dict[str, Any]:
-    """Return the body of a batch. No text begins with that of another: it would be cached."""
+    """Return the body of a batch. No text begins with another text, because it would be cached."""
     texts = [f"{round_}.{number} texts: " + "What can you do? " * 40 for number in range(60)]
     if kind == "embedding":
         return {"model": "demo", "input": texts}
@@ -170,7 +170,7 @@ async def test_an_engine_killed_amid_embeddings(
         assert isinstance(chunk, TokenChunk)
         assert chunk.embedding is not None
         assert isinstance(final, Finish)
-    # What the engine had sent before it was stopped may have arrived after it.
+    # Records that the engine had sent before it was stopped may have arrived later.
     assert any(attempts_of(logs[part]) > [1] for part in claimed)
 
 
@@ -340,7 +340,7 @@ async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool])
 async def test_a_killed_preloader_costs_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its workers drain, and are replaced by processes of their own."""
+    """Its workers drain, and separate processes replace them."""
     # Their imports would take more processor time than any other test.
     preloaded.write_python(tmp_path / "python")
     monkeypatch.setenv(preloaded.PYTHON_OF, str(tmp_path / "python"))

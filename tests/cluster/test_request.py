@@ -176,7 +176,7 @@ async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, A
 
 
 async def num_encoded(bus: Bus) -> int:
-    """Images that have been through the engine's tower, as it told in the last second."""
+    """Return the number of images that the engine has encoded, from its last heartbeat."""
     (beat,) = await living(bus, "engine")
     return int(beat.load["encoded_items"])
 
@@ -184,7 +184,7 @@ async def num_encoded(bus: Bus) -> int:
 async def test_caches_are_each_tenants_own(cluster: Cluster, client: Bus) -> None:
     picture = image(data_url(png((224, 224), "orange")))
     request = body([picture, {"type": "text", "text": "What color is it, then?"}])
-    await asyncio.sleep(1.5)  # until the engine has told of all that went before
+    await asyncio.sleep(1.5)  # until a heartbeat has all earlier images
     expected = await num_encoded(client)
     answers = []
     for tenant, hits in ((None, False), (None, True), ("a", False), ("b", False), ("a", True)):
@@ -427,7 +427,7 @@ async def test_clients_of_tenants_are_apart(cluster: Cluster, client: Bus) -> No
         where = await asyncio.to_thread(preloaded.run, "where", scoped, "--nats", cluster.url)
         assert "finished" in where.stdout
     assert await last_record(client, name) is None
-    # A cancellation that comes first ends the request of its own tenant, and no other.
+    # A cancellation that comes first ends the request of its tenant alone.
     name = new_request_id()
     end = await ask_as(local, name, question, cancel_first=True)
     assert isinstance(end, Failure)

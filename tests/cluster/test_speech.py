@@ -1,9 +1,9 @@
-"""From text to speech by real processes: an engine that writes codes, and a generator behind it.
+"""From text to speech by real processes: an engine that writes codes, then a generator.
 
     request ──▶ renderer ──▶ engine ~~text~~▶ talker ~~codes~~▶ code2wav
 
-Texts, codes and samples equal those of a plain loop over transformers and of the vocoder alone,
-also when the workers are killed in the middle of a speech.
+Texts, codes and samples equal the output of a plain loop over transformers and of the vocoder
+alone, also when the workers are killed in the middle of a speech.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ WORKERS = {
     "gateway": ["gateway"],
 }
 STEP_S = 0.02
-"""How long a step takes here at least, so that a worker can be killed in the middle of a speech."""
+"""Minimum time of a step, so that a worker can be killed in the middle of a speech."""
 TEXTS = [f"three {color} circles" for color in ("red", "blue", "green")]
 
 
@@ -168,7 +168,7 @@ async def speak(bus: Bus, request: GenerateRequest, request_id: str) -> Spoken:
 def check_speech(
     folder: Path, talker: PlainTalker, text: str, spoken: Spoken, voice: str = "alloy"
 ) -> None:
-    """Check that codes and samples are those of the talker and of the vocoder alone, each once."""
+    """Check that codes and samples equal the output of talker and vocoder alone, each once."""
     codes, reason = talker.speak(text, MAX_CODES, voice)
     *chunks, end = spoken.codes
     assert isinstance(end, OutputEnd)

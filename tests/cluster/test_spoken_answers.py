@@ -162,7 +162,7 @@ async def test_what_cannot_be_spoken_is_refused_by_the_field(
     assert refused.value.param == field
 
 
-# -- answers whose speech is late or fails --------------------------------------------------------
+# -- answers with a speech that is late or fails --------------------------------------------------
 
 ON_LATE: Any = {"on_late": "text", "timeout_s": 3.0}
 
@@ -316,7 +316,7 @@ async def test_another_gateway_continues_a_speech_at_the_next_byte(
             while '"data"' not in (events[-1] if events else ""):
                 events.append(await anext(lines))
             processes.kill("gateway")
-            # What was sent before the gateway died.
+            # The sound that was sent before the gateway died.
             sound += b"".join([piece async for piece in until_broken(pieces)])
             events += [line async for line in until_broken(lines)]
         second = await until(partial(another_gateway, bus, first))
@@ -348,7 +348,7 @@ async def until_broken(received: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def whole_events(lines: list[str]) -> list[str]:
-    """Return the data of the events whose end has been read."""
+    """Return the data of the events that have been read to their end."""
     ends = [number for number, line in enumerate(lines) if not line]
     return [line for line in lines[: ends[-1]] if line.startswith("data: ")]
 

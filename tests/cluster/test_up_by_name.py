@@ -37,7 +37,7 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
     with Hub({NAME: files}) as hub:
         env["HF_ENDPOINT"] = hub.url
         run("pull", NAME)
-    # What is pulled is served without the hub.
+    # A pulled model is served without the hub.
     assert "here" in next(line for line in run("models").splitlines() if NAME in line)
     errors = tmp_path / "said"
     with errors.open("wb") as stderr:

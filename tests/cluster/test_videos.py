@@ -1,6 +1,6 @@
 """Videos through the whole of Pagemill: over NATS, over HTTP and from the command line.
 
-The answers are those of transformers' forward for the same weights, frames and positions.
+The answers equal transformers' forward for the same weights, frames and positions.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def frames_of(num: int, shift: int = 0) -> list[np.ndarray]:
 
 @cache
 def clip(num: int = 8, shift: int = 0) -> bytes:
-    """A GIF whose frames are stored as they are."""
+    """Return a GIF with unchanged frames."""
     images = [Image.fromarray(frame) for frame in frames_of(num, shift)]
     file = io.BytesIO()
     images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=1000 // FPS)
@@ -301,7 +301,7 @@ async def test_a_renderer_killed_behind_a_video_costs_no_second_fetch(
 
 async def test_an_engine_killed_amid_an_answer_about_a_video(cluster: Cluster, client: Bus) -> None:
     request = question(VideoURL(data_url(clip(8, shift=11))))
-    # Its end is hundreds of steps behind the first record, at which the engine is killed.
+    # The engine is killed at the first record, hundreds of steps before the end.
     sampling = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     request = GenerateRequest(request.model, request.messages, sampling)
     engine = await cluster.pid(client, "engine")

@@ -1,4 +1,4 @@
-"""What a client may send, and the one error that each wrong message gets."""
+"""Admission: accepted messages, and the error of each wrong message."""
 
 import json
 from typing import Any

@@ -188,7 +188,7 @@ async def test_a_task_without_its_request_stops_no_later_request(
 async def test_streams_that_are_deleted_under_workers_come_back(
     monitored: tuple[Bus, int], stream: str, jetstream: JetStreamContext
 ) -> None:
-    """A request whose tasks are lost is given to its stages again."""
+    """A request that has lost its tasks is queued for its stages again."""
     bus, _ = monitored
     contexts = [context_of(bus, role) for role in ("coordinator", "renderer")]
     renderers = WorkerLoop(contexts[1])

@@ -47,7 +47,7 @@ def test_tokens_stay_within_the_rate_but_for_one_request(
         now_s += pause_s
         if rates.reserve("a", num_reserved, now_s):
             continue
-        # What was charged before could have been earned since the start.
+        # The rate since the start covers the earlier charges.
         assert charged < PER_MINUTE * (1 + now_s / MINUTE_S) + 1e-6
         charged += num_used if is_known else num_reserved
         if is_known:

@@ -56,9 +56,9 @@ def start_gateway(cluster: Cluster, folder: Path, port: int = 0, **section: obje
 def start_gateway_at(
     url: str, tree: dict[str, Any], folder: Path, *, forked: bool = True
 ) -> Gateway:
-    """Start a gateway at any broker, with a configuration of its own.
+    """Start a gateway at any broker, with a separate configuration.
 
-    A gateway that is not forked from the preloader has no modules but its own.
+    Without a fork of the preloader, the gateway has imported only its own modules.
     """
     config, log = folder / "gateway.yaml", folder / "gateway.log"
     config.write_text(yaml.safe_dump(tree))
@@ -130,7 +130,7 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def bus(cluster: Cluster) -> AsyncIterator[Bus]:
-    """A connection to the broker of the cluster behind the gateway."""
+    """A connection to the broker of the gateway's cluster."""
     connection = await Bus.connect(cluster.url, "test")
     yield connection
     await connection.close()

@@ -1,4 +1,4 @@
-"""What a gateway tells of itself."""
+"""The address that a gateway publishes."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The audit log: who may write into it, and that nobody changes it."""
+"""The audit log: roles that may write into it; no role may change it."""
 
 import pytest
 from nats.js import JetStreamContext

@@ -103,7 +103,7 @@ async def operator(site: Site) -> AsyncIterator[Bus]:
 HEARTBEAT = subjects.heartbeat("engine-1")
 TASK = subjects.stage("engine", "demo", "interactive", "r")
 PUBLISHED = [
-    # What readers take for stored.
+    # Subjects of stored records, for readers.
     *((user, subjects.tokens("r")) for user in ("a", "engine", "gateway", "coordinator", OPERATOR)),
     *((user, subjects.tokens("r@b")) for user in ("a", "engine", "gateway")),
     *((user, subjects.steps("b", "r")) for user in ("a", "agent", "gateway")),
@@ -117,7 +117,7 @@ PUBLISHED = [
     *(("a", subject) for subject in (subjects.media("0" * 64), subjects.result("k"))),
     *(("gateway", subject) for subject in (subjects.request("demo", "b"), subjects.append("r"))),
     *(("renderer", subject) for subject in (subjects.request("demo"), subjects.cancel("r"))),
-    # What is told of workers, and to them.
+    # Messages from workers and to them.
     *(("a", subject) for subject in (HEARTBEAT, subjects.METRICS, subjects.SETTINGS)),
     *(("a", subject) for subject in (subjects.SCALE_ORDERS, subjects.SCALE_PLAN, "pm.blob.x")),
     ("engine", subjects.SCALE_ORDERS),

@@ -1,4 +1,4 @@
-"""Images that cost a renderer as much as it allows, without end, beside those of another tenant."""
+"""Another tenant's requests during an endless attack with the costliest accepted images."""
 
 import asyncio
 import base64
@@ -42,7 +42,7 @@ MAX_CPU_S = 3.0
 
 
 def costly_files(size: int) -> dict[str, bytes]:
-    """Return files with so many bytes of what costs, some of which are refused."""
+    """Return files with `size` costly bytes. Some of the files are refused."""
     num_chunks = size // len(files.chunk(b"abCd"))
     profile = files.chunk(b"iCCP", b"a\0\0" + files.unpacks_to(MIB))
     return {
@@ -70,7 +70,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def question(kind: str, data: bytes) -> dict[str, Any]:
-    # Bytes behind the end make another file of it, which no cache has.
+    # Bytes after the end make it a new file, which no cache has.
     encoded = base64.b64encode(data + secrets.token_bytes(8)).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
     text = {"type": "text", "text": "What color is this image?"}

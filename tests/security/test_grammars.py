@@ -1,4 +1,4 @@
-"""Grammars beside a machine without time: a valid one is not refused, nor a refusal remembered.
+"""Grammars on a starved machine: a valid one is not refused, and no refusal is cached.
 
 A trial is starved by stopping and continuing its process, which does not depend on other load.
 """

@@ -246,7 +246,7 @@ def test_a_costly_file_is_refused_before_it_is_decoded(inputs: list[bytes], name
         decode(make())
     assert complaint in caught.value.message
     assert caught.value.field == FIELD
-    # What a decoder sees all the same is small, or its pixels are not read.
+    # Files that reach a decoder are small, or their pixels are not read.
     assert all(len(file) < MIB for file in inputs)
 
 

@@ -117,7 +117,7 @@ async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
     following = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
     try:
         report = await next_report(bus, 0)
-        # That plan was made for workers which ended with the actuator before.
+        # The plan was made for workers of an earlier actuator, which ended with it.
         await asyncio.sleep(0.2)
         assert living(supervisor) == []
         mine = ScalePlan("leader", {ENGINE: PoolPlan(2, actuator=report.actuator)})

@@ -1,4 +1,4 @@
-"""Waiting for workers at a real broker, and what Linux tells of their processes."""
+"""Waiting for workers at a real broker, and Linux's figures of their processes."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Backups of a real broker: what is copied, in which order, and what a restore refuses."""
+"""Backups of a real broker: contents, order of the copies, and refused restores."""
 
 import asyncio
 import contextlib
@@ -232,7 +232,7 @@ async def test_no_cluster_is_replaced_under_its_workers(
 
 @contextlib.contextmanager
 def between(stream: str, happens: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Let something happen in a cluster that goes on, just before a stream is copied."""
+    """Run `happens` in a working cluster, just before a stream is copied."""
     copy = StreamSnapshots.open_snapshot
 
     @contextlib.asynccontextmanager

@@ -186,7 +186,7 @@ def test_a_pool_with_slots_is_scaled_by_the_sum_of_its_queues(version: str) -> N
     names = {trigger["name"]: 8.0 for trigger in spec["triggers"]}
     modifiers = spec["advanced"]["scalingModifiers"]
     assert (modifiers["target"], modifiers["metricType"]) == ("16", "AverageValue")
-    # Four queues of 8 tasks, and as many of the batch lane, of which four count as one.
+    # Four queues of 8 tasks, and four of the batch lane, where four tasks count as one.
     assert eval(modifiers["formula"], names) == 4 * 8 + 4 * 8 / 4
     others = of_kind(manifests, "ScaledObject")["renderer"]["spec"]
     assert "scalingModifiers" not in others["advanced"]
@@ -255,7 +255,7 @@ def test_each_pod_has_the_key_of_its_role_alone(scaling: Scaling, text: str) -> 
             file = {"key": f"{role}.nk", "path": f"{role}.nk"}
             secret = {"secretName": f"pagemill-key-{role}", "items": [file], "defaultMode": 0o440}
             assert volume["secret"] == secret, name
-            # The group of the files is that of the worker.
+            # The files have the group of the worker.
             assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
             (container,) = pod["containers"]
             (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]

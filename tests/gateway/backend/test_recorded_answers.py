@@ -619,7 +619,7 @@ async def test_fields_and_refusals_are_as_recorded(bus: Bus, http: httpx.AsyncCl
 
 
 def codes_of(error: type[PagemillError]) -> dict[str, type[PagemillError]]:
-    """Return all errors with codes of their own."""
+    """Return the error classes by their codes."""
     codes = {error.code: error}
     for other in error.__subclasses__():
         if other.__module__ in ("shared.errors", "workers.gateway.http.errors"):

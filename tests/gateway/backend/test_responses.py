@@ -82,7 +82,7 @@ async def test_a_tenants_share_counts_what_is_not_to_be_stored_and_bytes(bus: Bu
             await responses.check_room(app, tenant)
         await responses.check_room(app, "other")
     await responses.delete_response(app, log)
-    for _ in range(2):  # What has been measured, and what was begun here since.
+    for _ in range(2):  # The measured responses, then those begun since.
         await responses.check_room(app, tenant)
         begun = replace(large, tenant=tenant)
         log = await responses.begin(app, begun, new_name(), is_named=False)
@@ -174,7 +174,7 @@ async def test_a_turn_is_cancelled_whose_response_could_not_begin(bus: Bus) -> N
 
     assert await is_cancelled(barred.response_id)
     assert not await is_cancelled(name)
-    # The turn has no step of its own, and is cancelled with the response all the same.
+    # The turn has no separate step, but is cancelled with the response.
     await responses.cancel_response(app, log)
     assert await is_cancelled(name)
 

@@ -1,4 +1,4 @@
-"""What requests of the OpenAI API say to the bus."""
+"""Requests of the OpenAI API become requests on the bus."""
 
 from typing import Any
 

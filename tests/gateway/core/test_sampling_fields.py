@@ -1,4 +1,4 @@
-"""Each sampling parameter has one declaration, from which the bodies of all endpoints follow."""
+"""Each sampling parameter has one declaration, which the bodies of all endpoints share."""
 
 from typing import Annotated, Any, get_type_hints
 
@@ -24,7 +24,7 @@ BODIES: dict[Any, dict[str, Any]] = {
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     CompletionRequest: {"model": "m", "prompt": "x"},
 }
-# A completion may have no tokens of its own, beside the echo of its prompt.
+# A completion may consist of the echo of its prompt alone.
 WIDER = {(CompletionRequest, "max_tokens")}
 
 

@@ -1,4 +1,4 @@
-"""Unfinished bodies of one tenant leave room for those of others."""
+"""Unfinished bodies of one tenant leave room for other tenants' bodies."""
 
 import asyncio
 import contextlib
@@ -103,7 +103,7 @@ async def test_unfinished_bodies_of_one_tenant_refuse_no_other(
     finally:
         for client in held:
             await client.close()
-    # What was held is free again.
+    # The reserved memory is free again.
     async with asyncio.timeout(60):
         while await status_of(served, keys[0], BODY_BYTES - 1) != 400:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

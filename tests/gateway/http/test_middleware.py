@@ -210,7 +210,7 @@ async def _drip(gateway: Gateway) -> bytes:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> bytes:
-    """Read an answer with a small body, which may come in a packet behind its headers."""
+    """Read an answer with a small body, which may come in a packet after its headers."""
     headers = await reader.readuntil(b"\r\n\r\n")
     return headers + await reader.read(4096)
 

@@ -61,7 +61,7 @@ async def test_keys_change_without_a_restart(broker: EmbeddedServer, tmp_path: P
 
 async def test_all_workers_of_a_machine_reload(cluster: Cluster, bus: Bus) -> None:
     """`pagemill up` runs without a terminal here, and passes the signal on."""
-    # Other tests have gateways of their own at this broker.
+    # Other tests have other gateways at this broker.
     roles = ("coordinator", "engine", "renderer")
     pids = [await cluster.pid(bus, role) for role in roles]
 

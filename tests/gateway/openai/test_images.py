@@ -79,7 +79,7 @@ def test_a_plan_asks_for_the_output_of_the_stage_that_paints() -> None:
 @pytest.mark.parametrize("size", [None, "auto"])
 def test_the_size_is_the_configured_one_or_the_first(size: str | None) -> None:
     plan = plan_images(images_request(size=size), PAINTER, BASE)
-    # What is not given is left to the stage.
+    # Omitted parameters are left to the stage.
     assert plan.requests[0].image == ImageParams()
     assert plan.options.images.size == "16x16"
     configured = msgspec.structs.replace(PAINTER, sampling_defaults={"size": "12x8"})

@@ -34,7 +34,7 @@ CUT: list[Step] = [
 
 
 def raw_text(step: Answered, form: str | None) -> str:
-    """What the model has written for a step."""
+    """Return the text that the model has written for a step."""
     calls = [(call.name, json.loads(call.arguments)) for call in step.calls]
     if form == "required":
         return json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls])

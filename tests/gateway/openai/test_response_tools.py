@@ -177,7 +177,7 @@ def test_a_choice_names_the_tools_that_may_be_called(value: Any, choice: Choice)
     ("value", "field"),
     [
         ({"type": "function", "name": "gone"}, "tool_choice.name"),
-        # A server is no function, whatever its label is.
+        # A server is no function, even if the label is the same.
         ({"type": "function", "name": "calc"}, "tool_choice.name"),
         ({"type": "mcp", "server_label": "now"}, "tool_choice.server_label"),
         (

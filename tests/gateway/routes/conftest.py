@@ -67,7 +67,7 @@ def visit(window: Browser, url: str) -> None:
     window.emulate_screen(1200, 900, "light")
     window.open(f"{url}/")
     window.wait("!document.querySelector('#send').disabled")
-    # The window is that of earlier tests, and its conversation with it.
+    # The window still shows the conversation of an earlier test.
     window.run("document.querySelector('#new').click()")
     window.console_errors()
 

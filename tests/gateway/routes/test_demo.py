@@ -12,7 +12,7 @@ PROMPT = "What can"
 
 
 def post(url: str, prompt: str, n: int, *, stream: bool) -> Iterator[list[str]]:
-    """Yield the texts of each line, which the client prints over those of the line before."""
+    """Yield the texts of each line. The client prints them over the texts of the line before."""
     body = {"prompt": prompt, "n": n, "temperature": 0.0, "max_tokens": 60, "stream": stream}
     headers = {"User-Agent": "Test Client", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)

@@ -15,7 +15,7 @@ async def test_an_event_has_the_index_of_its_record(http: httpx.AsyncClient) -> 
         url = f"/v1/requests/{answer.headers['x-request-id']}"
         ids = [int(event_id) for event_id, _ in events(answer.text)[:-1]]
         num_records = (await http.get(url)).json()["records"]
-        # Without usage the last record, that of the end, has nothing to show.
+        # Without usage the last record, the end, makes no event.
         assert ids == sorted(set(ids))
         assert ids[0] == 0
         assert ids[-1] == num_records - 1 - num_silent

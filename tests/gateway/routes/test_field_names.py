@@ -1,4 +1,4 @@
-"""Errors name the field that the client has sent, whatever its name on the bus."""
+"""Errors name the field that the client has sent, also where the bus has another name for it."""
 
 import asyncio
 from typing import Any

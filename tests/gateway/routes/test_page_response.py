@@ -97,7 +97,7 @@ async def test_a_person_decides_on_the_calls_of_a_response(
         assert "no server 'calc'" in window.text(".response:nth-child(2) li")
         decided = (await open_log(bus, "", log.response_id)).state.decisions.values()
         assert [decision.approve for decision in decided] == [True, False]
-        # A second person is told that it is decided.
+        # A second person learns that the decision has been made.
         window.open(f"{gateway.url}/page/response.html#{log.response_id}")
         window.run("location.reload()")
         window.wait(f"{ITEMS}.length === 3")

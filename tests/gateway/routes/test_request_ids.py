@@ -48,7 +48,7 @@ async def test_a_stream_tells_its_id_before_its_first_event(
         request_id = answer.headers["x-request-id"]
         lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
     assert request_id.startswith(prefix)
-    if prefix != "gen-":  # That protocol's own id is in its events.
+    if prefix != "gen-":  # Its events have the id of their protocol.
         assert {json.loads(line[6:])["id"] for line in lines} == {request_id}
 
 

@@ -43,7 +43,7 @@ def texts(chunks: list[tuple[str, Any]]) -> dict[int, str]:
 async def begin(
     http: httpx.AsyncClient, headers: dict[str, str], count: int, **fields: Any
 ) -> tuple[str, list[tuple[str, Any]]]:
-    """The first events of a stream, whose connection is then closed; and the request's id."""
+    """Return the request's id and the first events of its stream, and close the connection."""
     got: list[tuple[str, Any]] = []
     async with http.stream("POST", PATH, json=long(**fields), headers=headers) as stream:
         assert stream.status_code == 200
@@ -151,7 +151,7 @@ async def test_a_request_with_foreign_messages_in_its_log_finishes(
             data = b"\xff" if kind == "bytes" else json.dumps(later).encode()
             stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
             assert stored is not None
-            # What the engine sent before it was stopped may still arrive.
+            # Tokens that the engine sent before it was stopped may still arrive.
             with contextlib.suppress(Fenced):
                 await bus.append(subjects.append(request_id), data, stored.sequence)
                 break
@@ -235,7 +235,7 @@ async def test_another_gateway_continues_after_one_is_killed(
 async def chat_amid_a_kill(
     http: httpx.AsyncClient, cluster: Cluster, bus: Bus
 ) -> tuple[list[tuple[str, Any]], int]:
-    """Return the events of a stream whose engine is killed, and the number of attempts."""
+    """Kill the engine of a stream; return the stream's events and the number of attempts."""
     text, killed = "", False
     async with http.stream("POST", PATH, json=long()) as stream:
         async for line in stream.aiter_lines():

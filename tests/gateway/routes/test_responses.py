@@ -176,7 +176,7 @@ async def test_functions_are_called_and_their_results_are_used(client: AsyncOpen
         model="demo", input=items, max_output_tokens=8, store=False, temperature=0
     )
     assert alone.output_text
-    # It is not stored, and a broken stream of it goes on all the same.
+    # It is not stored, but its broken stream can be continued.
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(alone.id)
     with pytest.raises(openai.NotFoundError):

@@ -127,7 +127,7 @@ async def test_a_repeated_id_has_the_same_answer_and_is_not_run_again(
         answers = []
         for _ in range(2):
             answers.append((await http.post(path, json=body, headers=headers)).json())
-            await bus.figures.sequence_range(subjects.REQUESTS_STREAM)  # behind the messages
+            await bus.figures.sequence_range(subjects.REQUESTS_STREAM)  # after the messages
             assert len(published) == len({QUERY, *DOCUMENTS})
         other = await http.post(path, json=body | {"cache_salt": "s"}, headers=headers)
         status = (await http.get(f"/v1/requests/{name}")).json()

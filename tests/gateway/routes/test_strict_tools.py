@@ -56,7 +56,7 @@ CARD = ModelCard("m", 1024, 768, False, True, "hermes", call_signs=[None, None])
 
 @pytest.fixture(scope="module")
 def matcher() -> LLMatcher:
-    """A matcher whose tokens are bytes."""
+    """A matcher with one token for each byte."""
     definition = to_llguidance(StructuredOutputs(grammar=strict_grammar(TOOLS, [None, None])))
     matcher = compile_grammar(LLTokenizer("byte"), definition)
     assert not matcher.is_error(), matcher.get_error()
