@@ -181,7 +181,7 @@ async def test_a_name_that_changes_its_address_between_listing_and_call_is_not_d
 
     async with server_of(answer) as target:
         client = McpClient(CONFIG)
-        server = Server("", "calc", target._replace(host="calc.test"))
+        server = Server("", "calc", Target("http", "calc.test", target.port, target.path))
         async with aclosing(McpSession(client, server)) as session:
             assert await session.list_tools() == []
             with pytest.raises(McpFault, match=r"not in agent\.mcp_networks"):

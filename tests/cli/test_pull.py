@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -340,7 +341,7 @@ def test_a_full_disk_is_found_before_the_download(
 ) -> None:
     file = RemoteFile(WEIGHTS, 900_000_000, 64 * "0")
     target = tmp_path / WEIGHTS
-    usage = shutil.disk_usage(tmp_path)._replace(free=800_000_000)
+    usage = SimpleNamespace(free=800_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DiskFull, match=r"needs 900000000 bytes.* has 800000000 free"):
         check_disk(tmp_path, [file], {file: target})

@@ -120,7 +120,13 @@ async def test_long_conversations_are_refused_and_take_memory_of_bodies(bus: Bus
     before, logs = await responses.find_context(app, Request(scope), Caller("", ""), names[-1])
     assert [log.response_id for log in logs] == before.ancestors == names
     assert scope["body_bytes"] > 3 * 2**20
-    app.bodies.reserve(Request(scope), app.bodies._memory._free)
+
+    def reserve_all() -> None:
+        while True:
+            app.bodies.reserve(Request(scope), 2**20)
+
+    with pytest.raises(Overloaded):
+        reserve_all()
     with pytest.raises(Overloaded):
         await responses.find_context(app, Request(scope), Caller("", ""), names[-1])
 

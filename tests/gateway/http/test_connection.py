@@ -213,7 +213,7 @@ class Clock(asyncio.BaseEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.later: list[asyncio.TimerHandle] = []
+        self.later: list[tuple[asyncio.TimerHandle, Callable[[], object]]] = []
 
     def call_later(
         self,
@@ -222,14 +222,15 @@ class Clock(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        self.later.append(asyncio.TimerHandle(delay, callback, args, self, context))
-        return self.later[-1]
+        handle = asyncio.TimerHandle(delay, callback, args, self, context)
+        self.later.append((handle, lambda: callback(*args)))
+        return handle
 
     def strike(self) -> None:
         due, self.later = self.later, []
-        for handle in due:
+        for handle, callback in due:
             if not handle.cancelled():
-                handle._run()
+                callback()
 
 
 class Unread(asyncio.Transport):
@@ -255,7 +256,7 @@ def test_a_client_that_reads_slowly_is_not_disconnected() -> None:
         limits, config, server_state=ServerState(), app_state={}, _loop=clock
     )
     protocol.connection_made(transport)
-    protocol._stop_timer()
+    clock.later.clear()
     transport.size = 100_000
     protocol.pause_writing()
     for size in (99_999, 50_000, 1):

@@ -99,16 +99,15 @@ def test_streamed_is_whole_is_what_clients_accumulate(steps: list[Step], cuts: l
     assert events[-1].response == whole
     Response.model_validate_json(msgspec.json.encode(whole))
     client: ResponseStreamState[Any] = ResponseStreamState(input_tools=omit, text_format=omit)
-    for event in parsed:
-        client.handle_event(event)
+    read = [client.handle_event(event) for event in parsed]
     check_deltas(events, msgspec.to_builtins(whole)["output"])
     ended = steps[-1]
     assert isinstance(ended, Ended)
     if ended.status == "completed":
-        got = client._completed_response
-        assert got is not None
+        (completed,) = read[-1]
+        assert completed.type == "response.completed"
         ours = msgspec.to_builtins(whole)
-        theirs = json.loads(got.model_dump_json(exclude_unset=True))
+        theirs = json.loads(completed.response.model_dump_json(exclude_unset=True))
         assert len(theirs["output"]) == len(ours["output"])
         for mine, other in zip(ours["output"], theirs["output"], strict=True):
             assert {**other, **mine} == {**mine, **other} or mine["type"] == "message"
