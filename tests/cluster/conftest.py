@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import nats
@@ -25,6 +26,9 @@ from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from tests import preloaded
+
+if TYPE_CHECKING:  # Its imports take seconds, which most tests with this file do not need.
+    from tests.cluster.processes import Processes
 
 PAGEMILL = [sys.executable, "-m", "workers"]
 # The same as a fork, for tests of what a command does and not of its process.
@@ -43,7 +47,7 @@ renderer:
   max_image_pixels: 4000000
   media_hosts: [{IMAGE_HOST}]
   media_networks: [127.0.0.0/8]
-blobs: {{inline_kib: 1}}  # every image goes beside the message
+blobs: {{inline_kib: 1}}  # every image is stored outside the message
 """
 
 
@@ -154,6 +158,31 @@ async def client(cluster: Cluster) -> AsyncIterator[Bus]:
     bus = await Bus.connect(cluster.url, "test")
     yield bus
     await bus.close()
+
+
+@pytest.fixture
+async def bus(processes: "Processes", request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
+    """A connection to the broker of a module's processes, when all WORKERS are ready."""
+    connected = await Bus.connect(processes.url, "test")
+    await until_ready(connected, request.module.WORKERS)
+    yield connected
+    await connected.close()
+
+
+async def until_ready(bus: Bus, workers: Iterable[str]) -> None:
+    async with asyncio.timeout(150):
+        while {b.stage or b.role for b in await bus.heartbeats.read()} < set(workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def url(bus: Bus) -> str:
+    return await gateway_url(bus)
+
+
+async def gateway_url(bus: Bus) -> str:
+    beats = await bus.heartbeats.read()
+    return next(beat.url for beat in beats if beat.role == "gateway" and beat.url)
 
 
 async def answer(bus: Bus, request: GenerateRequest) -> list[LogRecord]:

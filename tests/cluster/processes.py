@@ -1,6 +1,5 @@
 """Workers in separate processes, one for each stage, and checks for tests of sound."""
 
-import asyncio
 import base64
 import contextlib
 import os
@@ -90,12 +89,6 @@ def running(
             yield processes
         finally:
             processes.stop()
-
-
-async def until_ready(bus: Bus, workers: Mapping[str, Sequence[str]]) -> None:
-    async with asyncio.timeout(150):
-        while {b.stage or b.role for b in await bus.heartbeats.read()} < set(workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
 
 
 async def until_records(bus: Bus, stream: str, subject: str, count: int = 1) -> None:

@@ -10,7 +10,7 @@ import base64
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from shared.protocol.images import ImageParams, PaintParams
 from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
+from shared.state.token_log import last_record
 from tests import preloaded
-from tests.cluster.processes import Processes, running, until_nothing_is_left, until_ready
+from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator import painters
 from tests.support.waiting import until
 from workers.generator.core.denoising import ImageModel
@@ -95,21 +96,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     painters.write(folder / "painter")
     with running(folder, WORKERS, __name__) as started:
         yield started
-
-
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
-
-
-@pytest.fixture
-async def url(bus: Bus) -> str:
-    urls = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-    assert urls[0] is not None
-    return urls[0]
 
 
 @pytest.fixture(scope="module")
@@ -315,11 +301,7 @@ async def test_a_client_that_leaves_cancels_its_image(bus: Bus, url: str, is_str
         (request_id,) = await until(new)
         asking.cancel()
 
-    async def last() -> Any:
-        stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
-        return stored and decode_record(stored.data)
-
-    final = await until(last)
+    final = await until(partial(last_record, bus, request_id))
     assert isinstance(final, Failure)
     assert final.error.code == "cancelled"
     await until_nothing_is_left(bus)

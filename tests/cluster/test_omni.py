@@ -6,7 +6,7 @@ stage is killed in the middle of its work.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,6 @@ from tests.cluster.processes import (
     joined_sound,
     running,
     until_nothing_is_left,
-    until_ready,
     until_records,
 )
 from workers.engine.runner import ModelRunner
@@ -113,14 +112,6 @@ def answers(processes: Processes) -> dict[str, omni.SpokenAnswer]:
         question: omni.speak_qwen3(model, omni.user_prompt(question), NUM_TOKENS, NUM_FRAMES)
         for question in QUESTIONS
     }
-
-
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
 
 
 class Said(NamedTuple):

@@ -39,13 +39,8 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Ended, Outcome, WorkerLoop
 from shared.state import item_results
-from tests.cluster.processes import (
-    Processes,
-    running,
-    until_nothing_is_left,
-    until_ready,
-    until_records,
-)
+from tests.cluster.conftest import until_ready
+from tests.cluster.processes import Processes, running, until_nothing_is_left, until_records
 from workers import roles, settings
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """Prompts with images computed apart, of the embeddings that encoders have made."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,17 +25,10 @@ BOTH = CONFIG.replace(
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = start_cluster(tmp_path_factory.mktemp("prefill-encoders"), BOTH)
-    yield cluster
-    stop_cluster(cluster)
-
-
-@pytest.fixture
-async def bus(apart: Cluster) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(apart.url, "test")
-    yield connected
-    await connected.close()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = start_cluster(tmp_path_factory.mktemp("prefill-encoders"), BOTH)
+    yield running
+    stop_cluster(running)
 
 
 def ask_about(picture: str, number: int) -> GenerateRequest:
@@ -45,12 +38,12 @@ def ask_about(picture: str, number: int) -> GenerateRequest:
     return build_request("demo", text, [IMAGES / picture], sampling)
 
 
-async def test_prefill_workers_compute_prompts_with_the_embeddings_of_encoders(bus: Bus) -> None:
+async def test_prefill_workers_compute_prompts_with_the_embeddings_of_encoders(client: Bus) -> None:
     logs, requests = [], []
     # On a busy machine a worker may not be ready yet, or the blocks may come too late.
     for number in range(100):
         request = ask_about(PICTURES[number % len(PICTURES)], number)
-        records = await answer(bus, request)
+        records = await answer(client, request)
         usage, stages = finish_of(records).usage, [s.stage for s in finish_of(records).path]
         if is_detoured(records) and usage.prompt_tokens - usage.cached_tokens <= 8:
             assert stages.index("prefill") < stages.index("engine")
@@ -59,5 +52,5 @@ async def test_prefill_workers_compute_prompts_with_the_embeddings_of_encoders(b
         if len(logs) == len(PICTURES):
             break
     assert len(logs) == len(PICTURES)
-    await assert_alone_the_same(bus, requests, logs)
-    await until_all_payloads_are_released(bus)
+    await assert_alone_the_same(client, requests, logs)
+    await until_all_payloads_are_released(client)

@@ -10,7 +10,7 @@ import asyncio
 import io
 import time
 import wave
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from shared.protocol.records import (
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
 from shared.state.log_records import decode_record
+from shared.state.token_log import last_record
 from tests import preloaded, talkers
 from tests.cluster.processes import (
     Processes,
@@ -45,7 +46,6 @@ from tests.cluster.processes import (
     running,
     sound_of,
     until_nothing_is_left,
-    until_ready,
 )
 from tests.generator import voices
 from tests.support.waiting import until
@@ -122,14 +122,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     talkers.write(folder / "talker")
     with running(folder, WORKERS, __name__) as started:
         yield started
-
-
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
 
 
 @pytest.fixture(scope="module")
@@ -389,13 +381,6 @@ async def test_what_cannot_be_spoken_is_refused_with_the_field_and_the_limit(
 # -- over HTTP, and from the command line ---------------------------------------------------------
 
 
-@pytest.fixture
-async def url(bus: Bus) -> str:
-    urls = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-    assert urls[0] is not None
-    return urls[0]
-
-
 async def test_the_official_client_speaks(
     processes: Processes, url: str, talker: PlainTalker
 ) -> None:
@@ -449,11 +434,7 @@ async def test_a_client_that_leaves_cancels_its_speech(bus: Bus, url: str) -> No
         request_id = response.headers["pagemill-request-id"]
         await anext(response.aiter_raw())
 
-    async def last() -> Any:
-        stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
-        return stored and decode_record(stored.data)
-
-    final = await until(last)
+    final = await until(partial(last_record, bus, request_id))
     assert isinstance(final, Failure)
     assert final.error.code == "cancelled"
     await until_nothing_is_left(bus)

@@ -24,7 +24,8 @@ from ops.browser import ENTER, MISSING, browsing
 from shared.bus.bus import Bus
 from tests import preloaded, talkers
 from tests.cluster import test_speech
-from tests.cluster.processes import Processes, running, sound_of, until_nothing_is_left, until_ready
+from tests.cluster.conftest import gateway_url
+from tests.cluster.processes import Processes, running, sound_of, until_nothing_is_left
 from tests.cluster.test_speech import CONFIG, MAX_CODES, ROOT, TEXTS, WORKERS, read_wav
 from tests.generator import voices
 from tests.support.waiting import until
@@ -49,22 +50,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield started
 
 
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
-
-
 @pytest.fixture(scope="module")
 def talker(processes: Processes) -> PlainTalker:
     return PlainTalker(processes.folder / "talker")
-
-
-@pytest.fixture
-async def url(bus: Bus) -> str:
-    return await gateway_url(bus)
 
 
 @pytest.fixture
@@ -351,12 +339,6 @@ def whole_events(lines: list[str]) -> list[str]:
     """Return the data of the events that have been read to their end."""
     ends = [number for number, line in enumerate(lines) if not line]
     return [line for line in lines[: ends[-1]] if line.startswith("data: ")]
-
-
-async def gateway_url(bus: Bus) -> str:
-    return next(
-        beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway" and beat.url
-    )
 
 
 async def another_gateway(bus: Bus, killed: str) -> str | None:
