@@ -18,6 +18,7 @@ import nats
 import pytest
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
@@ -178,6 +179,12 @@ async def until_ready(bus: Bus, workers: Iterable[str]) -> None:
 @pytest.fixture
 async def url(bus: Bus) -> str:
     return await gateway_url(bus)
+
+
+@pytest.fixture
+async def api(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 async def gateway_url(bus: Bus) -> str:

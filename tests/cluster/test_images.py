@@ -214,16 +214,17 @@ async def test_a_request_that_waits_paints_when_the_one_before_is_cancelled(
 # -- over HTTP, and from the command line ---------------------------------------------------------
 
 
-async def test_the_official_client_has_images_painted(url: str, painter: ImageModel) -> None:
+async def test_the_official_client_has_images_painted(
+    api: AsyncOpenAI, url: str, painter: ImageModel
+) -> None:
     params = PaintParams("12x8", 2, 4, 3.0, "", 7)
     right = [painters.painted_alone(PROMPT, params, number, painter) for number in range(2)]
     more = {"seed": 7, "num_inference_steps": 4}
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "painter", "prompt": PROMPT, "n": 2, "size": "12x8"}
-        whole, by_url = await asyncio.gather(
-            api.images.generate(**form, extra_body=more),
-            api.images.generate(**form, response_format="url", extra_body=more),
-        )
+    form: Any = {"model": "painter", "prompt": PROMPT, "n": 2, "size": "12x8"}
+    whole, by_url = await asyncio.gather(
+        api.images.generate(**form, extra_body=more),
+        api.images.generate(**form, response_format="url", extra_body=more),
+    )
     assert [base64.b64decode(image.b64_json or "") for image in whole.data or []] == right
     assert (whole.size, whole.output_format) == ("12x8", "png")
     assert whole.usage is not None
@@ -238,16 +239,15 @@ async def test_the_official_client_has_images_painted(url: str, painter: ImageMo
             assert (await http.get(f"{url}/v1/images/{name}")).status_code == 404
 
 
-async def test_an_image_sharpens_in_a_stream(url: str, painter: ImageModel) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        stream = await api.images.generate(
-            model="painter",
-            prompt=PROMPT,
-            stream=True,
-            partial_images=2,
-            extra_body={"seed": 3, "guidance_scale": 1.0},
-        )
-        *previews, last = [event async for event in stream]
+async def test_an_image_sharpens_in_a_stream(api: AsyncOpenAI, painter: ImageModel) -> None:
+    stream = await api.images.generate(
+        model="painter",
+        prompt=PROMPT,
+        stream=True,
+        partial_images=2,
+        extra_body={"seed": 3, "guidance_scale": 1.0},
+    )
+    *previews, last = [event async for event in stream]
     assert [event.type for event in previews] == ["image_generation.partial_image"] * 2
     assert [getattr(event, "partial_image_index", None) for event in previews] == [0, 1]
     assert last.type == "image_generation.completed"
@@ -276,12 +276,11 @@ async def test_an_image_sharpens_in_a_stream(url: str, painter: ImageModel) -> N
     ],
 )
 async def test_what_cannot_be_painted_is_refused_by_the_field(
-    url: str, changed: dict[str, Any], field: str, message: str
+    api: AsyncOpenAI, changed: dict[str, Any], field: str, message: str
 ) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "painter", "prompt": PROMPT} | changed
-        with pytest.raises(openai.APIStatusError) as refused:
-            await api.post("/images/generations", cast_to=object, body=form)
+    form: Any = {"model": "painter", "prompt": PROMPT} | changed
+    with pytest.raises(openai.APIStatusError) as refused:
+        await api.post("/images/generations", cast_to=object, body=form)
     assert refused.value.status_code == (404 if changed.get("model") == "none" else 400)
     body: Any = refused.value.body
     assert body["param"] == field
@@ -397,22 +396,21 @@ async def test_the_command_line_saves_images(
 
 
 async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
-    processes: Processes, bus: Bus, url: str, painter: ImageModel
+    processes: Processes, bus: Bus, api: AsyncOpenAI, painter: ImageModel
 ) -> None:
     tool: Any = {"type": "image_generation", "size": "12x8", "partial_images": 2}
     form: Any = {"model": "painter", "input": PROMPT, "tools": [tool]}
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        begun = await api.responses.create(**form, background=True)
-        request_id = f"{begun.id}-i0-0"
-        for number, role in ((1, "agent"), (3, "dit"), (4, "agent")):
+    begun = await api.responses.create(**form, background=True)
+    request_id = f"{begun.id}-i0-0"
+    for number, role in ((1, "agent"), (3, "dit"), (4, "agent")):
 
-            async def has_steps(least: int = number) -> bool:
-                return len(await steps_of(bus, request_id)) >= least
+        async def has_steps(least: int = number) -> bool:
+            return len(await steps_of(bus, request_id)) >= least
 
-            await until(has_steps)
-            processes.kill(role)
-        events = [event async for event in await api.responses.retrieve(begun.id, stream=True)]
-        stored = await api.responses.retrieve(begun.id)
+        await until(has_steps)
+        processes.kill(role)
+    events = [event async for event in await api.responses.retrieve(begun.id, stream=True)]
+    stored = await api.responses.retrieve(begun.id)
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds == [
         "created", "queued", "in_progress", "output_item.added",
@@ -436,37 +434,36 @@ async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
 
 
 async def test_a_response_of_a_painter_is_cancelled_and_refused(
-    bus: Bus, url: str, painter: ImageModel
+    bus: Bus, api: AsyncOpenAI, painter: ImageModel
 ) -> None:
     form: Any = {"model": "painter", "input": PROMPT, "tools": [{"type": "image_generation"}]}
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        begun = await api.responses.create(**form, background=True)
+    begun = await api.responses.create(**form, background=True)
 
-        async def has_begun() -> bool:
-            return bool(await steps_of(bus, f"{begun.id}-i0-0"))
+    async def has_begun() -> bool:
+        return bool(await steps_of(bus, f"{begun.id}-i0-0"))
 
-        await until(has_begun)
-        cancelled = await api.responses.cancel(begun.id)
-        (image,) = cancelled.output
-        assert (cancelled.status, image.type) == ("cancelled", "image_generation_call")
-        assert getattr(image, "status", None) == "failed"
-        await until_nothing_is_left(bus)
-        for changes, field in (
-            ({"input": "red " * 20}, "input"),
-            ({"instructions": "Be brief."}, "instructions"),
-            ({"temperature": 0.5}, "temperature"),
-            ({"tools": []}, "model"),
-            (
-                {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
-                "input",
-            ),
-            ({"tool_choice": "none"}, "tool_choice"),
-        ):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await api.responses.create(**form | changes)
-            assert refused.value.param == field
-        with pytest.raises(openai.BadRequestError):
-            await api.responses.input_tokens.count(model="painter", input="a")
+    await until(has_begun)
+    cancelled = await api.responses.cancel(begun.id)
+    (image,) = cancelled.output
+    assert (cancelled.status, image.type) == ("cancelled", "image_generation_call")
+    assert getattr(image, "status", None) == "failed"
+    await until_nothing_is_left(bus)
+    for changes, field in (
+        ({"input": "red " * 20}, "input"),
+        ({"instructions": "Be brief."}, "instructions"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"tools": []}, "model"),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+            "input",
+        ),
+        ({"tool_choice": "none"}, "tool_choice"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.responses.create(**form | changes)
+        assert refused.value.param == field
+    with pytest.raises(openai.BadRequestError):
+        await api.responses.input_tokens.count(model="painter", input="a")
 
 
 # -- at another gateway ----------------------------------------------------------------------------

@@ -382,20 +382,19 @@ async def test_what_cannot_be_spoken_is_refused_with_the_field_and_the_limit(
 
 
 async def test_the_official_client_speaks(
-    processes: Processes, url: str, talker: PlainTalker
+    processes: Processes, api: AsyncOpenAI, talker: PlainTalker
 ) -> None:
     text = TEXTS[1]
     right = sound_of(processes.folder, talker.speak(text, MAX_CODES, "echo")[0])
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "demo", "input": text, "voice": "echo"}
-        speaking = api.audio.speech.with_streaming_response
-        async with speaking.create(**form, response_format="pcm") as response:
-            pieces = [piece async for piece in response.iter_bytes()]
-            assert response.headers["content-type"] == "audio/pcm"
-            assert response.headers["pagemill-request-id"].startswith("speech-")
-        assert b"".join(pieces) == right
-        assert len(pieces) > 2, "the bytes come as they are made"
-        whole = await api.audio.speech.create(**form, response_format="wav")
+    form: Any = {"model": "demo", "input": text, "voice": "echo"}
+    speaking = api.audio.speech.with_streaming_response
+    async with speaking.create(**form, response_format="pcm") as response:
+        pieces = [piece async for piece in response.iter_bytes()]
+        assert response.headers["content-type"] == "audio/pcm"
+        assert response.headers["pagemill-request-id"].startswith("speech-")
+    assert b"".join(pieces) == right
+    assert len(pieces) > 2, "the bytes come as they are made"
+    whole = await api.audio.speech.create(**form, response_format="wav")
     with wave.open(io.BytesIO(whole.content)) as sound:
         assert sound.getparams()[:3] == (1, 2, 24_000)
         assert sound.readframes(len(right)) == right
@@ -415,12 +414,11 @@ async def test_the_official_client_speaks(
     ],
 )
 async def test_what_the_endpoint_cannot_speak_is_refused_by_the_field(
-    url: str, changed: dict[str, Any], field: str, status: int
+    api: AsyncOpenAI, changed: dict[str, Any], field: str, status: int
 ) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "demo", "input": "A", "voice": "alloy", "response_format": "wav"}
-        with pytest.raises(openai.APIStatusError) as refused:
-            await api.audio.speech.create(**form | changed)
+    form: Any = {"model": "demo", "input": "A", "voice": "alloy", "response_format": "wav"}
+    with pytest.raises(openai.APIStatusError) as refused:
+        await api.audio.speech.create(**form | changed)
     assert refused.value.status_code == status
     assert refused.value.param == field
 

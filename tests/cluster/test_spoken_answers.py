@@ -55,12 +55,6 @@ def talker(processes: Processes) -> PlainTalker:
     return PlainTalker(processes.folder / "talker")
 
 
-@pytest.fixture
-async def api(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 # -- chat completions -----------------------------------------------------------------------------
 
 
