@@ -17,9 +17,9 @@ from ops.demo import IMAGES
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.bus.login import Login
-from shared.client import ask, new_request_id
+from shared.client import new_request_id
 from shared.protocol import subjects
-from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.state import request_registry, request_status
 from tests import preloaded
@@ -33,7 +33,7 @@ from tests.cluster.conftest import (
     start_cluster,
     stop_cluster,
 )
-from tests.cluster.streams import assert_gapless, attempts_of, text_of, tokens_of
+from tests.cluster.streams import assert_gapless, attempts_of, read_amid_signal, text_of, tokens_of
 from tests.renderer.canary import Canary, send
 from workers.cli.ask import build_request
 from workers.gateway.core.ids import named_request_id, part_ids
@@ -78,13 +78,7 @@ async def test_an_engine_killed_mid_answer(
     choices = range(request_.sampling_params.n)  # type: ignore[union-attr]
     request_id = new_request_id()
     engine = await cluster.pid(client, "engine")
-    records: list[LogRecord] = []
-    async for record in ask(client, request_, request_id):
-        records.append(record)
-        if len(records) == 5:
-            os.kill(engine, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(client, request_, engine, after=5, request_id=request_id)
     # Deliveries are put off until the heartbeat of the killed engine is overdue, and each has a
     # number. So the second number is greater than the first by one or more.
     first, second = attempts_of(records)
@@ -116,13 +110,7 @@ async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
     # On a busy machine the engine may have written the whole answer before the client reads it.
     for _ in range(5):
         engine = await cluster.pid(client, "engine")
-        records: list[LogRecord] = []
-        async for record in ask(client, request, new_request_id()):
-            records.append(record)
-            if len(records) == 1:
-                os.kill(engine, signal.SIGKILL)
-        assert_gapless(records)
-        assert isinstance(records[-1], Finish)
+        records = await read_amid_signal(client, request, engine)
         if len(attempts_of(records)) == 2:
             break
     assert len(attempts_of(records)) == 2
@@ -282,13 +270,7 @@ async def test_the_broker_killed_mid_answer(cluster: Cluster, client: Bus) -> No
     request = request_text("What can you do?", temperature=0.0, **LONG)
     broker = int((cluster.config.parent / "data" / "nats" / "nats-server.pid").read_text())
     request_id = new_request_id()
-    records: list[LogRecord] = []
-    async for record in ask(client, request, request_id):
-        records.append(record)
-        if len(records) == 5:
-            os.kill(broker, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(client, request, broker, after=5, request_id=request_id)
     assert records == await read_log(client, request_id)
     assert tokens_of(records) == tokens_of(await answer(client, request))
 
@@ -297,13 +279,7 @@ async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
     cluster = start_cluster(tmp_path)
     bus = await Bus.connect(cluster.url, "test")
     request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
-    records: list[LogRecord] = []
-    async for record in ask(bus, request, new_request_id()):
-        records.append(record)
-        if len(records) == 1:
-            cluster.process.send_signal(signal.SIGTERM)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(bus, request, cluster.process.pid, signal.SIGTERM)
     assert attempts_of(records) == [1]
     await bus.close()
     assert stop_cluster(cluster) == 0
@@ -350,13 +326,7 @@ async def test_a_killed_preloader_costs_no_request(
     preloader = parent_of(first)
     assert preloader != cluster.process.pid
     request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
-    records: list[LogRecord] = []
-    async for record in ask(bus, request, new_request_id()):
-        records.append(record)
-        if len(records) == 1:
-            os.kill(preloader, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(bus, request, preloader)
     assert tokens_of(records) == tokens_of(await answer(bus, request))
     second = await cluster.pid(bus, "engine")
     assert second != first

@@ -42,7 +42,7 @@ from shared.protocol.requests import (
 )
 from shared.protocol.sampling import SamplingParams
 from tests.cluster.conftest import IMAGE_HOST, Cluster, kill, living, run
-from tests.cluster.streams import assert_gapless, tokens_of
+from tests.cluster.streams import assert_gapless, read_amid_signal, tokens_of
 from tests.cluster.test_redelivery import wait_until_idle, wait_until_in_hand
 from tests.renderer.canary import Canary, send
 from tests.support.waiting import until
@@ -305,12 +305,6 @@ async def test_an_engine_killed_amid_an_answer_about_a_video(cluster: Cluster, c
     sampling = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     request = GenerateRequest(request.model, request.messages, sampling)
     engine = await cluster.pid(client, "engine")
-    records: list[LogRecord] = []
-    async for record in ask(client, request, new_request_id()):
-        records.append(record)
-        if len(records) == 1:
-            os.kill(engine, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(client, request, engine)
     assert len({record.attempt for record in records}) == 2
     assert tokens_of(records) == tokens_of(await answer(client, request))
