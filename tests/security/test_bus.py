@@ -34,6 +34,7 @@ from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
 from shared.tenants import storage_quotas
 from tests.support.broker import running_broker
+from tests.support.waiting import until
 from workers.keyring import Keyring
 
 CHUNK = b'{"type":"tokens","index":0,"attempt":1,"choices":[]}'
@@ -266,9 +267,7 @@ async def test_a_replaced_key_is_used_without_a_restart(site: Site, tmp_path: Pa
     bus = await Bus.connect(site.login("encoder"), "test")
     site.keyring.rotate(["encoder"])
     site.server.reload()
-    async with asyncio.timeout(30):
-        while bus.connection.nc.stats["reconnects"] == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: bus.connection.nc.stats["reconnects"])
     await bus.heartbeats.publish("encoder-1", b"{}")
     with pytest.raises(Unavailable, match="refuses"):
         await Bus.connect(Login(site.server.url, "encoder", old), "test", 0.3)

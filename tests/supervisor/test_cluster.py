@@ -12,6 +12,7 @@ from shared.bus.bus import Bus
 from shared.config.schema import Config, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, StartReport
+from tests.support.waiting import until
 from workers.roles import WorkerSpec
 from workers.supervisor import start
 from workers.supervisor.cluster import LocalCluster
@@ -54,8 +55,7 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
     await asyncio.sleep(0)
     assert progress.titles == ["coordinator"]
     try:
-        while not (pids := cluster.pids("coordinator")):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        pids = await until(lambda: cluster.pids("coordinator"))
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(Unavailable, match=r"1 s \(start_silence_s\): coordinator \(last: star"):
             await starting

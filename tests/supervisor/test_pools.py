@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -154,9 +155,7 @@ async def test_an_actuator_steps_aside_for_one_pool_alone(
     await scale_state.write_report(bus, other)
     following = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
     try:
-        async with asyncio.timeout(30):
-            while (own := await scale_state.read_report(bus, ENCODER)) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        own = await until(partial(scale_state.read_report, bus, ENCODER))
         assert await scale_state.read_report(bus, ENGINE) == other
         plan = {pool: PoolPlan(1, actuator=own.actuator) for pool in (ENGINE, ENCODER)}
         await bus.publish_without_id(subjects.SCALE_PLAN, to_json(ScalePlan("leader", plan)))

@@ -21,6 +21,7 @@ from shared.state.token_log import last_record
 from tests.cluster.conftest import Cluster, stopped
 from tests.gateway.conftest import WITH_IDS, Start, free_port
 from tests.gateway.routes.test_chat import events, question
+from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
 LONG = {"stream": True, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 300}
@@ -334,9 +335,7 @@ async def test_a_request_that_could_not_be_recorded_is_cancelled(
     finally:
         await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-    deadline = time.monotonic() + 10
-    while not cancels and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
+    await until(lambda: cancels, 10)
     assert [subjects.last_token(subject)[:9] for subject in cancels] == ["chatcmpl-"]
 
 
