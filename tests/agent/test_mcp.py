@@ -250,7 +250,7 @@ async def test_a_chain_of_twelve_turns_is_the_prompt_that_a_client_would_have_se
     assert refused.value.code == "previous_response_not_found"
 
 
-async def test_a_cancelled_call_is_told_as_unknown(
+async def test_a_cancelled_call_has_an_unknown_outcome(
     rig: AgentRig, openai_client: AsyncOpenAI
 ) -> None:
     rig.scripts["Slowly"] = [call("free__book", title="slow", pause_s=2.5), "never"]
@@ -369,7 +369,7 @@ async def test_attacks_are_one_error_each(
     assert resident_bytes(rig.agents[-1].pid) < before + 64 * 2**20
 
 
-async def test_a_response_that_cannot_go_on_says_why(openai_client: AsyncOpenAI) -> None:
+async def test_a_response_that_cannot_continue_says_why(openai_client: AsyncOpenAI) -> None:
     choice: Any = {"type": "mcp", "server_label": "closed"}
     with pytest.raises(openai.InternalServerError) as failed:
         await respond(openai_client, "2 + 3?", mcp("closed"), tool_choice=choice)

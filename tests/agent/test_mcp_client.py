@@ -134,7 +134,7 @@ async def test_more_servers_than_pools_do_not_break_off_a_call() -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-async def test_a_session_that_has_expired_is_opened_anew_and_the_call_sent_again(
+async def test_an_expired_session_is_opened_again_and_the_call_repeated(
     has_room: bool,
 ) -> None:
     sessions: list[str] = []

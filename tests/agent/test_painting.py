@@ -22,7 +22,7 @@ def painted(prompt: str) -> str:
     return base64.b64encode(prompt.encode()).decode()
 
 
-async def test_the_model_has_an_image_painted_and_is_told_of_it(
+async def test_the_model_has_an_image_painted_and_learns_of_it(
     rig: AgentRig, openai_client: AsyncOpenAI, agent_bus: Bus
 ) -> None:
     rig.scripts["Paint a star."] = [call("image_generation", prompt="a star"), "Here it is."]
@@ -80,7 +80,7 @@ async def test_the_model_has_an_image_painted_and_is_told_of_it(
     assert not [subject for subject in left if whole.id in subject]
 
 
-async def test_images_count_as_calls_and_stand_beside_those_of_servers(
+async def test_images_count_as_calls_next_to_calls_of_servers(
     rig: AgentRig, openai_client: AsyncOpenAI
 ) -> None:
     both = call("image_generation", prompt="a cat") + call("free__add", a=1, b=2)

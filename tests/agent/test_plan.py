@@ -143,7 +143,7 @@ def test_responses_end_when_the_client_is_next(
     assert next_action(state_of(ID, [*begun(**changes), *answered(*names)])) == expected
 
 
-def test_a_cancelled_response_tells_that_a_call_was_sent() -> None:
+def test_a_cancelled_response_shows_that_a_call_was_sent() -> None:
     steps = [*begun(), *answered("calc__book", "calc__add"), Sending(4, 0, 0, 0, "k", "d", "b")]
     state = state_of(ID, [*steps, Ended(5, "cancelled", 2)])
     running, unsent = state.output[1:]

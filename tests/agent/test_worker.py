@@ -89,7 +89,9 @@ async def carry_out(context: Context, log: StepLog) -> bool:
         (replace(BEGUN, deadline_s=2), "deadline_exceeded"),
     ],
 )
-async def test_what_cannot_go_on_ends_as_failed(bus: Bus, begun: Begun, code: str) -> None:
+async def test_a_response_that_cannot_continue_ends_as_failed(
+    bus: Bus, begun: Begun, code: str
+) -> None:
     log = await begin(bus, begun)
     assert await carry_out(context_of(bus), log)
     ended = (await open_log(bus, "", log.response_id)).state.ended
@@ -190,7 +192,7 @@ async def test_a_response_that_comes_twice_to_a_process_is_carried_out_once(bus:
     assert result.outcome == "result"
 
 
-async def test_a_call_goes_on_while_the_broker_does_not_answer(
+async def test_a_call_continues_while_the_broker_does_not_answer(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has been sent: to break it off would leave its outcome unknown."""
@@ -247,7 +249,7 @@ async def first_result(log: StepLog) -> Result:
     raise AssertionError("there is no result")
 
 
-async def test_a_log_that_nobody_can_read_is_a_dead_letter(bus: Bus) -> None:
+async def test_an_unreadable_log_is_a_dead_letter(bus: Bus) -> None:
     log = await begin(bus)
     result = b'{"type":"result","index":1,"turn":7,"call":0,"outcome":"failed"}'
     await bus.publish_without_id(subjects.step("", log.response_id), result)

@@ -218,7 +218,7 @@ async def test_nothing_is_reported_while_the_sizes_are_not_known(
         actuator.running("engine/a")
 
 
-async def test_a_missing_deployment_concerns_its_own_pool_and_is_told_once_a_minute(
+async def test_a_missing_deployment_concerns_its_own_pool_and_is_logged_once_a_minute(
     api: ScaleApi, server: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, actuator = server[0], KubernetesPools(api, pools())

@@ -63,7 +63,7 @@ def test_slots_without_processes_are_a_number_of_workers() -> None:
     assert [len(workers.ready), len(workers.starting), len(workers.others)] == [2, 1, 0]
 
 
-def test_workers_that_drain_or_were_started_by_hand_are_told_apart() -> None:
+def test_workers_that_drain_or_were_started_by_hand_are_distinguished() -> None:
     slots = report([WorkerSlot(1, 10), WorkerSlot(2, 20, draining=True)])
     beats = [beat(10), beat(20), beat(30), beat(10, host="there"), beat(40, role="encoder")]
     workers = Presence(POOL).look(slots, beats, 0.0)

@@ -60,7 +60,7 @@ def test_of_two_measurements_the_better_holds() -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_a_repetition_has_prompts_of_its_own_and_always_the_same(
+def test_a_repetition_has_different_prompts_and_always_the_same(
     workload: Workload, tmp_path: Path
 ) -> None:
     def prompts(repetition: int) -> list[tuple[list[int], str | None]]:
@@ -77,7 +77,7 @@ def test_speed_is_compared_within_a_repetition() -> None:
     assert ours.speed_against(theirs) == 2.0
 
 
-def test_what_differs_is_told_with_its_place() -> None:
+def test_a_difference_is_reported_with_its_place() -> None:
     rows = [row("vllm", [1.0], [[1, 2], [5, 6]]), row("pagemill", [1.0], [[1, 2], [5, 7]])]
     (line,) = report.differences(rows)
     assert line == "m single: vllm differs from pagemill in request 1 from token 1 on (6 for 7)"

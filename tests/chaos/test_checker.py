@@ -381,7 +381,7 @@ WRONG: dict[str, tuple[str, RecordedRun]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_history_is_told_by_its_invariant(name: str) -> None:
+def test_a_wrong_history_violates_its_invariant(name: str) -> None:
     invariant, run = WRONG[name]
     violations = check(run).violations
     assert invariant in {violation.invariant for violation in violations}, violations

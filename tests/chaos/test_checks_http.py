@@ -62,7 +62,7 @@ def test_a_clean_history() -> None:
     assert check(seen(reading(shown()))).violations == []
 
 
-def test_a_client_that_went_on_elsewhere() -> None:
+def test_a_client_that_continued_elsewhere() -> None:
     run = seen(reading(shown()[:1], done=False), reading(shown(start=1), 2, start=1))
     assert check(run).violations == []
 
@@ -165,7 +165,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_history_is_told_by_its_invariant(name: str) -> None:
+def test_a_wrong_history_violates_its_invariant(name: str) -> None:
     invariant, run = WRONG[name]
     violations = check(run).violations
     assert invariant in {violation.invariant for violation in violations}, violations

@@ -152,7 +152,7 @@ async def test_all_connections_cut_at_once(echo: Echo, proxy: Proxy, client: Str
     await all_gone(proxy)
 
 
-async def test_half_open_the_server_is_gone_and_the_client_not_told(
+async def test_half_open_the_server_is_gone_without_notice_to_the_client(
     echo: Echo, proxy: Proxy, client: Stream
 ) -> None:
     await say(client, b"x")

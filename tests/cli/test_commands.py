@@ -257,7 +257,7 @@ def test_a_service_with_a_broken_configuration_is_not_to_be_started_again(
 @pytest.mark.parametrize(
     ("python", "mark"), [([sys.executable], b"ready in"), (preloaded.PYTHON, b"ready at")]
 )
-def test_a_closed_terminal_drains_everything_and_the_log_tells_it(
+def test_a_closed_terminal_drains_everything_and_the_log_shows_it(
     python: list[str], mark: bytes, tmp_path: Path
 ) -> None:
     """It is closed while workers start, or when all of them are ready."""

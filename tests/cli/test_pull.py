@@ -352,7 +352,7 @@ def test_a_full_disk_is_found_before_the_download(
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_up_pulls_only_when_it_is_told_to(hub: Hub, tmp_path: Path) -> None:
+def test_up_pulls_no_model_that_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     done = run(hub, tmp_path, "up", NAME, "--pull", "--max-model-len", "999999999999")
     assert done.returncode == 78
     assert f"{WEIGHTS}: 5.3 MB" in done.stderr
@@ -373,7 +373,7 @@ def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: Hub, tmp_
         assert hub.downloads(WEIGHTS) == []
 
 
-def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_no_network_is_a_separate_error(tmp_path: Path) -> None:
     done = run(None, tmp_path, "pull", NAME)
     assert done.returncode == 1
     assert "unavailable" in done.stderr
@@ -387,7 +387,7 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
 
 
 @pytest.mark.parametrize("error", [TypeError, KeyError, ValueError, AttributeError])
-def test_a_fault_of_the_download_itself_is_not_told_as_one_of_the_hub(
+def test_a_fault_of_the_download_is_not_reported_as_a_fault_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def fail(*_: object) -> None:

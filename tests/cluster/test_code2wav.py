@@ -250,7 +250,7 @@ async def test_codes_that_kill_generators_are_given_up_and_harm_no_other_request
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "deadline_exceeded"])
-async def test_a_request_that_is_ended_leaves_nothing_behind(bus: Bus, ending: str) -> None:
+async def test_a_request_that_is_ended_leaves_nothing(bus: Bus, ending: str) -> None:
     """The talker has stalled after some chunks, and would not end before its deadline."""
     timeout_s = 2.0 if ending == "deadline_exceeded" else None
     await ask(bus, ending, [*codes_of(3, 20), STALL], timeout_s)
@@ -285,7 +285,7 @@ async def test_a_request_that_is_cancelled_after_its_codes_have_ended(bus: Bus) 
     assert len(await audio_of(bus, "long")) == num_records
 
 
-async def test_a_generator_that_wakes_behind_the_end_writes_nothing(
+async def test_a_generator_that_wakes_after_the_end_writes_nothing(
     processes: Processes, bus: Bus
 ) -> None:
     await ask(bus, "zombie", codes_of(6, 200))

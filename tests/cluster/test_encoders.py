@@ -155,7 +155,7 @@ async def test_a_hundred_requests_with_one_image_make_one_encode(
     assert len(events(three, "encoded")) - before == 1
 
 
-async def test_nobody_ends_an_encode_task_in_a_requests_name(
+async def test_no_request_can_end_an_encode_task_by_its_name(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
     """A client that has the file of an image can compute the name of its task."""
@@ -177,7 +177,7 @@ async def nothing_queued(bus: Bus, stream: str) -> bool:
     return first > last
 
 
-async def test_an_encoder_killed_with_an_image_in_hand(
+async def test_an_encoder_killed_while_it_encodes_an_image(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
     request = about_a_new_image(tmp_path, (120, 200), "blue")
@@ -232,7 +232,7 @@ async def _is_encoded(bus: Bus) -> bool:
     return await bus.read_last(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER) is not None
 
 
-async def test_without_encoders_the_deadline_holds_and_text_goes_on(
+async def test_without_encoders_the_deadline_holds_and_text_continues(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
     request = about_a_new_image(tmp_path, (64, 200), "green")

@@ -395,7 +395,7 @@ async def test_the_command_line_saves_images(
 # -- as responses ---------------------------------------------------------------------------------
 
 
-async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
+async def test_a_response_of_a_painter_is_its_image_although_workers_are_killed(
     processes: Processes, bus: Bus, api: AsyncOpenAI, painter: ImageModel
 ) -> None:
     tool: Any = {"type": "image_generation", "size": "12x8", "partial_images": 2}
@@ -469,7 +469,7 @@ async def test_a_response_of_a_painter_is_cancelled_and_refused(
 # -- at another gateway ----------------------------------------------------------------------------
 
 
-async def test_an_image_goes_on_at_another_gateway(
+async def test_an_image_continues_at_another_gateway(
     processes: Processes, bus: Bus, url: str, painter: ImageModel
 ) -> None:
     """The gateway is killed between the previews. Its client comes back at another one."""

@@ -205,7 +205,7 @@ def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-async def test_every_worker_tells_its_health_and_whether_it_takes_work(
+async def test_every_worker_reports_its_health_and_whether_it_takes_work(
     cluster: Cluster, client: Bus
 ) -> None:
     beats = await client.heartbeats.read()

@@ -93,7 +93,7 @@ async def test_publishers_encode_the_name_in_the_subject(client: Bus) -> None:
     assert isinstance(last, Finish)
 
 
-async def test_a_name_that_is_not_encoded_is_told_the_subject(client: Bus) -> None:
+async def test_the_error_of_an_unencoded_name_shows_the_subject(client: Bus) -> None:
     _, last = await publish(client, "-org/Demo-2=2E5")
     assert isinstance(last, Failure)
     assert (last.error.code, last.error.field) == ("invalid_request", "model")

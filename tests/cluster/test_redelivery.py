@@ -182,7 +182,7 @@ async def _is_in_engine(bus: Bus, part: str) -> bool:
     return (status.state, status.stage) == ("running", "engine")
 
 
-async def test_a_grammar_that_kills_its_compiler_harms_nobody(
+async def test_a_grammar_that_kills_its_compiler_harms_no_other_request(
     cluster: Cluster, client: Bus
 ) -> None:
     rules = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(4500))
@@ -199,7 +199,9 @@ async def test_a_grammar_that_kills_its_compiler_harms_nobody(
     assert await cluster.pid(client, "engine") == engine
 
 
-async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client: Bus) -> None:
+async def test_a_renderer_killed_while_it_processes_a_request(
+    cluster: Cluster, client: Bus
+) -> None:
     renderer = await cluster.pid(client, "renderer")
     await wait_until_idle(cluster.url, "renderer")
     # Stopped first, so that it certainly has the request and certainly has not passed it on.
@@ -220,9 +222,7 @@ async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client
     ]
 
 
-async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
-    cluster: Cluster, client: Bus
-) -> None:
+async def test_a_renderer_killed_with_an_unread_payload(cluster: Cluster, client: Bus) -> None:
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     await wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)

@@ -132,7 +132,7 @@ async def test_all_that_steers_sampling_arrives(client: Bus) -> None:
     assert first.choices[0].logprobs
 
 
-async def test_a_bias_for_a_token_that_is_none_is_told(client: Bus) -> None:
+async def test_a_bias_for_an_unknown_token_is_an_error(client: Bus) -> None:
     sampling = {"logit_bias": {"9999999": 1.0}}
     request = body("What can you do?", sampling_params=sampling)
     records, _ = await publish(client, json.dumps(request).encode())
@@ -202,7 +202,7 @@ async def test_caches_are_each_tenants_own(cluster: Cluster, client: Bus) -> Non
     assert len(set(answers)) == 1
 
 
-async def test_a_tenant_that_is_no_name_is_told_so(cluster: Cluster) -> None:
+async def test_a_tenant_that_is_no_name_is_an_error(cluster: Cluster) -> None:
     failure = await publish_for(cluster, "a.b", body("What can you do?"))
     assert isinstance(failure, Failure)
     assert (failure.error.code, failure.error.field) == ("invalid_request", "Pagemill-Tenant")
@@ -296,7 +296,9 @@ BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_bad_input_gets_one_clear_error_and_harms_nobody(client: Bus, name: str) -> None:
+async def test_bad_input_gets_one_clear_error_and_harms_no_other_request(
+    client: Bus, name: str
+) -> None:
     bad, code, field = BAD[name]
     victim = request_text("What can you do?", ignore_eos=True, max_tokens=120)
     undisturbed = tokens_of(await answer(client, victim))
@@ -315,7 +317,7 @@ async def test_bad_input_gets_one_clear_error_and_harms_nobody(client: Bus, name
     assert tokens_of(await running) == undisturbed
 
 
-async def test_an_unknown_model_is_told_what_there_is(client: Bus) -> None:
+async def test_the_error_of_an_unknown_model_lists_the_models(client: Bus) -> None:
     request = GenerateRequest("other", request_text("hi").messages)
     (failure,) = await answer(client, request)
     assert isinstance(failure, Failure)

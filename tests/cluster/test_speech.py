@@ -332,7 +332,7 @@ async def is_refused(bus: Bus) -> Failure | None:
     return None
 
 
-async def test_a_speech_that_is_cancelled_leaves_nothing_behind(bus: Bus) -> None:
+async def test_a_speech_that_is_cancelled_leaves_nothing(bus: Bus) -> None:
     speaking = asyncio.create_task(speak(bus, given(TEXTS[0]), "cancelled"))
     await until(partial(has, bus, "cancelled", "codes", 2))
     await client.cancel(bus, "cancelled")

@@ -275,7 +275,7 @@ async def test_too_many_videos_are_refused(client: Bus) -> None:
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-async def test_a_renderer_killed_behind_a_video_costs_no_second_fetch(
+async def test_a_renderer_killed_after_a_video_costs_no_second_fetch(
     cluster: Cluster, client: Bus
 ) -> None:
     """Its frames are lost with it, before the engine has read them, and made again of the file."""

@@ -218,7 +218,7 @@ def test_a_flood_of_values_is_refused_before_anything_is_decoded(
     assert decoded == []
 
 
-def test_an_unknown_model_is_told_what_there_is() -> None:
+def test_the_error_of_an_unknown_model_lists_the_models() -> None:
     body = json.dumps(GOOD | {"model": "other"}).encode()
     with pytest.raises(UnknownModel, match="demo"):
         admit("pm.request.other", "r1", body, MODELS, PIPELINES)

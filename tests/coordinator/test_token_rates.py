@@ -55,7 +55,7 @@ def test_tokens_stay_within_the_rate_but_for_one_request(
 
 
 @given(STEPS)
-def test_a_refused_tenant_is_admitted_after_the_time_that_it_was_told(
+def test_a_refused_tenant_is_admitted_after_the_time_of_the_error(
     steps: list[tuple[float, int, int, bool]],
 ) -> None:
     rates, now_s = TokenRates({"a": PER_MINUTE}), 0.0
@@ -164,7 +164,7 @@ class Site:
         await log.finish(OutputSummary(Usage(num_prompt, num_written), 1, {}), {})
 
 
-async def test_a_tenant_is_told_its_limit_and_when_to_come_again(bus: Bus) -> None:
+async def test_the_error_of_a_tenant_has_its_limit_and_a_time_to_retry(bus: Bus) -> None:
     site = Site(bus, "acme")
     await site.admit(60)
     await site.admit(60)

@@ -15,7 +15,7 @@ from workers.gateway.worker import _listening, _url
 @pytest.mark.parametrize(
     ("listen", "host"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "10.1.2.3"), ("::", "10.1.2.3")]
 )
-def test_a_gateway_that_listens_everywhere_tells_the_address_of_its_broker_connection(
+def test_a_gateway_that_listens_everywhere_publishes_the_address_of_its_broker_connection(
     monkeypatch: pytest.MonkeyPatch, listen: str, host: str
 ) -> None:
     monkeypatch.setattr(bus_module, "local_address", lambda _: "10.1.2.3")

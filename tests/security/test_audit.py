@@ -31,7 +31,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("role", "subject"), PUBLISHED)
-async def test_nobody_writes_as_another_or_changes_the_log(
+async def test_no_role_writes_as_another_or_changes_the_log(
     site: Site, role: str, subject: str
 ) -> None:
     attacker = await site.attacker(role)

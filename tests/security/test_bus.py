@@ -144,7 +144,9 @@ SUBSCRIBED = [
 
 
 @pytest.mark.parametrize(("user", "subject"), PUBLISHED)
-async def test_nobody_publishes_in_the_name_of_another(site: Site, user: str, subject: str) -> None:
+async def test_no_user_publishes_in_the_name_of_another(
+    site: Site, user: str, subject: str
+) -> None:
     attacker = await site.attacker(user)
     await attacker.nc.publish(subject, CHUNK, headers={"Pagemill-Tenant": "b"})
     assert await attacker.is_refused()
@@ -152,7 +154,7 @@ async def test_nobody_publishes_in_the_name_of_another(site: Site, user: str, su
 
 
 @pytest.mark.parametrize(("user", "subject"), SUBSCRIBED)
-async def test_nobody_listens_to_others(site: Site, user: str, subject: str) -> None:
+async def test_no_user_listens_to_others(site: Site, user: str, subject: str) -> None:
     attacker = await site.attacker(user)
     await attacker.nc.subscribe(subject)
     assert await attacker.is_refused()

@@ -183,7 +183,7 @@ def cpu_s(pid: int) -> float:
 
 
 @pytest.mark.long
-async def test_another_tenant_is_answered_beside_costly_images(cluster: Cluster) -> None:
+async def test_another_tenant_is_answered_during_costly_images(cluster: Cluster) -> None:
     site, bus = Site(cluster), await Bus.connect(cluster.url, "test")
     await site.connect()
     renderer = await cluster.pid(bus, "renderer")

@@ -20,7 +20,7 @@ from workers.supervisor.preloader import ForkedProcess, Preloader
 from workers.supervisor.start import Quiet
 
 
-async def test_nobody_misses_the_broker_when_the_start_is_broken_off(
+async def test_no_worker_misses_the_broker_when_the_start_is_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits for the workers takes leave of it before it is stopped."""

@@ -90,7 +90,7 @@ def test_a_line_is_followed_when_it_is_complete(
     reader.close()
 
 
-def test_without_a_log_its_name_is_told(tmp_path: Path) -> None:
+def test_a_missing_log_is_an_error_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"nowhere\.log"):
         LogReader(tmp_path / "nowhere.log", Filter())
 

@@ -114,7 +114,7 @@ async def test_exit_codes_and_signals_are_reported(served: Served) -> None:
     assert [await process.wait() for process in waiting] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
-async def test_a_process_has_the_modules_and_a_group_of_its_own(served: Served) -> None:
+async def test_a_process_has_the_modules_and_a_separate_group(served: Served) -> None:
     for question in ("modules", "group"):
         await (await served.start(question)).wait()
     assert served.log.read_text().split() == ["started", "True"] * 2

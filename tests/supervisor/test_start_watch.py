@@ -49,7 +49,7 @@ def stall_of(
     return None, progress
 
 
-def test_a_start_may_take_for_ever_while_weights_are_read() -> None:
+def test_a_start_has_no_limit_while_weights_are_read() -> None:
     slow = [reading(100_000_000 * (second // 8)) for second in range(300)]
     reason, progress = stall_of({0: slow}, ENGINE)
     assert reason is None
@@ -139,5 +139,5 @@ def test_a_heartbeat_that_is_late_neither_stalls_nor_repeats_a_line() -> None:
         ([WorkerSpec("speaker", "demo", "speak")], ["speaker demo speak"]),
     ],
 )
-def test_workers_are_told_apart(specs: list[WorkerSpec], titles: list[str]) -> None:
+def test_workers_have_distinct_titles(specs: list[WorkerSpec], titles: list[str]) -> None:
     assert titles_of(specs) == titles

@@ -129,7 +129,7 @@ async def test_only_its_owner_reads_a_backup(source: Bus, tmp_path: Path, name: 
         await back_up(source, tmp_path / name)
 
 
-async def test_a_claimed_request_is_delivered_anew(
+async def test_a_claimed_request_is_delivered_again(
     source: Bus, target: Bus, tmp_path: Path
 ) -> None:
     queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
@@ -285,7 +285,7 @@ async def test_a_log_without_a_queued_request_does_not_stay_open(
     assert left == [subjects.tokens("late-and-ended"), subjects.tokens("queued")]
 
 
-async def test_a_response_that_was_not_queued_goes_on(
+async def test_a_response_that_was_not_queued_continues_after_a_restore(
     source: Bus, target: Bus, tmp_path: Path
 ) -> None:
     async def accept_more() -> None:

@@ -139,7 +139,7 @@ def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
 
 
 @pytest.mark.parametrize("version", ["kubernetes-1.36", "kubernetes-1.37"])
-def test_each_stage_of_a_speech_is_a_pool_with_queues_of_its_own(version: str) -> None:
+def test_each_stage_of_a_speech_is_a_pool_with_separate_queues(version: str) -> None:
     manifests = make("keda", SPEECH)
     for manifest in manifests:
         check_against_schemas(manifest, version)

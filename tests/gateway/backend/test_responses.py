@@ -91,7 +91,7 @@ async def test_a_tenants_share_counts_what_is_not_to_be_stored_and_bytes(bus: Bu
         await responses.delete_response(app, log)
 
 
-async def test_what_a_client_has_named_is_given_to_agents_behind_its_first_step(bus: Bus) -> None:
+async def test_a_response_that_a_client_has_named_is_queued_after_its_first_step(bus: Bus) -> None:
     """An agent drops a task without a step, and the broker a second task under the same name."""
     barred = new_name()
     await StepLog(bus, "", barred).append(ended("cancelled"))

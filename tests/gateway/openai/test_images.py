@@ -121,7 +121,7 @@ def test_a_model_without_a_painter_is_refused(stage: StageSpec | None) -> None:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def test_images_are_answered_by_number_in_whatever_order_they_end() -> None:
+def test_images_are_answered_by_number_in_any_order_of_their_ends() -> None:
     assembler = image_assembler(n=2)
     for number in (1, 0):
         record = painted(number)

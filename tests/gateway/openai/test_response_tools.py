@@ -39,7 +39,7 @@ def server_with(config: AgentConfig = CONFIG, **tool: Any) -> ServerUse:
 # -- functions -------------------------------------------------------------------------------------
 
 
-def test_functions_are_told_from_servers_and_keep_their_order() -> None:
+def test_functions_are_separated_from_servers_and_keep_their_order() -> None:
     strict = NOW | {"name": "add", "strict": True, "description": "Adds.", "parameters": {"a": 1}}
     first, second = functions_of(fields_with([strict, CALC, NOW]))
     assert msgspec.to_builtins(first.function) == {

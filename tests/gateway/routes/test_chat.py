@@ -89,7 +89,7 @@ async def test_log_probabilities_come_with_text_and_bytes(http: httpx.AsyncClien
         assert token["top_logprobs"][0]["token"] == token["token"]
 
 
-async def test_a_large_image_is_stored_beside_the_request(http: httpx.AsyncClient) -> None:
+async def test_a_large_image_is_stored_outside_the_request(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/chat/completions", json=question(url=star_url(9 * 2**20)))
     assert answer.status_code == 200, answer.text
     assert "yellow" in answer.json()["choices"][0]["message"]["content"]

@@ -34,7 +34,7 @@ async def test_the_demo_client_prints_the_answer(gateway: Gateway) -> None:
     assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) for text in whole)
 
 
-async def test_what_is_wrong_is_told(http: httpx.AsyncClient) -> None:
+async def test_an_error_names_the_wrong_field(http: httpx.AsyncClient) -> None:
     for body, field, status in (
         ({"prompt": "a", "temperatur": 1}, "temperatur", 400),
         ({"n": 1}, "prompt", 400),

@@ -134,7 +134,7 @@ async def test_a_repeated_id_has_the_same_embedding(gateway: Gateway) -> None:
     assert other.status_code == 422
 
 
-async def test_models_tell_that_they_embed(gateway: Gateway) -> None:
+async def test_models_show_that_they_embed(gateway: Gateway) -> None:
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         answer = await http.get("/v1/models/demo")
     assert answer.json()["embeddings"] is True

@@ -197,7 +197,7 @@ def test_the_request_id_is_copied(page: Browser) -> None:
     assert copied == page.text(f"{LAST} .request")
 
 
-def test_each_stage_tells_its_worker(page: Browser) -> None:
+def test_each_stage_shows_its_worker(page: Browser) -> None:
     ask(page, "What can you do?")
     assert ended(page).startswith("Done")
     page.wait(f"document.querySelector('{LAST} .stages li:last-child').dataset.state === 'done'")

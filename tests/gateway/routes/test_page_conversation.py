@@ -185,7 +185,7 @@ def test_a_reload_asks_for_the_key_and_then_continues(window: Browser, another: 
     window.console_errors()
 
 
-def test_images_that_a_reload_will_forget_are_told(page: Browser, gateway: Gateway) -> None:
+def test_images_that_a_reload_will_forget_are_announced(page: Browser, gateway: Gateway) -> None:
     page.run(
         """
         let size = 2 ** 23;

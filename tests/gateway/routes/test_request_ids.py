@@ -26,7 +26,7 @@ STREAMED = [path for path in BODIES if path not in WITHOUT_STREAM]
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_answer_and_a_refusal_tell_their_id(http: httpx.AsyncClient, path: str) -> None:
+async def test_an_answer_and_a_refusal_have_their_id(http: httpx.AsyncClient, path: str) -> None:
     prefix, body = BODIES[path]
     answer = await http.post(path, json=body | {"model": "demo"})
     refused = await http.post(path, json=body | {"model": "demo", "nosuch": 1})
@@ -40,7 +40,7 @@ async def test_an_answer_and_a_refusal_tell_their_id(http: httpx.AsyncClient, pa
 
 
 @pytest.mark.parametrize("path", STREAMED)
-async def test_a_stream_tells_its_id_before_its_first_event(
+async def test_a_stream_has_its_id_before_its_first_event(
     http: httpx.AsyncClient, path: str
 ) -> None:
     prefix, body = BODIES[path]

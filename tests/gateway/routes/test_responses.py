@@ -50,7 +50,7 @@ async def client(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_an_image_is_described_and_the_conversation_goes_on(client: AsyncOpenAI) -> None:
+async def test_an_image_is_described_and_the_conversation_continues(client: AsyncOpenAI) -> None:
     first = await client.responses.create(
         model="demo", input=IMAGE, temperature=0, metadata={"a": "b"}, instructions="Be brief."
     )
@@ -138,7 +138,7 @@ async def test_a_stored_file_is_an_item(client: AsyncOpenAI) -> None:
         assert (refused.value.code, refused.value.param) == (code, "input[0].content[0].file_id")
 
 
-async def test_the_first_turn_of_a_response_has_no_step_of_its_own(
+async def test_the_first_turn_of_a_response_has_no_separate_step(
     client: AsyncOpenAI, bus: Bus
 ) -> None:
     name = secrets.token_hex(8)
