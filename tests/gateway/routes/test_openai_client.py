@@ -148,7 +148,7 @@ async def test_an_answer_follows_its_schema(client: AsyncOpenAI) -> None:
     constrained = await client.chat.completions.create(
         model="demo",
         messages=HELLO,
-        schema_format={"type": "json_schema", "json_schema": {"name": "n", "schema": held}},
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": held}},
         max_tokens=200,
     )
     assert json.loads(constrained.choices[0].message.content or "")["n"] == 3
