@@ -60,22 +60,22 @@ class AgentRig:
     def script(self, request: GenerateRequest, request_id: str) -> str:
         number = int(request_id.rpartition("-t")[2])
         messages = request.messages or []
-        # What a response continues has its own first turn.
+        # Messages of the responses before belong to earlier scripts.
         texts = [str(m.content) for m in (messages if number else messages[-1:])]
-        known = (self.scripts[name] for text in reversed(texts) for name in self.names_in(text))
-        turns = next(known, [])
+        scripts = (self.scripts[name] for text in reversed(texts) for name in self.names_in(text))
+        turns = next(scripts, [])
         return turns[number] if number < len(turns) else "Done."
 
 
 def call(name: str, **arguments: Any) -> str:
     """A call as the model writes it."""
-    made = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{made}\n</tool_call>"
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 @pytest.fixture(scope="session")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRig]:
-    """A broker of its own, because the scripted model takes all requests that there are."""
+    """A separate broker, because the scripted model takes every request of its broker."""
     folder, calls = tmp_path_factory.mktemp("agent"), Calls()
     broker = EmbeddedServer(folder / "nats")
     broker.start()

@@ -95,26 +95,29 @@ def call_of(name: str) -> FunctionCall:
 
 def others_sent(state: ResponseState) -> list[Sending]:
     """Steps of calls that are about to be made."""
-    found = [_next_of_call(state, call) for call in state.calls.values() if call.is_pending]
+    actions = [_next_of_call(state, call) for call in state.calls.values() if call.is_pending]
+    calls = [
+        (action.call, action.attempt) for action in actions if isinstance(action, plan.CallTool)
+    ]
     return [
-        Sending(0, one.call.turn, one.call.number, one.attempt, "k", "d", "b", one.call.paints)
-        for one in found
-        if isinstance(one, plan.CallTool) and not (one.call.paints and one.call.sendings)
+        Sending(0, call.turn, call.number, attempt, "k", "d", "b", call.paints)
+        for call, attempt in calls
+        if not (call.paints and call.sendings)
     ]
 
 
-def after_call(one: plan.CallTool, flag: bool) -> Step:
-    call = one.call
+def after_call(action: plan.CallTool, flag: bool) -> Step:
+    call = action.call
     if call.paints and call.sendings:
         return Result(
             0, call.turn, call.number, "result" if flag else "failed", "A" if flag else None
         )
     may_repeat = flag or call.paints
-    return Sending(0, call.turn, call.number, one.attempt, "k", "d", "b", may_repeat)
+    return Sending(0, call.turn, call.number, action.attempt, "k", "d", "b", may_repeat)
 
 
 def carried_out(state: ResponseState) -> st.SearchStrategy[Step | None]:
-    """What an agent may append when it carries out the next action, or dies in it."""
+    """Return the steps that an agent may append when it carries out the next action, or dies."""
     match next_action(state):
         case plan.ListTools(label):
             return st.sampled_from(
@@ -143,7 +146,7 @@ def carried_out(state: ResponseState) -> st.SearchStrategy[Step | None]:
             return st.builds(after_call, st.sampled_from(calls), st.booleans())
         case plan.SettleUnknown(call):
             # Or the agent lives, and makes several calls at the same time.
-            found = st.booleans().map(
+            settled = st.booleans().map(
                 lambda fails: Result(
                     0, call.turn, call.number, "failed" if fails else "result", "done"
                 )
@@ -151,7 +154,7 @@ def carried_out(state: ResponseState) -> st.SearchStrategy[Step | None]:
             unknown = st.booleans().map(
                 lambda ask: Result(0, call.turn, call.number, "unknown", ask=ask)
             )
-            return st.one_of(unknown, found, *map(st.just, others_sent(state)))
+            return st.one_of(unknown, settled, *map(st.just, others_sent(state)))
         case plan.RefuseCall(call, _):
             return st.just(Result(0, call.turn, call.number, "failed"))
         case plan.Conclude(status):

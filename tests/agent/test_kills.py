@@ -48,7 +48,7 @@ async def test_no_call_is_made_twice_and_every_response_ends(
 
 async def start(rig: AgentRig, client: AsyncOpenAI, text: str, label: str) -> tuple[str, str, str]:
     pause_s = random.Random(text).uniform(0.0, 0.3)
-    turns = [call(f"{label}__book", what=f"{text}/{turn}", pause_s=pause_s) for turn in range(2)]
+    turns = [call(f"{label}__book", title=f"{text}/{turn}", pause_s=pause_s) for turn in range(2)]
     rig.scripts[text] = [*turns, "Booked."]
     tool: Any = {"type": "mcp", "server_label": label}
     begun = await respond(client, text, tool, background=True)
@@ -56,30 +56,30 @@ async def start(rig: AgentRig, client: AsyncOpenAI, text: str, label: str) -> tu
 
 
 def check(rig: AgentRig, text: str, label: str, steps: list[Step]) -> None:
-    sent = [step for step in steps if isinstance(step, Sending)]
+    sendings = [step for step in steps if isinstance(step, Sending)]
     for turn in range(2):
-        made = rig.calls.made[f"{text}/{turn}"]
-        attempts = [step for step in sent if step.turn == turn]
+        num_calls = rig.calls.made[f"{text}/{turn}"]
+        attempts = [step for step in sendings if step.turn == turn]
         (outcome,) = [s.outcome for s in steps if isinstance(s, Result) and s.turn == turn]
-        assert made <= len(attempts)
+        assert num_calls <= len(attempts)
         if label == "safe":
             # The server would know the call by its key, so it is made again.
             assert outcome == "result"
             assert len({step.key for step in attempts}) == 1
         else:
             assert len(attempts) == 1
-            assert made <= 1
+            assert num_calls <= 1
         if outcome == "result":
-            assert made >= 1
+            assert num_calls >= 1
         else:
             # The kill fell between the step and the result.
             assert outcome == "unknown"
             assert next(i for i, s in enumerate(steps) if s in attempts) + 1 == next(
                 i for i, s in enumerate(steps) if isinstance(s, Result) and s.turn == turn
             )
-    # What each step did was planned by the steps before it.
+    # The steps before each step have planned it.
     for length in range(1, len(steps)):
         action, step = next_action(state_of("resp", steps[:length])), steps[length]
         if isinstance(step, Sending):
             assert isinstance(action, plan.CallTools)
-            assert [one.attempt for one in action.calls] == [step.attempt]
+            assert [call.attempt for call in action.calls] == [step.attempt]

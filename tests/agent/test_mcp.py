@@ -45,12 +45,12 @@ async def test_the_model_calls_a_tool_and_answers_from_its_result(
 ) -> None:
     rig.scripts["2 + 3?"] = ["Let me see. " + call("free__add", a=2, b=3), "It is 5."]
     whole = await respond(openai_client, "2 + 3?", mcp())
-    listed, said, made, answer = whole.output
+    listed, text, tool_call, answer = whole.output
     assert [tool.name for tool in listed.tools] == ["add", "book", "meet", "fail"]
-    assert said.content[0].text == "Let me see. "
-    assert (made.type, made.name, made.server_label) == ("mcp_call", "add", "free")
-    assert (made.status, made.output, made.error) == ("completed", "5", None)
-    assert made.arguments == '{"a": 2, "b": 3}'
+    assert text.content[0].text == "Let me see. "
+    assert (tool_call.type, tool_call.name, tool_call.server_label) == ("mcp_call", "add", "free")
+    assert (tool_call.status, tool_call.output, tool_call.error) == ("completed", "5", None)
+    assert tool_call.arguments == '{"a": 2, "b": 3}'
     assert answer.content[0].text == "It is 5."
     assert whole.tools[0].headers is None
     assert rig.calls.headers[-1]["authorization"] == TOKEN
@@ -67,8 +67,8 @@ async def test_the_model_calls_a_tool_and_answers_from_its_result(
     assert second.tools == first.tools  # The prefix stays cached.
 
     events = await respond(openai_client, "2 + 3?", mcp(), stream=True)
-    shown = [event async for event in events]
-    kinds = [event.type.removeprefix("response.") for event in shown]
+    stream = [event async for event in events]
+    kinds = [event.type.removeprefix("response.") for event in stream]
     assert kinds[2:6] == [
         "output_item.added",
         "mcp_list_tools.in_progress",
@@ -77,13 +77,13 @@ async def test_the_model_calls_a_tool_and_answers_from_its_result(
     ]
     assert "mcp_call.in_progress" in kinds
     assert kinds.index("mcp_call_arguments.done") < kinds.index("mcp_call.completed")
-    final = shown[-1].response
+    final = stream[-1].response
     stored = await openai_client.responses.retrieve(final.id)
     assert stored == final
-    kept = [item.model_copy(update={"id": ""}) for item in whole.output]
-    assert [item.model_copy(update={"id": ""}) for item in final.output] == kept
+    items = [item.model_copy(update={"id": ""}) for item in whole.output]
+    assert [item.model_copy(update={"id": ""}) for item in final.output] == items
     again = await openai_client.responses.retrieve(final.id, stream=True, starting_after=5)
-    assert [event async for event in again] == shown[6:]
+    assert [event async for event in again] == stream[6:]
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ async def test_the_forms_of_allowed_tools(
     done = await respond(openai_client, "Hello", mcp(allowed_tools=allowed))
     offered = rig.model.requests[f"{done.id}-t0"].tools
     assert [tool.function.name for tool in offered] == [f"free__{name}" for name in names]
-    # What the model writes of other tools is text.
-    made = [item.name for item in done.output if item.type == "mcp_call"]
-    assert made == [name for name in ("fail", "add") if name in names]
+    # A call of another tool is text.
+    called = [item.name for item in done.output if item.type == "mcp_call"]
+    assert called == [name for name in ("fail", "add") if name in names]
 
 
 async def test_choices_limits_and_errors(rig: AgentRig, openai_client: AsyncOpenAI) -> None:
     rig.scripts["Fail"] = [call("free__fail"), "It failed."]
     failed = await respond(openai_client, "Fail", mcp())
-    made = failed.output[1]
-    assert (made.status, made.error.type) == ("failed", "mcp_tool_execution_error")
-    assert "Error executing tool fail" in made.error.content[0]["text"]
+    item = failed.output[1]
+    assert (item.status, item.error.type) == ("failed", "mcp_tool_execution_error")
+    assert "Error executing tool fail" in item.error.content[0]["text"]
     rig.scripts["Wrong"] = [call("free__add", a="x"), "Oh."]
     wrong = (await respond(openai_client, "Wrong", mcp())).output[1]
     assert wrong.status == "failed"
@@ -129,18 +129,18 @@ async def test_choices_limits_and_errors(rig: AgentRig, openai_client: AsyncOpen
         "mode": "auto",
         "tools": [{"type": "mcp", "server_label": "free", "name": "add"}],
     }
-    rig.scripts["Both"] = [call("free__book", what="x") + call("free__add", a=1, b=2), "Three."]
+    rig.scripts["Both"] = [call("free__book", title="x") + call("free__add", a=1, b=2), "Three."]
     limited = await respond(openai_client, "Both", mcp(), tool_choice=choice)
-    asked = rig.model.requests[f"{limited.id}-t0"]
-    assert len(asked.tools) == 4
-    structure: Any = asked.sampling_params.structured_outputs  # type: ignore[union-attr]
+    request = rig.model.requests[f"{limited.id}-t0"]
+    assert len(request.tools) == 4
+    structure: Any = request.sampling_params.structured_outputs  # type: ignore[union-attr]
     assert "free__add" in structure.grammar
     assert "free__book" not in structure.grammar
     assert [item.name for item in limited.output if item.type == "mcp_call"] == ["add"]
     assert rig.calls.made["x"] == 0
 
-    one = call("free__add", a=1, b=1)
-    rig.scripts["Often"] = [one + one, one, one]
+    addition = call("free__add", a=1, b=1)
+    rig.scripts["Often"] = [addition + addition, addition, addition]
     often = await respond(openai_client, "Often", mcp(), max_tool_calls=1)
     statuses = [item.status for item in often.output if item.type == "mcp_call"]
     assert statuses == ["completed", "failed"]
@@ -172,10 +172,10 @@ async def test_choices_limits_and_errors(rig: AgentRig, openai_client: AsyncOpen
 async def test_approvals_are_used_once_and_call_what_was_asked(
     rig: AgentRig, openai_client: AsyncOpenAI
 ) -> None:
-    rig.scripts["Book it"] = [call("calc__book", what="approved"), "not reached"]
-    asked = await respond(openai_client, "Book it", mcp("calc"))
-    assert asked.status == "completed"
-    request = asked.output[1]
+    rig.scripts["Book it"] = [call("calc__book", title="approved"), "not reached"]
+    waiting = await respond(openai_client, "Book it", mcp("calc"))
+    assert waiting.status == "completed"
+    request = waiting.output[1]
     assert (request.type, request.name) == ("mcp_approval_request", "book")
     assert rig.calls.made["approved"] == 0
     decision: Any = {
@@ -183,30 +183,30 @@ async def test_approvals_are_used_once_and_call_what_was_asked(
         "approval_request_id": request.id,
         "approve": True,
     }
-    done = await respond(openai_client, [decision], mcp("calc"), previous_response_id=asked.id)
-    (made, *_) = done.output
-    assert (made.type, made.status, made.approval_request_id) == (
+    done = await respond(openai_client, [decision], mcp("calc"), previous_response_id=waiting.id)
+    (item, *_) = done.output
+    assert (item.type, item.status, item.approval_request_id) == (
         "mcp_call",
         "completed",
         request.id,
     )
     assert rig.calls.made["approved"] == 1
-    # The listing is that of the first response, and the conversation has the call and its result.
+    # The first response has listed the tools, and the conversation has the call and its result.
     assert [item.type for item in done.output] == ["mcp_call", "message"]
     roles = [m.role for m in rig.model.requests[f"{done.id}-t0"].messages or []]
     assert roles == ["user", "assistant", "tool"]
     with pytest.raises(openai.ConflictError) as refused:
-        await respond(openai_client, [decision], mcp("calc"), previous_response_id=asked.id)
+        await respond(openai_client, [decision], mcp("calc"), previous_response_id=waiting.id)
     assert refused.value.code == "approval_used"
     assert rig.calls.made["approved"] == 1
     forged = decision | {"approval_request_id": "mcpr_forged"}
     with pytest.raises(openai.BadRequestError):
-        await respond(openai_client, [forged], mcp("calc"), previous_response_id=asked.id)
+        await respond(openai_client, [forged], mcp("calc"), previous_response_id=waiting.id)
 
     again = await respond(openai_client, "Book it", mcp("calc"))
     no = decision | {"approval_request_id": again.output[1].id, "approve": False, "reason": "late"}
-    told = await respond(openai_client, [no], mcp("calc"), previous_response_id=again.id)
-    messages = rig.model.requests[f"{told.id}-t0"].messages or []
+    refusal = await respond(openai_client, [no], mcp("calc"), previous_response_id=again.id)
+    messages = rig.model.requests[f"{refusal.id}-t0"].messages or []
     assert "I do not approve that call: late" in str(messages[-1].content)
     assert rig.calls.made["approved"] == 1
 
@@ -235,14 +235,14 @@ async def test_a_chain_of_twelve_turns_is_the_prompt_that_a_client_would_have_se
             {"type": "input_image", "image_url": image, "detail": "auto"},
             {"type": "input_text", "text": text},
         ]
-        asked = [{"role": "user", "content": parts}]
-        last = await respond(openai_client, asked, mcp(), previous_response_id=last)
+        question = [{"role": "user", "content": parts}]
+        last = await respond(openai_client, question, mcp(), previous_response_id=last)
         names.append(last.id)
         last = last.id
         expected += [("user", image), ("assistant", "add"), ("tool", str(number + 1))]
-        sent = rig.model.requests[f"{last}-t1"].messages or []
-        assert [message.role for message in sent] == [role for role, _ in expected]
-        assert all(part in str(message) for message, (_, part) in zip(sent, expected, strict=True))
+        turns = rig.model.requests[f"{last}-t1"].messages or []
+        assert [message.role for message in turns] == [role for role, _ in expected]
+        assert all(part in str(message) for message, (_, part) in zip(turns, expected, strict=True))
         expected.append(("assistant", f"It is {number + 1}."))
     await openai_client.responses.delete(names[5])
     with pytest.raises(openai.NotFoundError) as refused:
@@ -250,18 +250,18 @@ async def test_a_chain_of_twelve_turns_is_the_prompt_that_a_client_would_have_se
     assert refused.value.code == "previous_response_not_found"
 
 
-async def test_a_cancelled_call_is_told_as_unknown(
+async def test_a_cancelled_call_has_an_unknown_outcome(
     rig: AgentRig, openai_client: AsyncOpenAI
 ) -> None:
-    rig.scripts["Slowly"] = [call("free__book", what="slow", pause_s=2.5), "never"]
+    rig.scripts["Slowly"] = [call("free__book", title="slow", pause_s=2.5), "never"]
     started = await respond(openai_client, "Slowly", mcp(), background=True)
     await rig.calls.wait_for("slow")
     ended = await openai_client.responses.cancel(started.id)
-    made: Any = ended.output[-1]
-    assert (ended.status, made.status) == ("cancelled", "failed")
-    assert "may have been carried out" in made.error.message
+    item: Any = ended.output[-1]
+    assert (ended.status, item.status) == ("cancelled", "failed")
+    assert "may have been carried out" in item.error.message
     # A client that leaves ends its response, unless that is in the background.
-    rig.scripts["Leave"] = [call("free__book", what="left", pause_s=2.5), "never"]
+    rig.scripts["Leave"] = [call("free__book", title="left", pause_s=2.5), "never"]
     named = {"idempotency-key": "leave"}
     waiting = asyncio.ensure_future(respond(openai_client, "Leave", mcp(), extra_headers=named))
     await rig.calls.wait_for("left")
@@ -272,7 +272,7 @@ async def test_a_cancelled_call_is_told_as_unknown(
             left = await respond(openai_client, "Leave", mcp(), extra_headers=named)
             if left.status == "cancelled":
                 break
-    rig.scripts["Late"] = [call("free__book", what="late", pause_s=9), "I do not know."]
+    rig.scripts["Late"] = [call("free__book", title="late", pause_s=9), "I do not know."]
     late = await respond(openai_client, "Late", mcp())
     assert "may have been carried out" in late.output[1].error.message
     assert late.output_text == "I do not know."
@@ -285,13 +285,13 @@ async def test_no_secret_is_in_any_stream_or_log(
     rig: AgentRig, openai_client: AsyncOpenAI, agent_bus: Bus
 ) -> None:
     rig.scripts["Secret"] = [call("free__add", a=1, b=1), "Two."]
-    made = await respond(openai_client, "Secret", mcp())
+    response = await respond(openai_client, "Secret", mcp())
     assert rig.calls.headers[-1]["authorization"] == TOKEN
-    found = []
+    leaks = []
     for stream in STREAMS:
-        found += [m for m in await agent_bus.read(stream, ">") if TOKEN.encode() in m.data]
-    assert found == []
-    subject = subjects.steps("", made.id)
+        leaks += [m for m in await agent_bus.read(stream, ">") if TOKEN.encode() in m.data]
+    assert leaks == []
+    subject = subjects.steps("", response.id)
     assert len(await agent_bus.read(subjects.STEPS_STREAM, subject)) >= 6
     logs = (rig.folder / "agent.log").read_text() + rig.gateway.log.read_text()
     assert TOKEN not in logs
@@ -314,7 +314,7 @@ async def test_a_full_store_refuses_and_steps_that_are_not_to_be_stored_expire(
         async with AsyncOpenAI(
             base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60
         ) as client:
-            kept = await respond(openai_client, "Keep", store=True)
+            stored = await respond(openai_client, "Keep", store=True)
             passing = await respond(openai_client, "Pass", store=False)
             for store in (True, False):
                 # On a busy machine the first measure of what is stored takes long.
@@ -323,9 +323,9 @@ async def test_a_full_store_refuses_and_steps_that_are_not_to_be_stored_expire(
                         pass
                 assert code == "response_store_full"
             # The other gateway numbers the events alike.
-            for one in (kept, passing):
+            for response in (stored, passing):
                 streams = [
-                    await gate.responses.retrieve(one.id, stream=True)
+                    await gate.responses.retrieve(response.id, stream=True)
                     for gate in (client, openai_client)
                 ]
                 mine, other = [[event async for event in stream] for stream in streams]
@@ -345,7 +345,7 @@ async def refusal_of(client: AsyncOpenAI, *, store: bool) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("attack", "told"),
+    ("attack", "message"),
     [
         ("redirect", "307"),
         ("endless", "more than 1 MiB"),
@@ -359,17 +359,17 @@ async def refusal_of(client: AsyncOpenAI, *, store: bool) -> str | None:
     ],
 )
 async def test_attacks_are_one_error_each(
-    rig: AgentRig, openai_client: AsyncOpenAI, attack: str, told: str
+    rig: AgentRig, openai_client: AsyncOpenAI, attack: str, message: str
 ) -> None:
     before = resident_bytes(rig.agents[-1].pid)
     done = await respond(openai_client, "Hello there", mcp(attack))
-    assert told in done.output[0].error
+    assert message in done.output[0].error
     assert done.output_text == "Done."
     assert rig.agents[-1].poll() is None
     assert resident_bytes(rig.agents[-1].pid) < before + 64 * 2**20
 
 
-async def test_a_response_that_cannot_go_on_says_why(openai_client: AsyncOpenAI) -> None:
+async def test_a_response_that_cannot_continue_says_why(openai_client: AsyncOpenAI) -> None:
     choice: Any = {"type": "mcp", "server_label": "closed"}
     with pytest.raises(openai.InternalServerError) as failed:
         await respond(openai_client, "2 + 3?", mcp("closed"), tool_choice=choice)

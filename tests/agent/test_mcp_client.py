@@ -57,14 +57,14 @@ async def server_of(answer: Answer) -> AsyncIterator[Target]:
             if not data:  # The end of a session.
                 writer.write(b"HTTP/1.1 204 X\r\n\r\n")
                 continue
-            sent = json.loads(data)
-            status, *rest = await answer(sent, head)
+            request = json.loads(data)
+            status, *rest = await answer(request, head)
             if isinstance(status, bytes):
                 writer.write(status)
                 await reader.read()
                 return
             result, *more = rest
-            body = to_json({"jsonrpc": "2.0", "id": sent.get("id"), "result": result})
+            body = to_json({"jsonrpc": "2.0", "id": request.get("id"), "result": result})
             lines = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{''.join(more)}"
             writer.write(f"{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
@@ -73,8 +73,8 @@ async def server_of(answer: Answer) -> AsyncIterator[Target]:
         yield Target("http", "127.0.0.1", server.sockets[0].getsockname()[1], "/mcp")
     finally:
         server.close()
-        for one in ended:
-            await one.wait()
+        for connection in ended:
+            await connection.wait()
 
 
 async def _head_of(reader: asyncio.StreamReader) -> dict[str, str]:
@@ -93,8 +93,8 @@ async def no_mark() -> None:
 async def test_a_server_that_failed_at_first_is_asked_again_which_version_it_has() -> None:
     methods: list[str] = []
 
-    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
-        methods.append(sent["method"])
+    async def answer(request: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
+        methods.append(request["method"])
         return (503 if len(methods) == 1 else 200), {}
 
     async with server_of(answer) as target:
@@ -110,8 +110,8 @@ async def test_a_server_that_failed_at_first_is_asked_again_which_version_it_has
 async def test_more_servers_than_pools_do_not_break_off_a_call() -> None:
     others_done = asyncio.Event()
 
-    async def answer(sent: dict[str, Any], head: dict[str, str]) -> tuple[int, Any]:
-        if sent["params"].get("name") == "größe":
+    async def answer(request: dict[str, Any], head: dict[str, str]) -> tuple[int, Any]:
+        if request["params"].get("name") == "größe":
             assert head["mcp-name"] == "=?base64?Z3LDtsOfZQ==?="
             await others_done.wait()
         return 200, {"content": []}
@@ -134,14 +134,14 @@ async def test_more_servers_than_pools_do_not_break_off_a_call() -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-async def test_a_session_that_has_expired_is_opened_anew_and_the_call_sent_again(
+async def test_an_expired_session_is_opened_again_and_the_call_repeated(
     has_room: bool,
 ) -> None:
     sessions: list[str] = []
     marks: list[int] = []
 
-    async def answer(sent: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
-        match sent["method"]:
+    async def answer(request: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
+        match request["method"]:
             case "server/discover":
                 return 405, {}
             case "initialize" if has_room or not sessions:
@@ -181,7 +181,7 @@ async def test_a_name_that_changes_its_address_between_listing_and_call_is_not_d
 
     async with server_of(answer) as target:
         client = McpClient(CONFIG)
-        server = Server("", "calc", target._replace(host="calc.test"))
+        server = Server("", "calc", Target("http", "calc.test", target.port, target.path))
         async with aclosing(McpSession(client, server)) as session:
             assert await session.list_tools() == []
             with pytest.raises(McpFault, match=r"not in agent\.mcp_networks"):
@@ -192,8 +192,8 @@ async def test_a_name_that_changes_its_address_between_listing_and_call_is_not_d
 async def test_listings_are_cached_for_their_tenant_and_as_long_as_the_server_says() -> None:
     num_listed: Counter[str] = Counter()
 
-    async def answer(sent: dict[str, Any], head: dict[str, str]) -> tuple[int, Any]:
-        if sent["method"] == "tools/list":
+    async def answer(request: dict[str, Any], head: dict[str, str]) -> tuple[int, Any]:
+        if request["method"] == "tools/list":
             num_listed[head["x-for"]] += 1
         ttl = {"ttlMs": 0} if head["x-for"] == "hurried" else {}
         return 200, {"tools": [{"name": "add", "inputSchema": {}}], **ttl}
@@ -221,9 +221,9 @@ def test_events_are_found_however_their_bytes_arrive(end: str) -> None:
     lines = [": ping", "", 'data: {"id": 1}', "", "event: message", 'data: {"id":', "data: 2}", ""]
     data = "".join(line + end for line in lines).encode()
     reader = EventReader(2)
-    found = [reader.feed(data[i : i + 1]) for i in range(len(data))]
-    assert found[-1] == {"id": 2}
-    assert found.count(None) == len(found) - 1
+    events = [reader.feed(data[i : i + 1]) for i in range(len(data))]
+    assert events[-1] == {"id": 2}
+    assert events.count(None) == len(events) - 1
 
 
 def test_content_that_is_no_list_is_no_content() -> None:
@@ -247,8 +247,8 @@ LEGACY_SCRIPT: Script = {
 def scripted(script: Script, requests: list[tuple[str, str | None]]) -> Answer:
     """Return the answers of a script, which adds each method and its session to `requests`."""
 
-    async def answer(sent: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
-        method = sent["method"]
+    async def answer(request: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
+        method = request["method"]
         answers = script[method]
         number = sum(name == method for name, _ in requests)
         requests.append((method, head.get("mcp-session-id")))
@@ -290,9 +290,9 @@ async def test_a_session_that_ends_after_each_call_is_opened_again(status: int) 
     sessions: list[str] = []
     live: set[str] = set()
 
-    async def answer(sent: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
+    async def answer(request: dict[str, Any], head: dict[str, str]) -> tuple[Any, ...]:
         session = head.get("mcp-session-id", "")
-        match sent["method"]:
+        match request["method"]:
             case "server/discover":
                 return 405, {}
             case "initialize":
@@ -319,9 +319,9 @@ def stuck_at(stage: str, head: bytes, reached: asyncio.Event) -> Answer:
     """Return the answers of a server that answers one method with `head` alone."""
     others = scripted(LEGACY_SCRIPT, [])
 
-    async def answer(sent: dict[str, Any], fields: dict[str, str]) -> tuple[Any, ...]:
-        if sent["method"] != stage:
-            return await others(sent, fields)
+    async def answer(request: dict[str, Any], fields: dict[str, str]) -> tuple[Any, ...]:
+        if request["method"] != stage:
+            return await others(request, fields)
         reached.set()
         return (head,)
 
@@ -365,14 +365,14 @@ async def test_a_cancelled_request_ends_its_connection_at_once(stage: str, head:
     reached = asyncio.Event()
     async with server_of(stuck_at(stage, head, reached)) as target:
         session = McpSession(client, Server("", "calc", target))
-        using = asyncio.create_task(use(session))
-        await reached.wait()
-        using.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await using
-        # The lock of the opening is free.
-        async with session._opening:
-            await session.aclose()
+        for _ in range(2):  # The second use needs the lock of the opening.
+            reached.clear()
+            using = asyncio.create_task(use(session))
+            await reached.wait()
+            using.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await using
+        await session.aclose()
         await client.close()
 
 

@@ -1,4 +1,4 @@
-"""Responses whose model has images painted, by real agents and a scripted model."""
+"""Responses with painted images, by real agents and a scripted model."""
 
 import base64
 from typing import Any
@@ -22,13 +22,13 @@ def painted(prompt: str) -> str:
     return base64.b64encode(prompt.encode()).decode()
 
 
-async def test_the_model_has_an_image_painted_and_is_told_of_it(
+async def test_the_model_has_an_image_painted_and_learns_of_it(
     rig: AgentRig, openai_client: AsyncOpenAI, agent_bus: Bus
 ) -> None:
     rig.scripts["Paint a star."] = [call("image_generation", prompt="a star"), "Here it is."]
     events = await respond(openai_client, "Paint a star.", PAINT, stream=True)
-    shown = [event async for event in events]
-    kinds = [event.type.removeprefix("response.") for event in shown]
+    stream = [event async for event in events]
+    kinds = [event.type.removeprefix("response.") for event in stream]
     assert kinds[2:9] == [
         "output_item.added",
         "image_generation_call.in_progress",
@@ -38,15 +38,15 @@ async def test_the_model_has_an_image_painted_and_is_told_of_it(
         "output_item.done",
         "output_item.added",
     ]
-    for event in shown:
+    for event in stream:
         EVENT.validate_json(event.model_dump_json(exclude_unset=True))
-    preview: Any = shown[5]
+    preview: Any = stream[5]
     assert (preview.partial_image_b64, preview.partial_image_index) == (
         painted("preview of a star"),
         0,
     )
-    whole: Response = shown[-1].response
-    image, said = whole.output
+    whole: Response = stream[-1].response
+    image, text = whole.output
     assert image.type == "image_generation_call"
     assert (image.status, image.result, image.revised_prompt, image.size) == (
         "completed",
@@ -54,11 +54,11 @@ async def test_the_model_has_an_image_painted_and_is_told_of_it(
         "a star",
         "16x16",
     )
-    assert said.type == "message"
+    assert text.type == "message"
     # Stored, and the same at any time.
     assert await openai_client.responses.retrieve(whole.id) == whole
     again = await openai_client.responses.retrieve(whole.id, stream=True, starting_after=4)
-    assert [event async for event in again] == shown[5:]
+    assert [event async for event in again] == stream[5:]
     # The model gets words, and never the image.
     second = rig.model.requests[f"{whole.id}-t1"].messages or []
     assert [message.role for message in second] == ["user", "assistant", "tool"]
@@ -73,29 +73,29 @@ async def test_the_model_has_an_image_painted_and_is_told_of_it(
             {"role": "user", "content": "?"},
         ],
     )
-    sent = rig.model.requests[f"{followed.id}-t0"].messages or []
-    assert [message.role for message in sent] == ["user", "assistant", "tool", "user"]
+    messages = rig.model.requests[f"{followed.id}-t0"].messages or []
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "user"]
     await openai_client.responses.delete(whole.id)
     left = await agent_bus.figures.subjects_of(subjects.TOKENS_STREAM, "pm.>")
     assert not [subject for subject in left if whole.id in subject]
 
 
-async def test_images_count_as_calls_and_stand_beside_those_of_servers(
+async def test_images_count_as_calls_next_to_calls_of_servers(
     rig: AgentRig, openai_client: AsyncOpenAI
 ) -> None:
     both = call("image_generation", prompt="a cat") + call("free__add", a=1, b=2)
     rig.scripts["Do both."] = [both + call("image_generation", prompt="a dog"), "Done."]
-    made = await respond(openai_client, "Do both.", PAINT, mcp(), max_tool_calls=2)
-    first, added, second = made.output[1:4]
+    response = await respond(openai_client, "Do both.", PAINT, mcp(), max_tool_calls=2)
+    first, added, second = response.output[1:4]
     assert (first.result, added.output) == (painted("a cat"), "3")
     assert (second.status, second.result) == ("failed", None)
     assert "max_tool_calls" in second.error.message
-    assert f"{made.id}-i1-2" not in rig.model.answered
+    assert f"{response.id}-i1-2" not in rig.model.answered
 
     rig.scripts["Paint nothing."] = [call("image_generation", size="big"), "Done."]
-    made = await respond(openai_client, "Paint nothing.", PAINT)
-    assert (made.status, made.output[0].status) == ("completed", "failed")
-    assert "no prompt" in made.output[0].error.message
+    response = await respond(openai_client, "Paint nothing.", PAINT)
+    assert (response.status, response.output[0].status) == ("completed", "failed")
+    assert "no prompt" in response.output[0].error.message
 
 
 @pytest.mark.parametrize("choice", [True, False])
@@ -106,14 +106,14 @@ async def test_only_the_tool_that_paints_may_be_called(
     paint: Any = {"type": "image_generation"}
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [paint]}
     function: Any = {"type": "function", "name": "add", "parameters": {}, "strict": False}
-    made = await openai_client.responses.create(
+    response = await openai_client.responses.create(
         model="scripted",
         input="Choose.",
         tools=[function, paint],
         tool_choice=paint if choice else allowed,
     )
-    assert made.output[0].type == "image_generation_call"
-    sampling = rig.model.requests[f"{made.id}-t0"].sampling_params
+    assert response.output[0].type == "image_generation_call"
+    sampling = rig.model.requests[f"{response.id}-t0"].sampling_params
     assert "image_generation" in str(sampling)
     assert '"add"' not in str(sampling)
 

@@ -24,13 +24,13 @@ from workers.agent.plan import next_action
 
 
 def check_calls(
-    state: ResponseState, calls: list[plan.CallTool], sent: dict[tuple[int, int], int]
+    state: ResponseState, calls: list[plan.CallTool], num_sent: dict[tuple[int, int], int]
 ) -> None:
     pending = [call for call in state.calls.values() if call.is_pending]
-    assert [one.call for one in calls] == pending
-    for one in calls:
-        call, attempt = one.call, one.attempt
-        assert attempt == sent.get((call.turn, call.number), 0) == len(call.sendings)
+    assert [action.call for action in calls] == pending
+    for action in calls:
+        call, attempt = action.call, action.attempt
+        assert attempt == num_sent.get((call.turn, call.number), 0) == len(call.sendings)
         assert attempt == 0 or call.sendings[-1].may_repeat
         assert attempt < plan.MAX_ATTEMPTS
         assert call.tool is not None or call.paints
@@ -39,7 +39,7 @@ def check_calls(
 
 @given(logs())
 def test_every_prefix_has_one_permitted_next_action(steps: list[Step]) -> None:
-    sent: dict[tuple[int, int], int] = {}
+    num_sent: dict[tuple[int, int], int] = {}
     for length in range(1, len(steps) + 1):
         prefix = steps[:length]
         state, last = state_of(ID, prefix), prefix[-1]
@@ -47,10 +47,10 @@ def test_every_prefix_has_one_permitted_next_action(steps: list[Step]) -> None:
         # The action is a function of the log.
         assert action == next_action(state_of(ID, prefix)) or isinstance(action, plan.CallTools)
         if isinstance(last, Sending):
-            sent[last.turn, last.call] = sent.get((last.turn, last.call), 0) + 1
+            num_sent[last.turn, last.call] = num_sent.get((last.turn, last.call), 0) + 1
         match action:
             case plan.CallTools(calls):
-                check_calls(state, calls, sent)
+                check_calls(state, calls, num_sent)
             case plan.SettleUnknown(call):
                 assert call.sendings
                 assert call.is_pending
@@ -83,13 +83,13 @@ def test_every_prefix_has_one_permitted_next_action(steps: list[Step]) -> None:
 def test_of_two_agents_one_writes_each_step(steps: list[Step]) -> None:
     """Two agents at one log plan alike; the fence lets one of them append, and the other reads."""
     for length in range(1, len(steps)):
-        one, other = state_of(ID, steps[:length]), state_of(ID, steps[:length])
-        assert type(next_action(one)) is type(next_action(other))
+        winner, loser = state_of(ID, steps[:length]), state_of(ID, steps[:length])
+        assert type(next_action(winner)) is type(next_action(loser))
         # The loser applies what the winner has appended, and is where the winner is.
-        for state in (one, other):
+        for state in (winner, loser):
             state.apply(steps[length])
-        assert one.output == other.output
-        assert one.num_steps == other.num_steps == length + 1
+        assert winner.output == loser.output
+        assert winner.num_steps == loser.num_steps == length + 1
 
 
 ASKING = replace(CALC, approval="always")
@@ -110,7 +110,7 @@ def test_a_dead_workers_call_is_not_made_again() -> None:
     repeatable = [*steps[:-1], Sending(4, 0, 0, 0, "k", "d", "b", may_repeat=True)]
     action = next_action(state_of(ID, repeatable))
     assert isinstance(action, plan.CallTools)
-    assert [one.attempt for one in action.calls] == [1]
+    assert [call.attempt for call in action.calls] == [1]
 
 
 def test_calls_beyond_the_limit_are_refused_and_the_last_turn_has_no_tools() -> None:
@@ -143,14 +143,14 @@ def test_responses_end_when_the_client_is_next(
     assert next_action(state_of(ID, [*begun(**changes), *answered(*names)])) == expected
 
 
-def test_a_cancelled_response_tells_that_a_call_was_sent() -> None:
+def test_a_cancelled_response_shows_that_a_call_was_sent() -> None:
     steps = [*begun(), *answered("calc__book", "calc__add"), Sending(4, 0, 0, 0, "k", "d", "b")]
     state = state_of(ID, [*steps, Ended(5, "cancelled", 2)])
-    sent, unsent = state.output[1:]
-    assert isinstance(sent, McpCallItem)
+    running, unsent = state.output[1:]
+    assert isinstance(running, McpCallItem)
     assert isinstance(unsent, McpCallItem)
-    assert (sent.status, unsent.status) == ("failed", "incomplete")
-    assert "may have been carried out" in str(sent.error)
+    assert (running.status, unsent.status) == ("failed", "incomplete")
+    assert "may have been carried out" in str(running.error)
 
 
 def test_a_changed_schema_and_a_tool_that_is_gone_are_not_called() -> None:

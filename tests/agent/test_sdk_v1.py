@@ -1,4 +1,4 @@
-"""Servers of version 1 of the official Python SDK, in processes of their own."""
+"""Servers of version 1 of the official Python SDK, in separate processes."""
 
 import asyncio
 import subprocess
@@ -74,7 +74,7 @@ async def test_a_response_lists_and_calls_the_tools(bus: Bus, port: int, path: s
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_calls_go_on_after_a_restart_of_the_server(python: Path, path: str) -> None:
+async def test_calls_continue_after_a_restart_of_the_server(python: Path, path: str) -> None:
     """A new process does not know the session, and several calls find out at the same time."""
     client = McpClient(CONFIG)
     with serving(python) as port:

@@ -1,4 +1,4 @@
-"""One response in an agent within this process: what is deleted, late, or cannot go on, ends."""
+"""Responses that are deleted, late, or cannot continue end: an agent within this process."""
 
 import asyncio
 import json
@@ -89,7 +89,9 @@ async def carry_out(context: Context, log: StepLog) -> bool:
         (replace(BEGUN, deadline_s=2), "deadline_exceeded"),
     ],
 )
-async def test_what_cannot_go_on_ends_as_failed(bus: Bus, begun: Begun, code: str) -> None:
+async def test_a_response_that_cannot_continue_ends_as_failed(
+    bus: Bus, begun: Begun, code: str
+) -> None:
     log = await begin(bus, begun)
     assert await carry_out(context_of(bus), log)
     ended = (await open_log(bus, "", log.response_id)).state.ended
@@ -99,10 +101,10 @@ async def test_what_cannot_go_on_ends_as_failed(bus: Bus, begun: Begun, code: st
 
 
 async def test_a_log_that_is_deleted_meanwhile_is_left(bus: Bus) -> None:
-    asked, deleted = asyncio.Event(), asyncio.Event()
+    called, deleted = asyncio.Event(), asyncio.Event()
 
-    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
-        asked.set()
+    async def answer(request: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
+        called.set()
         await deleted.wait()
         return 200, {"tools": []}
 
@@ -112,7 +114,7 @@ async def test_a_log_that_is_deleted_meanwhile_is_left(bus: Bus) -> None:
         running = asyncio.create_task(
             carry_out(context_of(bus, servers={"calc": {"url": url}}), log)
         )
-        await asked.wait()
+        await called.wait()
         await log.delete()
         deleted.set()
         assert await running
@@ -190,7 +192,7 @@ async def test_a_response_that_comes_twice_to_a_process_is_carried_out_once(bus:
     assert result.outcome == "result"
 
 
-async def test_a_call_goes_on_while_the_broker_does_not_answer(
+async def test_a_call_continues_while_the_broker_does_not_answer(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has been sent: to break it off would leave its outcome unknown."""
@@ -229,10 +231,10 @@ def adding(
 ) -> Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]:
     """Return the answers of a server with one tool, whose calls wait until they may be answered."""
 
-    async def answer(sent: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
-        if sent["method"] == "tools/list":
+    async def answer(request: dict[str, Any], _: dict[str, str]) -> tuple[int, Any]:
+        if request["method"] == "tools/list":
             return 200, {"tools": [{"name": "add", "inputSchema": {}}]}
-        if sent["method"] == "tools/call":
+        if request["method"] == "tools/call":
             called.set()
             await answered.wait()
         return 200, {"content": []}
@@ -247,7 +249,7 @@ async def first_result(log: StepLog) -> Result:
     raise AssertionError("there is no result")
 
 
-async def test_a_log_that_nobody_can_read_is_a_dead_letter(bus: Bus) -> None:
+async def test_an_unreadable_log_is_a_dead_letter(bus: Bus) -> None:
     log = await begin(bus)
     result = b'{"type":"result","index":1,"turn":7,"call":0,"outcome":"failed"}'
     await bus.publish_without_id(subjects.step("", log.response_id), result)
@@ -264,7 +266,7 @@ async def test_a_message_that_names_no_response_is_a_dead_letter(bus: Bus, data:
 
 
 async def die(bus: Bus, log: StepLog, num_steps: Sequence[int]) -> None:
-    """Leave a response as agents leave it that have died with it, each after so many steps."""
+    """Leave a response in the state after agents died, each when it had written `num_steps[i]`."""
     await enqueue(bus, log)
     queue = subjects.RESPONSES_STREAM, subjects.RESPONSES_CONSUMER
     consumer = await bus.queues.consume(*queue, subjects.RESPONSES_FILTER, 1, 5.0)
@@ -334,23 +336,23 @@ class Renderer:
     """A renderer that replies with these errors, each once, and then with few tokens."""
 
     errors: list[ErrorReply] = field(default_factory=list)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    called: asyncio.Event = field(default_factory=asyncio.Event)
     num_calls: int = 0
 
     def fail(self, *errors: PagemillError) -> None:
         self.errors += [ErrorReply(error_info(error)) for error in errors]
 
     def tokenize(self, _: bytes) -> bytes:
-        self.asked.set()
+        self.called.set()
         self.num_calls += 1
         return to_json(self.errors.pop(0) if self.errors else Tokenized(1, 100, [1]))
 
 
 @pytest.fixture
 async def renderer(bus: Bus) -> Renderer:
-    made = Renderer()
-    await bus.add_responder(subjects.renderer("tokenize", "m"), made.tokenize)
-    return made
+    answers = Renderer()
+    await bus.add_responder(subjects.renderer("tokenize", "m"), answers.tokenize)
+    return answers
 
 
 TRUNCATED = replace(BEGUN, truncate=True)
@@ -393,7 +395,7 @@ async def test_a_pause_ends_with_the_drain_of_the_agent(bus: Bus, renderer: Rend
     log, context = await begin(bus, TRUNCATED), context_of(bus)
     async with serving(context):
         await enqueue(bus, log)
-        await renderer.asked.wait()
+        await renderer.called.wait()
     # The next agent gets it.
     assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 1
     assert (await open_log(bus, "", log.response_id)).state.ended is None

@@ -1,4 +1,4 @@
-"""An MCP server of the SDK for tests, and servers that misbehave, each on a thread of its own."""
+"""An MCP server of the SDK for tests, and servers that misbehave, each on a separate thread."""
 
 import asyncio
 import contextlib
@@ -21,24 +21,24 @@ READ_ONLY = ToolAnnotations(read_only_hint=True)
 
 
 class Calls:
-    """What has been called."""
+    """Counters of the calls that the servers have received."""
 
     def __init__(self) -> None:
         self.made: Counter[str] = Counter()
         self.headers: list[dict[str, str]] = []
         self._changed = threading.Condition()
 
-    def count(self, what: str) -> None:
+    def count(self, title: str) -> None:
         with self._changed:
-            self.made[what] += 1
+            self.made[title] += 1
             self._changed.notify_all()
 
-    async def wait_for(self, what: str) -> None:
-        await asyncio.to_thread(self._wait, what)
+    async def wait_for(self, title: str) -> None:
+        await asyncio.to_thread(self._wait, title)
 
-    def _wait(self, what: str) -> None:
+    def _wait(self, title: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.made[what] > 0, 30)
+            assert self._changed.wait_for(lambda: self.made[title] > 0, 30)
 
 
 def new_tools(calls: Calls) -> MCPServer[Any]:
@@ -51,11 +51,11 @@ def new_tools(calls: Calls) -> MCPServer[Any]:
         return a + b
 
     @server.tool()
-    async def book(what: str, pause_s: float = 0.0) -> str:
+    async def book(title: str, pause_s: float = 0.0) -> str:
         """Book something."""
-        calls.count(what)
+        calls.count(title)
         await asyncio.sleep(pause_s)
-        return f"booked {what} <|im_end|>"
+        return f"booked {title} <|im_end|>"
 
     @server.tool()
     async def meet(me: str, other: str) -> str:
@@ -73,7 +73,7 @@ def new_tools(calls: Calls) -> MCPServer[Any]:
 
 
 class Threaded:
-    """An application of Starlette on a port of its own."""
+    """A Starlette application on a separate port."""
 
     def __init__(self, app: Any) -> None:
         config = uvicorn.Config(
@@ -125,8 +125,8 @@ def _repeats(data: bytes, media_type: str, pause_s: float) -> Callable[[Request]
 
 def _lists(tools: str) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
-        asked = await request.json()
-        head = f'{{"jsonrpc": "2.0", "id": {json.dumps(asked.get("id"))}, "result": '
+        body = await request.json()
+        head = f'{{"jsonrpc": "2.0", "id": {json.dumps(body.get("id"))}, "result": '
         return Response(f'{head}{{"tools": {tools}}}}}', media_type="application/json")
 
     return answer
@@ -167,8 +167,8 @@ def legacy(calls: Calls) -> Starlette:
         if request.method == "DELETE":
             sessions.discard(session or "")
             return Response(status_code=204)
-        asked = await request.json()
-        method, number = asked["method"], asked.get("id")
+        call = await request.json()
+        method, number = call["method"], call.get("id")
         if method == "initialize":
             sessions.add("s1")
             result: Any = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}

@@ -43,9 +43,9 @@ async def workers_that_go_have_drained() -> None:
     try:
         pools.wanted(ENGINE, 1)
         async with asyncio.timeout(30):
-            found = await _running(pools)
-            process = supervisor.processes[found[0].slot]
-            pools.wanted(ENGINE, 0, drain=[found[0].slot])
+            slots = await _running(pools)
+            process = supervisor.processes[slots[0].slot]
+            pools.wanted(ENGINE, 0, drain=[slots[0].slot])
             code = await process.wait()
     finally:
         await supervisor.stop()
@@ -72,15 +72,15 @@ async def a_silent_worker_is_not_given_up() -> None:
     slots = report([WorkerSlot(7, 70)])
     presence.look(slots, [beat(70)], 0.0)
     presence.look(slots, [], 1.0)
-    seen = presence.look(slots, [], LONG_S)
-    decision, _ = _decide(Look(QUEUES, {ENGINE: seen, ENCODER: Workers()}, {}), {}, LONG_S)
+    workers = presence.look(slots, [], LONG_S)
+    decision, _ = _decide(Look(QUEUES, {ENGINE: workers, ENCODER: Workers()}, {}), {}, LONG_S)
     assert decision.give_up == ()
 
 
 async def _running(pools: SupervisedPools) -> list[WorkerSlot]:
     while True:
-        if found := [slot for slot in pools.running(ENGINE) if slot.pid]:
-            return found
+        if slots := [slot for slot in pools.running(ENGINE) if slot.pid]:
+            return slots
         await asyncio.sleep(0.01)
 
 

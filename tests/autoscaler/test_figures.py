@@ -42,29 +42,29 @@ def test_both_lanes_count_and_workers_are_those_that_are_ready() -> None:
 def test_a_pool_without_one_of_its_queues_has_no_figures() -> None:
     read = queues("engine", EMPTY, EMPTY)
     del read["engine", "demo", "batch"]
-    found = figures_of(POOLS, look(read | queues("encoder", EMPTY, EMPTY)), Counter())
-    assert found[ENGINE] is None
-    assert found[ENCODER] is not None
+    figures = figures_of(POOLS, look(read | queues("encoder", EMPTY, EMPTY)), Counter())
+    assert figures[ENGINE] is None
+    assert figures[ENCODER] is not None
 
 
 def test_a_pool_that_the_actuator_knows_nothing_of_has_no_figures() -> None:
     read = queues("engine", EMPTY, EMPTY) | queues("encoder", EMPTY, EMPTY)
-    found = figures_of(POOLS, Look(read, {ENCODER: NOBODY}, {}), Counter())
-    assert found[ENGINE] is None
-    assert found[ENCODER] is not None
+    figures = figures_of(POOLS, Look(read, {ENCODER: NOBODY}, {}), Counter())
+    assert figures[ENGINE] is None
+    assert figures[ENCODER] is not None
 
 
 def test_requests_that_were_heard_or_are_with_a_renderer_wake_the_pools_of_their_model() -> None:
     read = queues("engine", EMPTY, EMPTY) | queues("encoder", EMPTY, EMPTY)
     read |= queues("renderer", Queue(2, 1, 0.1), EMPTY)
     read["renderer", "other", "batch"] = Queue(100, 0, 0.1)
-    found = figures_of(POOLS, look(read), Counter(demo=4, other=50))
-    assert [figures and figures.num_arrived for figures in found.values()] == [7, 7]
+    pools = figures_of(POOLS, look(read), Counter(demo=4, other=50))
+    assert [figures and figures.num_arrived for figures in pools.values()] == [7, 7]
 
 
 async def publish(bus: Bus, *beats: Heartbeat) -> None:
-    for one in beats:
-        await bus.heartbeats.publish(one.worker, to_json(one))
+    for heartbeat in beats:
+        await bus.heartbeats.publish(heartbeat.worker, to_json(heartbeat))
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ async def test_nothing_is_known_without_the_actuator_or_the_own_heartbeat(
     await publish(bus, own, beat(70))
     assert await reader.look() is None
     await scale_state.write_report(bus, report([WorkerSlot(7, 70)]))
-    found = await reader.look()
-    assert found is not None
-    assert found.actuators == {ENGINE: "actuator-1"}
-    assert [load.name for load in found.workers[ENGINE].ready] == ["7"]
-    assert ENCODER not in found.workers
+    view = await reader.look()
+    assert view is not None
+    assert view.actuators == {ENGINE: "actuator-1"}
+    assert [load.name for load in view.workers[ENGINE].ready] == ["7"]
+    assert ENCODER not in view.workers
     await bus.purge(subjects.WORKERS_STREAM, subjects.heartbeat("autoscaler-1"))
     assert await reader.look() is None
 
@@ -143,9 +143,9 @@ async def test_the_queues_of_all_slots_are_one(bus: Bus, reader: Reader) -> None
             await bus.publish(subject, b"", request_id)
     await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
     await scale_state.write_report(bus, report([]))
-    found = await reader.look()
-    assert found is not None
-    assert found.queues[name, "demo", lane].pending == 6
+    view = await reader.look()
+    assert view is not None
+    assert view.queues[name, "demo", lane].pending == 6
 
 
 async def test_queues_of_the_broker_have_the_age_of_their_oldest_task(
@@ -158,8 +158,8 @@ async def test_queues_of_the_broker_have_the_age_of_their_oldest_task(
     await bus.publish(subject, b"", "r1:1:scaled:0")
     await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
     await scale_state.write_report(bus, report([]))
-    found = await reader.look()
-    assert found is not None
-    queue = found.queues[name, "demo", "batch"]
+    view = await reader.look()
+    assert view is not None
+    queue = view.queues[name, "demo", "batch"]
     assert (queue.pending, queue.in_flight) == (1, 0)
     assert 0.0 <= queue.oldest_s < 60.0

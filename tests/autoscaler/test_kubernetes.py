@@ -86,18 +86,18 @@ class ApiServer:
 
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[ApiServer, str]]:
-    made = ApiServer()
-    async with made.serve() as url:
-        yield made, url
+    api_server = ApiServer()
+    async with api_server.serve() as url:
+        yield api_server, url
 
 
 @pytest.fixture
 async def api(server: tuple[ApiServer, str], tmp_path: Path) -> AsyncIterator[ScaleApi]:
     token = tmp_path / "token"
     token.write_text(f"{TOKEN}\n")
-    made = ScaleApi(server[1], "here", token)
-    yield made
-    await made.close()
+    scale_api = ScaleApi(server[1], "here", token)
+    yield scale_api
+    await scale_api.close()
 
 
 def pools() -> Pools:
@@ -145,9 +145,9 @@ async def test_a_size_that_was_set_is_not_set_again_after_another_has_changed_it
 async def test_a_size_that_has_changed_meanwhile_is_read_first(
     api: ScaleApi, server: tuple[ApiServer, str]
 ) -> None:
-    seen = await api.get("engine-a")
+    scale = await api.get("engine-a")
     server[0].version += 1
-    assert await api.set("engine-a", seen, 4) is None
+    assert await api.set("engine-a", scale, 4) is None
     assert server[0].sizes["engine-a"] == 0
     newer = await api.get("engine-a")
     changed = await api.set("engine-a", newer, 4)
@@ -218,7 +218,7 @@ async def test_nothing_is_reported_while_the_sizes_are_not_known(
         actuator.running("engine/a")
 
 
-async def test_a_missing_deployment_concerns_its_own_pool_and_is_told_once_a_minute(
+async def test_a_missing_deployment_concerns_its_own_pool_and_is_logged_once_a_minute(
     api: ScaleApi, server: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, actuator = server[0], KubernetesPools(api, pools())
@@ -255,7 +255,7 @@ async def test_a_missing_right_names_the_verb_and_the_pool(
     assert there.sizes == {"engine-a": 0, "encoder-a": 1}
     assert failures.keys() == {"engine/a"}
     assert "patch deployments/scale 'engine-a'" in failures["engine/a"].message
-    # What was read is known, and the plan may ask again.
+    # The size that was read is known, and a plan may change it again.
     assert actuator.running("engine/a") == []
     there.forbidden = ("GET", "encoder-a")
     with pytest.raises(ConfigError, match=r"^pool encoder/a: scale\.actuator: get ") as refused:
@@ -293,15 +293,15 @@ def beat(number: int) -> Heartbeat:
 def test_workers_of_an_actuator_without_processes_are_counted() -> None:
     presence = Presence(pools().by_name["engine/a"])
     report = PoolReport("engine/a", "k", "", [WorkerSlot(n) for n in range(3)])
-    seen = presence.look(report, [beat(1), beat(2)], 10.0)
-    assert [load.num_in_flight for load in seen.ready] == [1, 2]
-    assert seen.starting == {"2": 0.0}
-    assert seen.others == ()
-    seen = presence.look(report, [beat(1)], 15.0)
+    workers = presence.look(report, [beat(1), beat(2)], 10.0)
+    assert [load.num_in_flight for load in workers.ready] == [1, 2]
+    assert workers.starting == {"2": 0.0}
+    assert workers.others == ()
+    workers = presence.look(report, [beat(1)], 15.0)
     # A pod that has ended is replaced, and starts again.
-    assert len(seen.ready) == 1
-    assert seen.starting == {"1": 0.0, "2": 5.0}
-    seen = presence.look(report, [beat(n) for n in range(5)], 20.0)
-    assert len(seen.ready) == 3
-    assert seen.others == ()
-    assert seen.cold_starts_s == (5.0, 10.0)
+    assert len(workers.ready) == 1
+    assert workers.starting == {"1": 0.0, "2": 5.0}
+    workers = presence.look(report, [beat(n) for n in range(5)], 20.0)
+    assert len(workers.ready) == 3
+    assert workers.others == ()
+    assert workers.cold_starts_s == (5.0, 10.0)

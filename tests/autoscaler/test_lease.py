@@ -11,8 +11,6 @@ from shared.protocol.messages import PoolPlan, ScalePlan
 from shared.state.scale_state import read_plan
 from workers.autoscaler.lease import Lease
 
-# By the clock of an event loop, of a machine that has run for some seconds.
-LONG_AGO_S = 1.0
 PLAN = ScalePlan("", {"engine/demo": PoolPlan(2)})
 
 
@@ -29,15 +27,17 @@ async def test_one_leads_and_the_other_waits(bus: Bus) -> None:
     assert not await second.take()
     await first.release()
     assert await second.take()
-    # It goes on with the plan of its predecessor.
+    # It continues with the plan of its predecessor.
     assert second.plan == ScalePlan("second", PLAN.pools)
 
 
-async def test_a_leader_that_was_overtaken_writes_nothing_any_more(bus: Bus) -> None:
+async def test_a_leader_that_was_overtaken_writes_nothing_any_more(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = Lease(bus, "first"), Lease(bus, "second")
     assert await first.take()
     assert not await second.take()
-    second._seen_s = LONG_AGO_S
+    monkeypatch.setattr("workers.autoscaler.lease.LEASE_S", 0.0)
     assert await second.take()
     assert not await first.write(PLAN)
     assert not first.is_held
@@ -46,22 +46,23 @@ async def test_a_leader_that_was_overtaken_writes_nothing_any_more(bus: Bus) -> 
     assert (plan.leader, plan.pools) == ("second", {})
 
 
-async def test_a_leader_that_writes_is_not_overtaken(bus: Bus) -> None:
-    """The time since the last write counts, from the moment when it was seen."""
+async def test_a_leader_that_writes_is_not_overtaken(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease lasts from the moment when another autoscaler has read the last write."""
+    monkeypatch.setattr("workers.autoscaler.lease.LEASE_S", 0.1)
     first, second = Lease(bus, "first"), Lease(bus, "second")
     await first.take()
     assert not await second.take()
+    await asyncio.sleep(0.1)
     await first.write(PLAN)
-    second._seen_s = LONG_AGO_S
     assert not await second.take()
 
 
-async def test_a_leader_that_did_not_learn_of_its_own_write_goes_on(bus: Bus) -> None:
-    first = Lease(bus, "first")
+async def test_a_leader_that_did_not_learn_of_its_own_write_continues(bus: Bus) -> None:
+    first, same = Lease(bus, "first"), Lease(bus, "first")
     await first.take()
-    lost = first._sequence
-    await first.write(PLAN)
-    first._sequence = lost
+    assert await same.take()
     assert not await first.write(PLAN)
     assert await first.take()
 
@@ -72,14 +73,14 @@ async def test_a_lead_is_renewed_with_the_same_plan_unless_it_was_written_just_n
     first = Lease(bus, "first")
     assert await first.take()
     await first.write(PLAN)
-    before = first._sequence
+    _, before = await bus.figures.sequence_range(subjects.SCALE_STREAM)
     assert await first.renew()
-    assert first._sequence == before
+    assert (await bus.figures.sequence_range(subjects.SCALE_STREAM))[1] == before
     monkeypatch.setattr("workers.autoscaler.lease.RENEW_S", 0.0)
     # A write at the same time needs the sequence of the other one.
     written = await asyncio.gather(first.renew(), first.write(PLAN), first.renew())
     assert all(written)
-    assert first._sequence == before + 3
+    assert (await bus.figures.sequence_range(subjects.SCALE_STREAM))[1] == before + 3
     assert await read_plan(bus) == ScalePlan("first", PLAN.pools)
 
 
@@ -88,7 +89,7 @@ async def test_a_lost_lead_is_not_renewed(bus: Bus, monkeypatch: pytest.MonkeyPa
     first, second = Lease(bus, "first"), Lease(bus, "second")
     await first.take()
     await second.take()
-    second._seen_s = LONG_AGO_S
+    monkeypatch.setattr("workers.autoscaler.lease.LEASE_S", 0.0)
     assert await second.take()
     assert not await first.renew()
     assert not first.is_held

@@ -1,13 +1,5 @@
-"""What an autoscaler tells the actuator."""
+"""Plans that an autoscaler publishes for the actuator."""
 
-from collections import Counter
-from types import SimpleNamespace
-from typing import Any, cast
-
-import pytest
-
-from shared.errors import Unavailable
-from shared.protocol.messages import PoolPlan, ScalePlan
 from shared.scaling.memory import Memory
 from shared.scaling.policy import decide
 from shared.scaling.pools import (
@@ -17,11 +9,10 @@ from shared.scaling.pools import (
     ScalingSettings,
     WorkerLoad,
 )
-from shared.stage.runtime import Context
-from tests.autoscaler.conftest import ENGINE, two_pools
+from tests.autoscaler.conftest import ENGINE
 from workers.actuator import choose_changes
 from workers.autoscaler.presence import Workers
-from workers.autoscaler.worker import Autoscaler, plan_of
+from workers.autoscaler.worker import plan_of
 
 SEEN = PoolFigures(0, 0, 0.0, 3)
 
@@ -56,41 +47,12 @@ def test_a_start_that_is_given_up_is_replaced_after_the_pause_also_in_a_pool_wit
         (1060.0, 1, {}),
         (1061.0, 1, {"6": 1.0}),
     ):
-        seen = PoolFigures(0, 0, 0.0, running, starting)
-        decisions, memory = decide(scaling, {ENGINE: seen}, memory, now_s)
-        plans.append(plan_of(decisions[ENGINE], seen, Workers(starting=starting), "a"))
+        figures = PoolFigures(0, 0, 0.0, running, starting)
+        decisions, memory = decide(scaling, {ENGINE: figures}, memory, now_s)
+        plans.append(plan_of(decisions[ENGINE], figures, Workers(starting=starting), "a"))
     assert [plan.wanted for plan in plans] == [1, 1, 1, 2, 2]
     assert [plan.give_up for plan in plans] == [[5], [], [], [], []]
     assert [plan.reason for plan in plans] == [*["given_up"] * 3, "min", "min"]
     # Changes by a supervisor for this plan, and then for the last two plans.
     assert choose_changes([4, 5], plans[0].wanted, plans[0].drain, plans[0].give_up) == ([5], 0)
     assert choose_changes([4], plans[3].wanted, [], []) == ([], 1)
-
-
-def autoscaler() -> Autoscaler:
-    context: Any = SimpleNamespace(bus=None, worker="autoscaler-1")
-    return Autoscaler(cast(Context, context), two_pools())
-
-
-async def test_a_request_that_was_heard_is_not_forgotten_when_the_broker_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = autoscaler()
-
-    async def fail(_: object = None) -> None:
-        raise Unavailable("the broker does not answer")
-
-    monkeypatch.setattr(made._reader, "look", fail)
-    made._arrivals["demo"] = 2
-    with pytest.raises(Unavailable):
-        await made._decide()
-    assert made._arrivals == Counter(demo=2)
-
-
-def test_one_autoscaler_reports_the_pools() -> None:
-    """The sum over autoscalers would count workers twice."""
-    made = autoscaler()
-    made._lease.plan = ScalePlan("another", {ENGINE: PoolPlan(3)})
-    assert made._planned(ENGINE, "wanted") == 0.0
-    made._lease.is_held = True
-    assert made._planned(ENGINE, "wanted") == 3.0

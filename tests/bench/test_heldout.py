@@ -40,24 +40,25 @@ def test_a_prompt_fits_the_model() -> None:
 
 
 def test_requests_have_several_images(tmp_path: Path) -> None:
-    found = workloads.images(Maker(random.Random(1), 768, tmp_path))
-    assert [len(arrival.prepared.urls) for arrival in found] == [4] * 4
+    arrivals = workloads.images(Maker(random.Random(1), 768, tmp_path))
+    assert [len(arrival.prepared.urls) for arrival in arrivals] == [4] * 4
 
 
 def test_gaps_are_those_of_all_decodes() -> None:
     times = [Times(0.1, 1.0, (0.1,) * 99), Times(0.1, 1.0, (0.1, 0.9))]
-    found = dict(workloads.gaps(times))
-    assert found["longest gap of decodes p50_s"] == 0.5
-    assert found["gap of decodes p99_s"] == 0.1
-    assert found["gap p99 to its median_s"] == 1.0
+    figures = dict(workloads.gaps(times))
+    assert figures["longest gap of decodes p50_s"] == 0.5
+    assert figures["gap of decodes p99_s"] == 0.1
+    assert figures["gap p99 to its median_s"] == 1.0
 
 
 def test_ratios_above_one_are_better() -> None:
     assert workloads.ratio("tokens per second", 100, 50) == 2
     assert workloads.ratio("first token p50_s", 0.1, 0.3) == 0.3 / 0.1
-    found = dict(workloads.figures([Times(0.1, 1.0, (0.2, 0.1)), Times(0.3, 1.0, (0.4,))], 90, 3.0))
-    assert found["tokens per second"] == 30
-    assert found["first token p50_s"] == 0.2
+    times = [Times(0.1, 1.0, (0.2, 0.1)), Times(0.3, 1.0, (0.4,))]
+    figures = dict(workloads.figures(times, 90, 3.0))
+    assert figures["tokens per second"] == 30
+    assert figures["first token p50_s"] == 0.2
     alone = {"pagemill": {"first token_s": Samples([1.0, 3.0])}}
     figure = "tokens per second"
     both = {"pagemill": {figure: Samples([4.0])}, "vllm": {figure: Samples([2.0])}}

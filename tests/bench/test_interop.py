@@ -47,5 +47,5 @@ def test_a_perturbation_moves_the_differences_of_another_rendering() -> None:
 
 
 def test_steps_are_the_largest_difference() -> None:
-    one, other = (FieldValue("uint8", (3,), bytes(data), []) for data in ([1, 2, 250], [1, 4, 251]))
-    assert one.steps(other) == 2
+    a, b = (FieldValue("uint8", (3,), bytes(data), []) for data in ([1, 2, 250], [1, 4, 251]))
+    assert a.steps(b) == 2

@@ -60,7 +60,7 @@ def test_of_two_measurements_the_better_holds() -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_a_repetition_has_prompts_of_its_own_and_always_the_same(
+def test_a_repetition_has_different_prompts_and_always_the_same(
     workload: Workload, tmp_path: Path
 ) -> None:
     def prompts(repetition: int) -> list[tuple[list[int], str | None]]:
@@ -77,7 +77,7 @@ def test_speed_is_compared_within_a_repetition() -> None:
     assert ours.speed_against(theirs) == 2.0
 
 
-def test_what_differs_is_told_with_its_place() -> None:
+def test_a_difference_is_reported_with_its_place() -> None:
     rows = [row("vllm", [1.0], [[1, 2], [5, 6]]), row("pagemill", [1.0], [[1, 2], [5, 7]])]
     (line,) = report.differences(rows)
     assert line == "m single: vllm differs from pagemill in request 1 from token 1 on (6 for 7)"
@@ -123,7 +123,7 @@ def _an_image(maker: Maker) -> list[Request]:
 
 @pytest.fixture
 def forked_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers of our own environment need no imports; those of each take five seconds."""
+    """Fork peers of our own environment: the imports of a new process take five seconds."""
     python = tmp_path / "python"
     preloaded.write_python(python)
     monkeypatch.setattr("sys.executable", str(python))
@@ -137,14 +137,14 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     models.mkdir()
     (models / "demo").symlink_to(DEMO_MODEL)
     workloads = [Workload("text", _two_short), Workload("image", _an_image, image_side=448)]
-    told: list[str] = []
+    lines: list[str] = []
     ours = [spec for spec in ROSTER if spec.name.startswith("pagemill")]
     setup = Setup("", threads=1, max_model_len=512, profile=True)
-    plan = Plan(tmp_path, models, ours, workloads, 1, setup, tmp_path, told.append)
+    plan = Plan(tmp_path, models, ours, workloads, 1, setup, tmp_path, lines.append)
     rows = measure_model(plan, "demo")
     assert [(r.workload, r.peer) for r in rows] == [
         (workload, peer) for workload in ("text", "image") for peer in ("pagemill", "pagemill-bus")
-    ], told
+    ], lines
     assert report.differences(rows) == []
     direct = rows[2]
     assert direct.work.prefill_tokens > 48  # the template's, the text's, and the image's

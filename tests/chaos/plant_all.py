@@ -17,7 +17,7 @@ from ops.chaos.bugs import catalog  # noqa: F401
 from ops.chaos.bugs.registry import BUGS
 from ops.chaos.history import Journal
 
-# So does the actuator, whose process has no role of the product.
+# So does the actuator. Its process has no role of the product.
 from ops.chaos.processes import actuator  # noqa: F401
 from ops.chaos.processes.pool import ACTUATOR, STAGE_ROLES
 from ops.chaos.worker.crash_points import CrashPoints

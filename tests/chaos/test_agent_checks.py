@@ -21,26 +21,26 @@ CALLED: list[Step] = [
 ]
 
 
-def found(steps: list[Step], made: int = 1) -> set[str]:
-    run = AgentRun(ID, steps, {(0, 0): made}, may_repeat=False, must_complete=True)
+def found(steps: list[Step], num_calls: int = 1) -> set[str]:
+    run = AgentRun(ID, steps, {(0, 0): num_calls}, may_repeat=False, must_complete=True)
     return {text[:2] for text in violations(run)}
 
 
 @given(logs())
 def test_logs_of_agents_have_no_violation(steps: list[Step]) -> None:
-    made = {(step.turn, step.call): 1 for step in steps if isinstance(step, Sending)}
-    assert list(violations(AgentRun(ID, steps, made, may_repeat=True))) == []
+    calls = {(step.turn, step.call): 1 for step in steps if isinstance(step, Sending)}
+    assert list(violations(AgentRun(ID, steps, calls, may_repeat=True))) == []
 
 
 def test_each_check_finds_its_violation() -> None:
     assert found(CALLED) == set()
     assert found(CALLED[:-1]) == {"A1"}
-    assert found(CALLED, made=2) == {"A2"}
+    assert found(CALLED, num_calls=2) == {"A2"}
     twice: list[Step] = [*CALLED[:5], Sending(5, 0, 0, 1, "k", "d", "c")]
     assert "A2" in found(twice)
     assert found([*CALLED[:5], Asked(5, 1)]) == {"A3"}
     assert found([*CALLED[:5], CALLED[4]]) == {"A3"}
-    assert found(CALLED, made=0) == {"A4"}
+    assert found(CALLED, num_calls=0) == {"A4"}
     assert found([*CALLED[:-1], Ended(8, "cancelled", 2)]) == {"A5"}
 
 

@@ -24,12 +24,12 @@ QUICK = (pytest.param("final_record_twice", marks=pytest.mark.long), "no_fencing
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_planted_bug_is_found(name: str) -> None:
-    # In a process without threads, from which workers can be forked; and without torch, which
-    # renderers must not find.
+    # Workers are forked from this process, so it has no threads. It has no torch, which renderers
+    # must not find.
     command = [sys.executable, "-m", "tests.chaos.run_bug", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    found = set(done.stdout.split())
-    assert found & BUGS[name].invariants, f"{found or 'nothing'} found; {done.stderr}"
+    invariants = set(done.stdout.split())
+    assert invariants & BUGS[name].invariants, f"{invariants or 'nothing'} found; {done.stderr}"
 
 
 def test_every_bug_has_a_scenario_and_an_invariant() -> None:
@@ -40,7 +40,7 @@ def test_every_bug_has_a_scenario_and_an_invariant() -> None:
 
 
 def test_what_a_scenario_hides_is_found_by_the_next() -> None:
-    # In a process of its own, because the tests' own has threads.
+    # In a separate process, because the tests' process has threads.
     script = """
         import importlib.util
         from ops.chaos.__main__ import in_fork

@@ -1,4 +1,4 @@
-"""The checker on histories that nobody has run: a clean one, and one wrong in each possible way."""
+"""The checker on written histories: a clean one, and one wrong in each possible way."""
 
 from dataclasses import replace
 from typing import Any
@@ -77,7 +77,7 @@ def letter(request_id: str = ID) -> DeadLetter:
 def make_run(
     log: list[LogRecord] = LOG, behaviour: Behaviour = "plain", ends_at: float = 1.4, **p: Any
 ) -> RecordedRun:
-    """One request, asked for at 1.0 and accepted at 1.1, of which a client saw all of its log."""
+    """One request, sent at 1.0 and accepted at 1.1. A client has received its whole log."""
     times = [*(1.2 + 0.01 * i for i in range(len(log) - 1)), ends_at]
     return RecordedRun(
         settings=Settings(requests=1, max_deaths=2),
@@ -381,10 +381,10 @@ WRONG: dict[str, tuple[str, RecordedRun]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_history_is_told_by_its_invariant(name: str) -> None:
+def test_a_wrong_history_violates_its_invariant(name: str) -> None:
     invariant, run = WRONG[name]
-    found = check(run).violations
-    assert invariant in {violation.invariant for violation in found}, found
+    violations = check(run).violations
+    assert invariant in {violation.invariant for violation in violations}, violations
 
 
 def test_every_invariant_has_a_wrong_history() -> None:

@@ -1,4 +1,4 @@
-"""What clients saw through gateways: a clean history, and one wrong in each possible way."""
+"""The checks of gateways' clients: a clean history, and one wrong in each possible way."""
 
 import json
 from dataclasses import replace
@@ -62,15 +62,15 @@ def test_a_clean_history() -> None:
     assert check(seen(reading(shown()))).violations == []
 
 
-def test_a_client_that_went_on_elsewhere() -> None:
+def test_a_client_that_continued_elsewhere() -> None:
     run = seen(reading(shown()[:1], done=False), reading(shown(start=1), 2, start=1))
     assert check(run).violations == []
 
 
 def test_an_error_in_the_place_of_an_answer() -> None:
     log: list[LogRecord] = [failure("cancelled", 0)]
-    told: list[tuple[int | None, str]] = [(None, shown(log)[0][1])]
-    run = seen(reading(told), [CancelSent(1.15, ID)], logs={ID: log})
+    events: list[tuple[int | None, str]] = [(None, shown(log)[0][1])]
+    run = seen(reading(events), [CancelSent(1.15, ID)], logs={ID: log})
     assert check(run).violations == []
 
 
@@ -165,10 +165,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_history_is_told_by_its_invariant(name: str) -> None:
+def test_a_wrong_history_violates_its_invariant(name: str) -> None:
     invariant, run = WRONG[name]
-    found = check(run).violations
-    assert invariant in {violation.invariant for violation in found}, found
+    violations = check(run).violations
+    assert invariant in {violation.invariant for violation in violations}, violations
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,6 @@ def test_a_gateway_that_was_away_does_not_hear_of_its_client(at: float, excused:
 def test_a_gateway_that_died_with_it_counts_as_reading_it(at: float, excused: bool) -> None:
     before = [RequestSent(at - 0.1, ID, 0, 0, True), SessionFailed(at, ID, 0, "connection", "")]
     run = seen(before, LEFT, behaviour="cancel", logs={ID: CANCELLED})
-    found = check(run).violations
-    late = [v for v in found if "after its cancellation" in v.text]
+    violations = check(run).violations
+    late = [v for v in violations if "after its cancellation" in v.text]
     assert excused is not any(late)

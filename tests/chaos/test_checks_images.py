@@ -1,4 +1,4 @@
-"""The checks of painted images, on histories that nobody has run."""
+"""The checks of painted images, on written histories."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,14 +52,14 @@ RIGHT: list[OutputRecord] = [
 
 def run_of(
     records: list[OutputRecord] = RIGHT,
-    seen: tuple[tuple[int, str], ...] = ((1, FILES[1]), (0, FILES[0])),
+    files: tuple[tuple[int, str], ...] = ((1, FILES[1]), (0, FILES[0])),
     log: list[LogRecord] | None = None,
 ) -> RecordedRun:
     """A request for two images, which a client has received."""
     log = [FINISH] if log is None else log
     request = GenerateRequest("demo", prompt="a", outputs=["image"], timeout_s=10.0)
     events: list[Any] = [RequestSent(1.0, ID, 1, 0, True), Accepted(1.1, ID, 1)]
-    events += [ImageReceived(1.3, ID, 1, number, digest) for number, digest in seen]
+    events += [ImageReceived(1.3, ID, 1, number, digest) for number, digest in files]
     events += [RecordReceived(1.4, ID, 1, record) for record in log]
     run = make_run()
     ends = {ID: OutputEnds(["image"], {"image": END} if log == [FINISH] else {})}
@@ -92,11 +92,14 @@ FAULTY: list[tuple[Callable[[], RecordedRun], str]] = [
     (lambda: run_of([step(0, 1, 2), OutputEnd(1, 1, END)]), "finished with 0 of 2 images"),
     (lambda: run_of([step(0, 1, 2, 2), *RIGHT[1:]]), "I4: record 1 is of attempt 1"),
     (lambda: run_of(RIGHT[:-1]), "I16: image: has no end"),
-    (lambda: run_of(seen=((1, FILES[1]),)), "I2: session 1 got the images [1]"),
-    (lambda: run_of(seen=((1, FILES[1]), (0, "f" * 64))), "I3: session 1: image 0 has other bytes"),
+    (lambda: run_of(files=((1, FILES[1]),)), "I2: session 1 got the images [1]"),
+    (
+        lambda: run_of(files=((1, FILES[1]), (0, "f" * 64))),
+        "I3: session 1: image 0 has other bytes",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("make", "what"), FAULTY, ids=[what for _, what in FAULTY])
-def test_each_fault_of_images_is_flagged(make: Callable[[], RecordedRun], what: str) -> None:
-    assert any(what in violation for violation in found(make())), found(make())
+@pytest.mark.parametrize(("make", "name"), FAULTY, ids=[name for _, name in FAULTY])
+def test_each_fault_of_images_is_flagged(make: Callable[[], RecordedRun], name: str) -> None:
+    assert any(name in violation for violation in found(make())), found(make())

@@ -57,14 +57,14 @@ def make_run(pool: list[Event], scaled: Scaled = SCALED, ends: list[float] = END
             RecordReceived(end_s, id, 1, finish),
         ]
     settings = Settings(requests=NUM_REQUESTS, step_ms=1000 * STEP_S, max_num_seqs=4, scaled=scaled)
-    planned = {one.id: one for one in make_requests(settings)}
+    planned = {request.id: request for request in make_requests(settings)}
     expected = Expected(5, [ExpectedChoice([1] * NUM_TOKENS)])
-    found: Any = clients
+    events: Any = clients
     recorded: Any = pool
     # The checks of pools read nothing of what is left at the end.
     final: Any = None
     ids = [f"c1-{number}" for number in range(len(ends))]
-    return RecordedRun(settings, planned, dict.fromkeys(ids, expected), found, recorded, [], final)
+    return RecordedRun(settings, planned, dict.fromkeys(ids, expected), events, recorded, [], final)
 
 
 def faults(run: RecordedRun) -> list[str]:
@@ -87,7 +87,7 @@ def test_the_simulator_runs_the_same_requests_with_the_same_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "what"),
+    ("pool", "message"),
     [
         ([*POOL, *end(2, 20.0, code=-9), *end(1, 24.5)], "ended with code -9"),
         ([*POOL, *end(2, 14.0), *end(1, 24.5)], "left 1 workers for the work of 2"),
@@ -97,9 +97,9 @@ def test_the_simulator_runs_the_same_requests_with_the_same_policy() -> None:
         ([POOL[0], POOL[2], *end(1, 24.5)], "had 1 workers at most instead of 2"),
     ],
 )
-def test_each_fault_is_reported(pool: list[Event], what: str) -> None:
+def test_each_fault_is_reported(pool: list[Event], message: str) -> None:
     ends = [11.0] * 4 + [19.0] * 8
-    assert any(what in fault for fault in faults(make_run(pool, ends=ends)))
+    assert any(message in fault for fault in faults(make_run(pool, ends=ends)))
 
 
 def test_a_killed_worker_and_a_start_that_is_given_up_are_no_faults() -> None:
@@ -111,9 +111,9 @@ def test_a_killed_worker_and_a_start_that_is_given_up_are_no_faults() -> None:
         Drained(10.0, "engine", 9, 4),
         ProcessExited(10.5, "engine", 0, 4, 0, False),
     ]
-    found = faults(make_run([*POOL, *killed, *end(3, 20.0), *end(1, 24.5)]))
+    reports = faults(make_run([*POOL, *killed, *end(3, 20.0), *end(1, 24.5)]))
     # Two processes were started in place of one.
-    assert found == ["had 3 workers at most instead of 2"]
+    assert reports == ["had 3 workers at most instead of 2"]
 
 
 def test_more_engine_seconds_than_the_simulator_allows_are_a_fault() -> None:

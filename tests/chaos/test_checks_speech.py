@@ -1,4 +1,4 @@
-"""The checks of speeches, on histories that nobody has run."""
+"""The checks of speeches, on written histories."""
 
 import base64
 from collections.abc import Callable
@@ -161,9 +161,9 @@ FAULTY: list[tuple[Callable[[], RecordedRun], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "what"), FAULTY, ids=[what for _, what in FAULTY])
-def test_each_fault_is_flagged(make: Callable[[], RecordedRun], what: str) -> None:
-    assert any(what in violation for violation in found(make())), found(make())
+@pytest.mark.parametrize(("make", "name"), FAULTY, ids=[name for _, name in FAULTY])
+def test_each_fault_is_flagged(make: Callable[[], RecordedRun], name: str) -> None:
+    assert any(name in violation for violation in found(make())), found(make())
 
 
 def test_a_speech_whose_id_no_client_learned_is_known_by_its_codes() -> None:

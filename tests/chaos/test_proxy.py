@@ -1,4 +1,4 @@
-"""The proxy misbehaves as it is told to, on real sockets; and a real Bus survives it."""
+"""The proxy misbehaves as ordered, on real sockets, and a real Bus survives it."""
 
 import asyncio
 import time
@@ -83,7 +83,7 @@ async def is_silent(reader: asyncio.StreamReader, for_s: float = 0.1) -> bool:
 
 
 async def all_gone(proxy: Proxy) -> None:
-    # What is waited for happens in the kernel.
+    # The kernel closes the connections.
     await until(lambda: not proxy.num_connections)
 
 
@@ -152,7 +152,7 @@ async def test_all_connections_cut_at_once(echo: Echo, proxy: Proxy, client: Str
     await all_gone(proxy)
 
 
-async def test_half_open_the_server_is_gone_and_the_client_not_told(
+async def test_half_open_the_server_is_gone_without_notice_to_the_client(
     echo: Echo, proxy: Proxy, client: Stream
 ) -> None:
     await say(client, b"x")

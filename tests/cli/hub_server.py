@@ -14,28 +14,28 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "c0ffee" + 34 * "0"
 API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?")
 RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
-# The hub stores files of these kinds beside git.
+# The hub stores files of these kinds outside git.
 LARGE = (".safetensors", ".bin", ".pt")
 
 
 @dataclass
 class Faults:
-    """What goes wrong; counters go down with each use."""
+    """Faults of the hub. Counters go down with each use."""
 
     break_after: int | None = None
-    """A transfer of a large file ends after so many bytes."""
+    """Bytes after which a transfer of a large file ends."""
     num_breaks: int = 0
     corrupt: bool = False
     num_server_errors: int = 0
     gated: bool = False
     etag: str | None = None
-    """Told for large files in place of their checksum."""
+    """Sent for large files in place of their checksum."""
     token: str | None = None
     chunk_pause_s: float = 0.0
     num_added: int = 0
-    """Bytes by which large files are longer than the hub tells; negative for shorter ones."""
+    """Bytes by which large files exceed their declared length; negative for shorter files."""
     info: object = None
-    """Told in place of the information about a model; bytes are sent as they are."""
+    """Sent in place of the information about a model; bytes are sent as they are."""
 
 
 @dataclass
@@ -131,32 +131,32 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _send_file(self, model: str, revision: str, name: str) -> None:
-        faults, asked = self.owner.faults, self.headers.get("Range")
-        self.owner.requests.append((self.command, name, asked))
+        faults, requested = self.owner.faults, self.headers.get("Range")
+        self.owner.requests.append((self.command, name, requested))
         if self._is_refused(model, revision):
             return
-        given = self.headers.get("Authorization")
-        if faults.gated and (faults.token is None or given != f"Bearer {faults.token}"):
-            return self._refuse(403 if given else 401, "GatedRepo")
+        authorization = self.headers.get("Authorization")
+        if faults.gated and (faults.token is None or authorization != f"Bearer {faults.token}"):
+            return self._refuse(403 if authorization else 401, "GatedRepo")
         if self.command == "GET" and faults.num_server_errors > 0:
             faults.num_server_errors -= 1
             return self._refuse(503, "ServerError")
         content = self.owner.models[model].get(name)
         if content is None:
             return self._refuse(404, "EntryNotFound")
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        start = int(requested.removeprefix("bytes=").removesuffix("-")) if requested else 0
         etag = etag_of(name, content)
         if name.endswith(LARGE):
             content = (content + bytes(max(0, faults.num_added)))[: len(content) + faults.num_added]
-        self.send_response(206 if asked else 200)
+        self.send_response(206 if requested else 200)
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Linked-Etag", f'"{etag}"')
         self.send_header("X-Linked-Size", str(len(content)))
         self.send_header("Content-Length", str(len(content) - start))
-        if asked:
-            shown = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            self.send_header("Content-Range", shown)
+        if requested:
+            content_range = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self.send_header("Content-Range", content_range)
         self.end_headers()
         if self.command == "GET":
             self._send_content(name, content[start:])

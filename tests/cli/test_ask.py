@@ -18,12 +18,12 @@ async def records() -> AsyncIterator[LogRecord]:
 
 
 @pytest.mark.parametrize(
-    ("out", "shown"),
+    ("out", "text"),
     [(FakeTerminal(), "a\ufffd]52;c;x\ufffd\tb\n\n"), (io.StringIO(), f"{TEXT}\n")],
 )
 async def test_a_text_does_not_steer_the_terminal_and_a_pipe_has_it_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, out: io.StringIO, shown: str
+    monkeypatch: pytest.MonkeyPatch, out: io.StringIO, text: str
 ) -> None:
     monkeypatch.setattr("sys.stdout", out)
     assert await print_records(records(), as_json=False) == 0
-    assert out.getvalue() == shown
+    assert out.getvalue() == text

@@ -55,25 +55,25 @@ def test_version_and_help(tmp_path: Path) -> None:
     )
     assert [command for command in commands if command not in everything] == []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        told = list(pool.map(lambda command: run(command, "--help", cwd=tmp_path), commands))
-    assert {one.returncode for one in told} == {0}
+        processes = list(pool.map(lambda command: run(command, "--help", cwd=tmp_path), commands))
+    assert {process.returncode for process in processes} == {0}
     # For an option that may be repeated, cyclopts makes another one, which means nothing here.
-    assert not any("--empty-" in one.stdout for one in told)
+    assert not any("--empty-" in process.stdout for process in processes)
 
 
 def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
     done = run("key", "chat-page", "--tenant", "acme", cwd=tmp_path)
-    made = done.stdout.strip()
+    key = done.stdout.strip()
     lines = done.stderr[done.stderr.index("gateway:") :]
     (entry,) = yaml.safe_load(lines)["gateway"]["api_keys"]
-    digest = hashlib.sha256(made.encode()).hexdigest()
+    digest = hashlib.sha256(key.encode()).hexdigest()
     assert entry == {"name": "chat-page", "sha256": digest, "tenant": "acme"}
-    assert made not in done.stderr
-    assert len(made) > 40
+    assert key not in done.stderr
+    assert len(key) > 40
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said"),
+    ("command", "code", "message"),
     [
         ("chat <&-", 1, "error invalid_request: stdin is closed: chat reads messages from it\n"),
         # As in coreutils, output that is lost is a failure.
@@ -84,7 +84,7 @@ def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_a_closed_stream_ends_no_command_with_a_traceback(
-    tmp_path: Path, command: str, code: int, said: str
+    tmp_path: Path, command: str, code: int, message: str
 ) -> None:
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {command}', "sh", *PAGEMILL],
@@ -94,7 +94,7 @@ def test_a_closed_stream_ends_no_command_with_a_traceback(
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", message)
 
 
 def test_the_command_is_installed(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_check_refuses_wrong_chunks(tmp_path: Path, chunks: str, key: str, messa
     config.write_text(SPEECH.replace("{first: [5, 10], size: 25}", chunks))
     done = run("check", cwd=tmp_path)
     assert done.returncode != 0
-    said = " ".join(done.stderr.split())
-    assert f"pagemill.yaml: models.demo.stages.code2wav.chunks{key}: " in said
-    assert message in said
+    errors = " ".join(done.stderr.split())
+    assert f"pagemill.yaml: models.demo.stages.code2wav.chunks{key}: " in errors
+    assert message in errors
 
 
 def test_a_models_path_is_relative_to_the_file(tmp_path: Path) -> None:
@@ -255,10 +255,10 @@ def test_a_service_with_a_broken_configuration_is_not_to_be_started_again(
 
 # Imports of a whole cluster take longer than the rest.
 @pytest.mark.parametrize(
-    ("python", "shown"), [([sys.executable], b"ready in"), (preloaded.PYTHON, b"ready at")]
+    ("python", "mark"), [([sys.executable], b"ready in"), (preloaded.PYTHON, b"ready at")]
 )
-def test_a_closed_terminal_drains_everything_and_the_log_tells_it(
-    python: list[str], shown: bytes, tmp_path: Path
+def test_a_closed_terminal_drains_everything_and_the_log_shows_it(
+    python: list[str], mark: bytes, tmp_path: Path
 ) -> None:
     """It is closed while workers start, or when all of them are ready."""
     (tmp_path / "pagemill.yaml").write_text(
@@ -277,10 +277,10 @@ def test_a_closed_terminal_drains_everything_and_the_log_tells_it(
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(end)
-    told = b""
-    while b"coordinator" not in told or shown not in told:
-        told += os.read(terminal, 4096)
-    assert b'"event"' not in told
+    output = b""
+    while b"coordinator" not in output or mark not in output:
+        output += os.read(terminal, 4096)
+    assert b'"event"' not in output
     os.close(terminal)
     assert process.wait(60) == 0
     lines = (tmp_path / "logs" / "all.log").read_text().splitlines()
@@ -367,7 +367,7 @@ def test_a_renderer_computes_in_no_threads_of_numpy() -> None:
         " import numpy; a = numpy.ones((256, 256), numpy.float32); a @ a;"
         " print(len(os.listdir('/proc/self/task')))"
     )
-    # What the machine's own environment says would decide.
+    # The environment of the machine would decide.
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(

@@ -59,17 +59,19 @@ def test_all_workers_of_the_machine_have_to_be_well(tmp_path: Path, port: int) -
         assert check(tmp_path, "renderer", "--ready") == (0, "renderer-1: ok\n")
     with worker("engine", port, lives=False):
         assert check(tmp_path) == (1, "engine-1: hangs\n")
-    code, said = check(tmp_path, "engine")
-    assert (code, said.startswith("no engine answers")) == (1, True)
+    code, message = check(tmp_path, "engine")
+    assert (code, message.startswith("no engine answers")) == (1, True)
 
 
-def test_a_worker_tells_its_version_and_what_it_reads(tmp_path: Path, port: int) -> None:
+def test_a_worker_shows_its_version_and_the_versions_that_it_reads(
+    tmp_path: Path, port: int
+) -> None:
     status = WorkerStatus("engine", "engine-1", "ok", "0.2.0", (1, 3))
     probes = {"health": lambda: (True, to_json(status))}
     endpoint = MetricsEndpoint(list, "127.0.0.1", port, 64, probes)
     try:
-        told = "engine-1: ok, version 0.2.0 reads messages of versions 1-3\n"
-        assert check(tmp_path) == (0, told)
+        line = "engine-1: ok, version 0.2.0 reads messages of versions 1-3\n"
+        assert check(tmp_path) == (0, line)
     finally:
         endpoint.close()
 

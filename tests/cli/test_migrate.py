@@ -43,24 +43,24 @@ def write(folder: Path, mib: int) -> str:
 
 
 async def test_nothing_to_change(own_broker: EmbeddedServer, filled: Bus, tmp_path: Path) -> None:
-    code, shown, _ = await run(own_broker, "migrate", "--config", write(tmp_path, 2048))
-    assert (code, shown) == (0, "all streams are as configured\n")
+    code, output, _ = await run(own_broker, "migrate", "--config", write(tmp_path, 2048))
+    assert (code, output) == (0, "all streams are as configured\n")
 
 
 async def test_a_difference_is_shown_with_its_effect_and_needs_yes(
     own_broker: EmbeddedServer, filled: Bus, tmp_path: Path, jetstream: JetStreamContext
 ) -> None:
     config = write(tmp_path, 4096)
-    code, shown, said = await run(own_broker, "migrate", "--config", config)
+    code, output, errors = await run(own_broker, "migrate", "--config", config)
     assert code == 1
-    assert "--yes is needed" in said
-    lines = shown.splitlines()
+    assert "--yes is needed" in errors
+    lines = output.splitlines()
     assert lines[0].split() == ["stream", "setting", "is", "will", "be", "effect"]
     assert " ".join(lines[1].split()) == (
         "TOKENS max_bytes 2,048 MiB 4,096 MiB keeps all 1,500 messages"
     )
-    code, shown, _ = await run(own_broker, "migrate", "--yes", "--config", config)
-    assert (code, shown.splitlines()[-1]) == (0, "changed: 1")
+    code, output, _ = await run(own_broker, "migrate", "--yes", "--config", config)
+    assert (code, output.splitlines()[-1]) == (0, "changed: 1")
     info = await jetstream.stream_info(subjects.TOKENS_STREAM)
     assert info.config.max_bytes == 4096 * 2**20
 
@@ -69,11 +69,11 @@ async def test_less_room_than_is_stored_needs_shrink(
     own_broker: EmbeddedServer, filled: Bus, tmp_path: Path
 ) -> None:
     config = write(tmp_path, 1)
-    code, shown, said = await run(own_broker, "migrate", "--yes", "--config", config)
+    code, output, errors = await run(own_broker, "migrate", "--yes", "--config", config)
     assert code == 1
-    assert "would delete" in shown
-    assert "nothing was changed: --shrink sets them" in said
-    assert "TOKENS max_bytes" in said
+    assert "would delete" in output
+    assert "nothing was changed: --shrink sets them" in errors
+    assert "TOKENS max_bytes" in errors
     assert await num_stored(filled) == NUM_MESSAGES
     code, _, _ = await run(own_broker, "migrate", "--yes", "--shrink", "--config", config)
     assert code == 0
@@ -83,11 +83,11 @@ async def test_less_room_than_is_stored_needs_shrink(
 async def test_json_has_one_object_for_each_difference_and_changes_nothing(
     own_broker: EmbeddedServer, filled: Bus, tmp_path: Path
 ) -> None:
-    code, shown, _ = await run(own_broker, "migrate", "--json", "--config", write(tmp_path, 4096))
+    code, output, _ = await run(own_broker, "migrate", "--json", "--config", write(tmp_path, 4096))
     assert code == 0
-    assert [json.loads(line)["setting"] for line in shown.splitlines()] == ["max_bytes"]
+    assert [json.loads(line)["setting"] for line in output.splitlines()] == ["max_bytes"]
     code, again, _ = await run(own_broker, "migrate", "--json", "--config", write(tmp_path, 4096))
-    assert again == shown
+    assert again == output
 
 
 @pytest.mark.parametrize(("answer", "code", "mib"), [("y\n", 0, 4096), ("\n", 1, 2048)])
@@ -106,8 +106,8 @@ async def test_the_question_is_answered_at_a_terminal(
         *PAGEMILL, *arguments, stdin=end, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
     os.write(terminal, answer.encode())
-    shown, _ = await process.communicate()
-    assert process.returncode == code, shown
+    output, _ = await process.communicate()
+    assert process.returncode == code, output
     info = await jetstream.stream_info(subjects.TOKENS_STREAM)
     assert info.config.max_bytes == mib * 2**20
     recorded = [entry.record.action async for entry in audit_log.read_newest(filled)]
@@ -138,8 +138,8 @@ async def test_up_fits_the_streams_of_its_own_broker_and_loses_nothing(tmp_path:
     cluster = await asyncio.to_thread(start_cluster, tmp_path, text(64))
     assert await limit_and_number(cluster.url, fill=True) == (64, NUM_MESSAGES)
     assert await asyncio.to_thread(stop_cluster, cluster) == 0
-    for mib, kept in ((128, 128), (1, 128)):
+    for mib, limit in ((128, 128), (1, 128)):
         cluster = await asyncio.to_thread(start_cluster, tmp_path, text(mib))
-        assert await limit_and_number(cluster.url) == (kept, NUM_MESSAGES)
+        assert await limit_and_number(cluster.url) == (limit, NUM_MESSAGES)
         assert await asyncio.to_thread(stop_cluster, cluster) == 0
     assert "stream_not_shrunk" in cluster.log.read_text()

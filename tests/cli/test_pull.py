@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -115,7 +116,7 @@ def run(
 
 
 def run_alone(hub: Hub | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without the tests' preloader, in which no process is started for the check."""
+    """Run a command without the tests' preloader, which starts no process for the check."""
     return subprocess.run(
         [*PAGEMILL, *arguments],
         cwd=folder,
@@ -144,7 +145,7 @@ def test_only_what_serving_needs_is_downloaded_into_the_cache(hub: Hub, tmp_path
         assert (snapshot(tmp_path) / name).read_bytes() == FILES[name]
     assert {path for _, path, _ in hub.requests} == SERVED
     assert partials(tmp_path) == []
-    # What is there is not downloaded again.
+    # Existing files are not downloaded again.
     hub.requests.clear()
     assert run(hub, tmp_path, "pull", NAME).returncode == 0
     assert [path for method, path, _ in hub.requests if method == "GET"] == []
@@ -225,13 +226,13 @@ def test_the_next_pull_continues_one_that_was_ended(
     hub: Hub, tmp_path: Path, number: signal.Signals
 ) -> None:
     hub.faults = Faults(chunk_pause_s=0.1)
-    with (tmp_path / "said").open("wb") as said:
+    with (tmp_path / "said").open("wb") as output:
         process = subprocess.Popen(
             [*PAGEMILL, "pull", NAME],
             cwd=tmp_path,
             env=environment(hub, tmp_path),
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
         )
     deadline = time.monotonic() + 60
     digest = hashlib.sha256(FILES[WEIGHTS]).hexdigest()
@@ -293,8 +294,8 @@ def test_a_transfer_of_another_length_ends(
             download._receive(RemoteModel(NAME, None, COMMIT, [file]), file, out, Unshown())
     assert len(hub.downloads(WEIGHTS)) == num_transfers
     # The next call continues a short one.
-    kept = file.size + num_added if num_added < 0 else 0
-    assert (tmp_path / WEIGHTS).stat().st_size == kept
+    num_bytes = file.size + num_added if num_added < 0 else 0
+    assert (tmp_path / WEIGHTS).stat().st_size == num_bytes
 
 
 def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["org/nothing"], "not_found", "has no model org/nothing"),
         ([NAME, "--revision", "v9"], "not_found", "no revision 'v9'"),
@@ -318,12 +319,12 @@ def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
     ],
 )
 def test_errors_say_what_to_do(
-    hub: Hub, tmp_path: Path, arguments: list[str], code: str, said: str
+    hub: Hub, tmp_path: Path, arguments: list[str], code: str, message: str
 ) -> None:
     done = run(hub, tmp_path, "pull", *arguments)
     assert done.returncode == 1
     assert code in done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -340,7 +341,7 @@ def test_a_full_disk_is_found_before_the_download(
 ) -> None:
     file = RemoteFile(WEIGHTS, 900_000_000, 64 * "0")
     target = tmp_path / WEIGHTS
-    usage = shutil.disk_usage(tmp_path)._replace(free=800_000_000)
+    usage = SimpleNamespace(free=800_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DiskFull, match=r"needs 900000000 bytes.* has 800000000 free"):
         check_disk(tmp_path, [file], {file: target})
@@ -351,7 +352,7 @@ def test_a_full_disk_is_found_before_the_download(
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_up_pulls_only_when_it_is_told_to(hub: Hub, tmp_path: Path) -> None:
+def test_up_pulls_no_model_that_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     done = run(hub, tmp_path, "up", NAME, "--pull", "--max-model-len", "999999999999")
     assert done.returncode == 78
     assert f"{WEIGHTS}: 5.3 MB" in done.stderr
@@ -372,7 +373,7 @@ def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: Hub, tmp_
         assert hub.downloads(WEIGHTS) == []
 
 
-def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_no_network_is_a_separate_error(tmp_path: Path) -> None:
     done = run(None, tmp_path, "pull", NAME)
     assert done.returncode == 1
     assert "unavailable" in done.stderr
@@ -380,13 +381,13 @@ def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
-    """A proxy may answer every request with a page of its own."""
+    """A proxy may answer every request with its own page."""
     with pytest.raises(Unavailable, match=r"is not a hub .*HF_ENDPOINT"), calling_library():
         json.loads("<html>")
 
 
 @pytest.mark.parametrize("error", [TypeError, KeyError, ValueError, AttributeError])
-def test_a_fault_of_the_download_itself_is_not_told_as_one_of_the_hub(
+def test_a_fault_of_the_download_is_not_reported_as_a_fault_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def fail(*_: object) -> None:
@@ -422,19 +423,19 @@ def test_json_of_another_shape_is_one_line(hub: Hub, tmp_path: Path, info: objec
     hub.faults = Faults(info=info)
     done = run(hub, tmp_path, "pull", NAME)
     assert done.returncode == 1
-    began, said = done.stderr.splitlines()
+    began, error = done.stderr.splitlines()
     assert began == "connecting to the hub …"
-    assert said.startswith("error unavailable: ")
-    assert "is not a hub" in said
+    assert error.startswith("error unavailable: ")
+    assert "is not a hub" in error
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://a\tb"])
 def test_an_endpoint_that_is_no_url_is_one_line(tmp_path: Path, url: str) -> None:
     done = run(None, tmp_path, "pull", NAME, HF_ENDPOINT=url)
-    said = done.stderr.removeprefix("connecting to the hub …\n")
-    assert (done.returncode, said.count("\n")) == (1, 1)
-    assert said.startswith("error ")
-    assert "HF_ENDPOINT" in said
+    error = done.stderr.removeprefix("connecting to the hub …\n")
+    assert (done.returncode, error.count("\n")) == (1, 1)
+    assert error.startswith("error ")
+    assert "HF_ENDPOINT" in error
 
 
 def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
@@ -451,7 +452,7 @@ def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
 def test_no_worker_starts_with_such_an_endpoint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: Callable[[], int]
 ) -> None:
-    """transformers could not be imported, and the worker would be started again for ever."""
+    """transformers could not be imported, and the worker would be restarted forever."""
 
     def go_on(*_: object) -> None:
         raise AssertionError("the start goes on")
@@ -485,9 +486,9 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     partial = tmp_path / "hf" / "hub" / "models--org--partial" / "snapshots" / COMMIT
     shutil.copytree(snapshot(tmp_path), partial)
     (partial / "tokenizer.json").unlink()
-    shown = run(hub, tmp_path, "models", *NO_BROKER).stdout
-    assert "refused: it lacks tokenizer.json" in shown
-    assert "org/demo     Qwen2-VL  5.3 MB  here\n" in shown
+    output = run(hub, tmp_path, "models", *NO_BROKER).stdout
+    assert "refused: it lacks tokenizer.json" in output
+    assert "org/demo     Qwen2-VL  5.3 MB  here\n" in output
     rows = {
         row["name"]: row
         for row in map(
@@ -511,9 +512,9 @@ def test_models_refuses_a_pooling_that_is_not_configured(tmp_path: Path) -> None
         (tmp_path / name).write_bytes(content)
     models = {"own": {"path": "."}, "told": {"path": ".", "pooling": "mean"}}
     (tmp_path / "pagemill.yaml").write_text(json.dumps({"models": models}))
-    shown = run(None, tmp_path, "models", "--json", *NO_BROKER).stdout
-    own, told = map(json.loads, shown.splitlines())
-    assert (own["state"], told["state"]) == ("refused", "configured")
+    output = run(None, tmp_path, "models", "--json", *NO_BROKER).stdout
+    own, pooled = map(json.loads, output.splitlines())
+    assert (own["state"], pooled["state"]) == ("refused", "configured")
     assert own["reason"].startswith("1_Pooling/config.json: pooling_mode: the engine pools")
 
 
@@ -523,15 +524,15 @@ def test_up_names_what_a_folder_lacks(tmp_path: Path, options: tuple[str, ...]) 
     shutil.copytree(DEMO, folder)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": WEIGHTS}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for given in ("own", "./own", str(folder)):
-        done = run(None, tmp_path, "up", given, *options)
+    for argument in ("own", "./own", str(folder)):
+        done = run(None, tmp_path, "up", argument, *options)
         assert done.returncode == 78
         assert f"{folder} is incomplete, it lacks model-00001-of-00002.safetensors" in done.stderr
         assert "pull" not in done.stderr
 
 
 def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
-    for arguments, said in (
+    for arguments, message in (
         ([NAME], f"run `pagemill pull {NAME}`"),
         (["./nothing"], "no config.json"),
         ([str(DEMO), "--config", "x.yaml"], "exclude each other"),
@@ -539,7 +540,7 @@ def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     ):
         done = run(hub, tmp_path, "up", *arguments)
         assert done.returncode == 78, done.stderr
-        assert said in done.stderr
+        assert message in done.stderr
     assert hub.requests == []
     folder = tmp_path / "whisper"
     shutil.copytree(DEMO, folder)
@@ -547,14 +548,14 @@ def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     quantized = tmp_path / "quantized"
     shutil.copytree(DEMO, quantized)
     (quantized / "config.json").write_bytes(QUANTIZED["config.json"]["config.json"])
-    for refused, said in ((folder, "cross attention"), (quantized, "has quantized weights")):
+    for refused, message in ((folder, "cross attention"), (quantized, "has quantized weights")):
         done = run(hub, tmp_path, "up", str(refused))
         assert done.returncode == 78
-        assert said in done.stderr
+        assert message in done.stderr
         (tmp_path / "pagemill.yaml").write_text(f"models: {{mine: {{path: {refused}}}}}")
         done = run(hub, tmp_path, "check")
         assert done.returncode == 1
-        assert f"models.mine.path: {refused} {said}" in done.stderr.replace("uses ", "")
+        assert f"models.mine.path: {refused} {message}" in done.stderr.replace("uses ", "")
         rows = run(hub, tmp_path, "models", "--json", *NO_BROKER).stdout.splitlines()
         assert [json.loads(row)["state"] for row in rows] == ["refused"]
 

@@ -101,11 +101,11 @@ async def test_a_misspelt_variable_is_named(broker: EmbeddedServer, tmp_path: Pa
         text=True,
         check=False,
     )
-    said = " ".join(done.stderr.split())
+    errors = " ".join(done.stderr.split())
     assert done.returncode == 1
-    assert "PAGEMILL_ENGIN__BLOCK_SIZE: " in said
-    assert "did you mean PAGEMILL_ENGINE__BLOCK_SIZE?" in said
-    assert "embedded default" not in said
+    assert "PAGEMILL_ENGIN__BLOCK_SIZE: " in errors
+    assert "did you mean PAGEMILL_ENGINE__BLOCK_SIZE?" in errors
+    assert "embedded default" not in errors
 
 
 @pytest.mark.parametrize("command", ["follow", "cancel", "where"])
@@ -126,7 +126,7 @@ async def test_an_unknown_request_is_not_cancelled_for_later(
     assert await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id)) is None
 
 
-async def test_follow_waits_as_long_as_it_is_told_to(
+async def test_follow_waits_for_the_time_of_its_option(
     broker: EmbeddedServer, bus: Bus, request_id: str
 ) -> None:
     following = asyncio.create_task(run(broker, "follow", request_id, "--wait", "30"))
@@ -194,7 +194,7 @@ async def test_cancel_without_a_coordinator_is_stored(
     await bus.purge(subjects.STAGES_STREAM, subject)
 
 
-async def test_where_tells_of_a_response(broker: EmbeddedServer, bus: Bus) -> None:
+async def test_where_shows_a_response(broker: EmbeddedServer, bus: Bus) -> None:
     log = StepLog(bus, "alice", f"resp_{secrets.token_hex(8)}")
     await log.append(Begun(0, 1, "demo", "alice", [MessageItem("user", "Hi")], {}))
     await log.append(Ended(0, "incomplete", 2, "max_output_tokens"))

@@ -84,7 +84,7 @@ async def listed(bus: Bus) -> dict[str, ListedRequest]:
     return {row.request_id: row for row in rows}
 
 
-async def test_each_state_is_told_with_what_is_known(filled: Bus) -> None:
+async def test_each_state_is_reported_with_its_details(filled: Bus) -> None:
     rows = await listed(filled)
     states = {name: rows[f"{name}-{RUN}"].state for name in ("done", "cancelled", "queued")}
     assert states == {"done": "finished", "cancelled": "failed", "queued": "queued"}

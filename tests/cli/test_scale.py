@@ -65,8 +65,8 @@ async def test_orders_are_merged_until_they_are_released(
         (["engine/demo=auto"], None, ScaleOrders({"renderer": 2}, True)),
         ([], False, ScaleOrders({"renderer": 2}, False)),
     ):
-        told = {"pause": paused is True, "resume": paused is False}
-        await scale(*sizes, **told, config=config, nats=broker.url)
+        options = {"pause": paused is True, "resume": paused is False}
+        await scale(*sizes, **options, config=config, nats=broker.url)
         assert await scale_state.read_orders(bus) == expected
     assert "at zero" in capsys.readouterr().out
 
@@ -92,9 +92,9 @@ async def test_what_holds_of_an_order_is_shown_after_the_configuration_has_chang
     await scale("engine=4", config=config, nats=broker.url)
     assert "hold" not in capsys.readouterr().err
     await scale(config=write(tmp_path / "new.yaml", before, after), nats=broker.url)
-    shown = capsys.readouterr()
-    assert f"engine/demo is set to 4, and gets 2: {reason}" in shown.err
-    (row,) = [line for line in shown.out.splitlines() if line.startswith("engine/demo")]
+    output = capsys.readouterr()
+    assert f"engine/demo is set to 4, and gets 2: {reason}" in output.err
+    (row,) = [line for line in output.out.splitlines() if line.startswith("engine/demo")]
     assert row.split()[4] == "2"
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: signals, and text that does not steer the terminal."""
+"""Signals of commands, and text that does not steer the terminal."""
 
 import asyncio
 import io
@@ -66,7 +66,7 @@ async def test_under_nohup_the_end_of_the_terminal_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-# What a process has in place of the streams that its caller has closed.
+# Streams that a process has in place of the ones that its caller has closed.
 REPLACED = """
 import os, socket, sys
 from workers.cli.terminal import replace_closed_streams
@@ -105,12 +105,12 @@ def test_no_line_that_is_printed_steers_the_terminal(capsys: pytest.CaptureFixtu
     print_note(STEERING)
     print_refusal(error)
     print_error(error_info(error))
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     # rich writes a tab as spaces.
-    shown = HARMLESS.expandtabs(8)
+    line = HARMLESS.expandtabs(8)
     refused = f"error unknown_model: {HARMLESS}".expandtabs(8)
-    assert said.out.splitlines() == [shown]
-    assert said.err.splitlines() == [shown, refused, refused]
+    assert output.out.splitlines() == [line]
+    assert output.err.splitlines() == [line, refused, refused]
 
 
 def test_a_note_is_repeated_while_its_work_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,19 +138,19 @@ def test_a_note_is_repeated_while_its_work_takes_long(monkeypatch: pytest.Monkey
 def test_texts_are_harmless_on_a_terminal_and_unchanged_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for out, shown in ((FakeTerminal(), HARMLESS), (io.StringIO(), STEERING)):
+    for out, text in ((FakeTerminal(), HARMLESS), (io.StringIO(), STEERING)):
         monkeypatch.setattr("sys.stdout", out)
         write_text(STEERING)
-        assert out.getvalue() == shown
+        assert out.getvalue() == text
 
 
 @given(st.text())
 def test_no_text_steers_the_terminal(text: str) -> None:
-    shown = harmless(text)
-    assert len(shown) == len(text)
+    output = harmless(text)
+    assert len(output) == len(text)
     steering = {chr(n) for n in (*range(32), *range(127, 160))} - {"\n", "\t"}
-    assert not steering & set(shown)
-    assert all(a == b for a, b in zip(text, shown, strict=True) if a in string.printable[:95])
+    assert not steering & set(output)
+    assert all(a == b for a, b in zip(text, output, strict=True) if a in string.printable[:95])
 
 
 def test_json_on_a_terminal_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,12 @@ def survey(
     silent: tuple[str, ...] = (),
     queues: tuple[StageQueue, ...] = (),
 ) -> ClusterSnapshot:
-    told = [metrics.snapshot() for metrics in answering]
-    workers = [metrics.worker for metrics in told] + list(silent)
+    snapshots = [metrics.snapshot() for metrics in answering]
+    workers = [metrics.worker for metrics in snapshots] + list(silent)
     return ClusterSnapshot(
         at_ms=1000 * at_s,
         beats=[Heartbeat("engine", w, "0.1.0", 1, ["demo"], {}) for w in workers],
-        metrics={metrics.worker: metrics for metrics in told},
+        metrics={metrics.worker: metrics for metrics in snapshots},
         queues=list(queues),
         in_flight=4,
         oldest_ms=1000 * (at_s - 1.5),
@@ -52,9 +52,9 @@ def survey(
     )
 
 
-def shown(seen: Frame | Unavailable) -> str:
+def shown(view: Frame | Unavailable) -> str:
     out = io.StringIO()
-    Console(file=out, width=120).print(render(seen))
+    Console(file=out, width=120).print(render(view))
     return out.getvalue()
 
 
@@ -80,22 +80,22 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
 
 
 def test_a_first_frame_has_no_rates() -> None:
-    seen = frame(None, survey(100, engine("a", prompt=7, started_s=1)))
-    assert seen.interval_s is None
-    assert seen.models[0].flow.prompt_tokens_per_s is None
-    assert seen.models[0].totals.prompt_tokens == 7
+    first = frame(None, survey(100, engine("a", prompt=7, started_s=1)))
+    assert first.interval_s is None
+    assert first.models[0].flow.prompt_tokens_per_s is None
+    assert first.models[0].totals.prompt_tokens == 7
 
 
 def test_workers_come_and_go_and_fall_silent() -> None:
     both = survey(100, engine("a", out=10, started_s=1), engine("b", out=10, started_s=1))
-    one = survey(101, engine("a", out=30, started_s=1), silent=("b",))
-    seen = frame(both, one)
-    assert [(p.workers, p.silent) for p in seen.pools] == [(2, 1)]
-    assert [e.worker for e in seen.engines] == ["a"]
-    assert seen.models[0].flow.generation_tokens_per_s == 20
-    # What it did while it was silent is nobody's second.
+    alone = survey(101, engine("a", out=30, started_s=1), silent=("b",))
+    latest = frame(both, alone)
+    assert [(p.workers, p.silent) for p in latest.pools] == [(2, 1)]
+    assert [e.worker for e in latest.engines] == ["a"]
+    assert latest.models[0].flow.generation_tokens_per_s == 20
+    # Work from its silent time counts in no interval.
     again = frame(
-        one, survey(102, engine("a", out=30, started_s=1), engine("b", out=99, started_s=1))
+        alone, survey(102, engine("a", out=30, started_s=1), engine("b", out=99, started_s=1))
     )
     assert again.models[0].flow.generation_tokens_per_s == 0
     nobody = frame(both, survey(101))
@@ -108,13 +108,13 @@ def test_queues_are_shown_with_the_age_of_what_waits() -> None:
         StageQueue("engine", "demo", "batch", 0, 0, None),
         StageQueue("engine", "demo", "interactive", 3, 2, 97_500.0),
     )
-    seen = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
-    assert [(q.lane, q.pending, q.in_flight, q.oldest_s) for q in seen.queues] == [
+    first = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
+    assert [(q.lane, q.pending, q.in_flight, q.oldest_s) for q in first.queues] == [
         ("interactive", 3, 2, 2.5),
         ("batch", 0, 0, None),
     ]
-    assert seen.oldest_request_s == 1.5
-    image = shown(seen)
+    assert first.oldest_request_s == 1.5
+    image = shown(first)
     for part in ("4 requests in flight", "1 dead letters", "2.5 s", "engine-a", "25.0%", "2.0%"):
         assert part in image
 
@@ -126,10 +126,10 @@ def test_a_worker_that_starts_is_shown_with_its_progress_and_in_no_pool() -> Non
         ),
         StartReport("renderer", "renderer-c", "0.1.0", 3, "warming up [demo]"),
     ]
-    seen = frame(None, replace(survey(100, engine("engine-a", started_s=1)), starting=reports))
-    assert [(p.role, p.workers) for p in seen.pools] == [("engine", 1)]
-    assert [row.worker for row in seen.starting] == ["engine-b", "renderer-c"]
-    image = [" ".join(text.split()) for text in shown(seen).splitlines()]
+    first = frame(None, replace(survey(100, engine("engine-a", started_s=1)), starting=reports))
+    assert [(p.role, p.workers) for p in first.pools] == [("engine", 1)]
+    assert [row.worker for row in first.starting] == ["engine-b", "renderer-c"]
+    image = [" ".join(text.split()) for text in shown(first).splitlines()]
     assert "engine-b demo reading weights 1,200 4,700" in image
     assert "renderer-c warming up [demo] - -" in image
     assert "starting" not in shown(frame(None, survey(100)))
@@ -141,8 +141,8 @@ def test_a_stage_with_a_queue_and_no_worker_is_a_pool_of_none() -> None:
         for stage, model in [("engine", "demo"), ("engine", "other"), ("coordinator", "")]
         for lane in ("interactive", "batch")
     )
-    seen = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
-    assert [(p.role, p.models, p.workers) for p in seen.pools] == [
+    first = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
+    assert [(p.role, p.models, p.workers) for p in first.pools] == [
         ("engine", ["demo"], 1),
         ("engine", ["other"], 0),
     ]
@@ -160,10 +160,10 @@ def test_pools_at_zero_are_shown_although_they_have_no_worker() -> None:
         "engine/demo": PoolPlan(0, reason="demand"),
         "encoder/demo": PoolPlan(1, starting=1, starting_s=3.4, reason="woken"),
     }
-    seen = frame(None, replace(survey(100), pools=plans))
-    assert [(row.pool, row.state) for row in seen.scale] == [
+    first = frame(None, replace(survey(100), pools=plans))
+    assert [(row.pool, row.state) for row in first.scale] == [
         ("encoder/demo", "starting for 3 s"),
         ("engine/demo", "at zero"),
     ]
-    assert "at zero" in shown(seen)
+    assert "at zero" in shown(first)
     assert "scaled pool" not in shown(frame(None, survey(100)))

@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
@@ -25,6 +27,9 @@ from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from tests import preloaded
+
+if TYPE_CHECKING:  # Its imports take seconds, which most tests with this file do not need.
+    from tests.cluster.processes import Processes
 
 PAGEMILL = [sys.executable, "-m", "workers"]
 # The same as a fork, for tests of what a command does and not of its process.
@@ -43,7 +48,7 @@ renderer:
   max_image_pixels: 4000000
   media_hosts: [{IMAGE_HOST}]
   media_networks: [127.0.0.0/8]
-blobs: {{inline_kib: 1}}  # every image goes beside the message
+blobs: {{inline_kib: 1}}  # every image is stored outside the message
 """
 
 
@@ -53,7 +58,7 @@ class Cluster:
     url: str
     config: Path
     log: Path
-    """The workers' log. The lines of `pagemill up` itself are in `up.err` beside it."""
+    """The workers' log. The lines of `pagemill up` itself are in `up.err` next to it."""
 
     @property
     def keys(self) -> Path:
@@ -119,7 +124,7 @@ def run(cluster: Cluster, *arguments: str) -> str:
 
 def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     config, log = folder / "pagemill.yaml", folder / "up.log"
-    said = folder / "up.err"
+    err = folder / "up.err"
     config.write_text(text)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -127,12 +132,12 @@ def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     env = os.environ | {"PAGEMILL_NATS__PORT": str(port), "PAGEMILL_GATEWAY__PORT": "0"}
     env["PAGEMILL_LOG_FILE"] = str(log)
     command = ["up", "--config", str(config)]
-    with said.open("wb") as stderr:
+    with err.open("wb") as stderr:
         process = preloaded.start(command, cwd=folder, env=env, stderr=stderr)
     deadline = time.monotonic() + 150
-    while b"ready at" not in said.read_bytes():
-        assert process.poll() is None, said.read_text()
-        assert time.monotonic() < deadline, said.read_text()
+    while b"ready at" not in err.read_bytes():
+        assert process.poll() is None, err.read_text()
+        assert time.monotonic() < deadline, err.read_text()
         time.sleep(0.1)
     return Cluster(process, f"nats://127.0.0.1:{port}", config, log)
 
@@ -156,6 +161,37 @@ async def client(cluster: Cluster) -> AsyncIterator[Bus]:
     await bus.close()
 
 
+@pytest.fixture
+async def bus(processes: "Processes", request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
+    """A connection to the broker of a module's processes, when all WORKERS are ready."""
+    connected = await Bus.connect(processes.url, "test")
+    await until_ready(connected, request.module.WORKERS)
+    yield connected
+    await connected.close()
+
+
+async def until_ready(bus: Bus, workers: Iterable[str]) -> None:
+    async with asyncio.timeout(150):
+        while {b.stage or b.role for b in await bus.heartbeats.read()} < set(workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def url(bus: Bus) -> str:
+    return await gateway_url(bus)
+
+
+@pytest.fixture
+async def api(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def gateway_url(bus: Bus) -> str:
+    beats = await bus.heartbeats.read()
+    return next(beat.url for beat in beats if beat.role == "gateway" and beat.url)
+
+
 async def answer(bus: Bus, request: GenerateRequest) -> list[LogRecord]:
     return [record async for record in ask(bus, request, new_request_id())]
 
@@ -167,7 +203,7 @@ def request_text(text: str, **sampling: object) -> GenerateRequest:
 
 
 async def living(bus: Bus, role: str) -> list[Heartbeat]:
-    """Heartbeats of the workers of a role; those of the dead linger for some seconds."""
+    """Return the heartbeats of a role. Heartbeats of dead workers linger for some seconds."""
     return [beat for beat in await bus.heartbeats.read() if beat.role == role and _lives(beat.pid)]
 
 

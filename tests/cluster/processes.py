@@ -1,6 +1,5 @@
-"""Workers as processes of their own, one of each stage, and what tests of sound check."""
+"""Workers in separate processes, one for each stage, and checks for tests of sound."""
 
-import asyncio
 import base64
 import contextlib
 import os
@@ -34,7 +33,7 @@ class Processes:
         self._running: dict[str, preloaded.ForkedCommand] = {}
 
     def fork(self, stage: str, config: Path | None = None) -> preloaded.ForkedCommand:
-        """Start a worker of a stage, beside those that are kept here."""
+        """Start another worker of a stage."""
         arguments = ["worker", *self._workers[stage]]
         arguments += ["--config", str(config or self.folder / "pagemill.yaml"), "--nats", self.url]
         env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: self._roles_of}
@@ -92,14 +91,8 @@ def running(
             processes.stop()
 
 
-async def until_ready(bus: Bus, workers: Mapping[str, Sequence[str]]) -> None:
-    async with asyncio.timeout(150):
-        while {b.stage or b.role for b in await bus.heartbeats.read()} < set(workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-
-
 async def until_records(bus: Bus, stream: str, subject: str, count: int = 1) -> None:
-    """Wait until a subject has so many records."""
+    """Wait until a subject has `count` records."""
 
     async def has_them() -> bool:
         return len(await bus.read(stream, subject)) >= count
@@ -125,15 +118,15 @@ def joined_sound(records: Sequence[OutputRecord]) -> bytes:
     assert isinstance(end, OutputEnd)
     assert not end.cut
     assert [record.index for record in records] == list(range(len(records)))
-    made = b""
+    pcm = b""
     for chunk in chunks:
         assert isinstance(chunk, AudioChunk)
         assert chunk.sample_rate == 24_000
-        assert chunk.first_sample == len(made) // 2
-        made += base64.b64decode(chunk.pcm, validate=True)
-        assert chunk.first_sample + chunk.num_samples == len(made) // 2
-    assert end.summary.units == {"samples": len(made) // 2}
-    return made
+        assert chunk.first_sample == len(pcm) // 2
+        pcm += base64.b64decode(chunk.pcm, validate=True)
+        assert chunk.first_sample + chunk.num_samples == len(pcm) // 2
+    assert end.summary.units == {"samples": len(pcm) // 2}
+    return pcm
 
 
 def sound_of(folder: Path, codes: Sequence[int]) -> bytes:

@@ -89,24 +89,24 @@ def reference_answer(
         do_sample=False,
         max_new_tokens=MAX_TOKENS,
     )
-    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return told
+    tokens: list[int] = answer[0, token_ids.shape[1] :].tolist()
+    return tokens
 
 
 async def test_each_request_is_answered_by_its_own_adapter(tuned: Tuned, bus: Bus) -> None:
-    asked = [(*question, adapter) for question in QUESTIONS for adapter in tuned.references]
+    requests = [(*question, adapter) for question in QUESTIONS for adapter in tuned.references]
     # Twice: the second time with what the first has left in the prefix cache.
     for _ in range(2):
-        logs = await asyncio.gather(*(answer(bus, ask(*one)) for one in asked))
+        logs = await asyncio.gather(*(answer(bus, ask(*request)) for request in requests))
         answers = []
-        for (text, images, adapter), records in zip(asked, logs, strict=True):
+        for (text, images, adapter), records in zip(requests, logs, strict=True):
             assert_gapless(records)
             assert isinstance(records[-1], Finish)
             rendered, _ = await client.render(bus, ask(text, images, adapter))
             reference = tuned.references[adapter]
             answers.append(tokens_of(records))
             assert answers[-1] == reference_answer(reference, rendered.prompt_token_ids, images)
-        assert len({tuple(tokens) for tokens in answers}) == len(asked)
+        assert len({tuple(tokens) for tokens in answers}) == len(requests)
 
 
 def test_an_adapter_that_is_not_there_is_refused(tuned: Tuned) -> None:

@@ -55,7 +55,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def bus(scaled: Cluster) -> AsyncIterator[Bus]:
-    """A connection to the cluster, whose pools are at zero."""
+    """A connection to the cluster. Its pools are at zero."""
     connection = await Bus.connect(scaled.url, "test")
     await until(lambda: at_zero(connection))
     yield connection
@@ -145,8 +145,8 @@ async def test_a_killed_autoscaler_in_a_wake_up_loses_nothing(scaled: Cluster, b
 async def test_an_operator_sets_a_pool_until_it_is_released(scaled: Cluster, bus: Bus) -> None:
     run(scaled, "scale", "engine=2")
     await until(lambda: has_plan(bus, "engine/demo", 2))
-    shown = [json.loads(line) for line in run(scaled, "scale", "--json").splitlines()]
-    row = next(row for row in shown if row["pool"] == "engine/demo")
+    rows = [json.loads(line) for line in run(scaled, "scale", "--json").splitlines()]
+    row = next(row for row in rows if row["pool"] == "engine/demo")
     assert (row["set"], row["state"], row["plan"]["wanted"]) == (2, "running", 2)
     # The order survives the leader.
     kill(await scaled.pid(bus, AUTOSCALER))

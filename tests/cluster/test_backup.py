@@ -1,4 +1,4 @@
-"""A cluster that is lost, and goes on elsewhere from its backup: seen through real processes."""
+"""A lost cluster continues elsewhere from its backup, with real processes."""
 
 import asyncio
 import os
@@ -38,8 +38,8 @@ LONG = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_to
 
 
 @dataclass
-class Asked:
-    """What was asked of the cluster that is lost."""
+class LostRequests:
+    """Requests to the cluster that is lost."""
 
     done: str = field(default_factory=new_request_id)
     broken: str = field(default_factory=new_request_id)
@@ -64,17 +64,17 @@ async def running(folder: Path) -> AsyncIterator[tuple[Cluster, Bus]]:
 
 
 def gateway_url(cluster: Cluster) -> str:
-    found = re.search(r"http://[0-9.:]+", (cluster.log.parent / "up.err").read_text())
-    assert found is not None
-    return found[0]
+    match = re.search(r"http://[0-9.:]+", (cluster.log.parent / "up.err").read_text())
+    assert match is not None
+    return match[0]
 
 
 async def respond(cluster: Cluster) -> str:
     """Have a response made, and return its id."""
     async with httpx.AsyncClient(base_url=gateway_url(cluster), timeout=60) as http:
-        made = await http.post("/v1/responses", json={"model": "demo", "input": "Hello"})
-        assert made.json()["status"] == "completed", made.text
-        return str(made.json()["id"])
+        response = await http.post("/v1/responses", json={"model": "demo", "input": "Hello"})
+        assert response.json()["status"] == "completed", response.text
+        return str(response.json()["id"])
 
 
 async def read_first(bus: Bus, request_id: str) -> None:
@@ -83,19 +83,20 @@ async def read_first(bus: Bus, request_id: str) -> None:
         return
 
 
-async def lose_a_cluster(folder: Path, backup: Path) -> Asked:
+async def lose_a_cluster(folder: Path, backup: Path) -> LostRequests:
     """Back a cluster up while requests are done, broken, written and waiting; then stop it."""
-    asked = Asked()
+    requests = LostRequests()
     async with running(folder) as (cluster, bus):
-        asked.answer = [record async for record in ask(bus, request_text("Hello"), asked.done)]
-        task = subjects.stage("renderer", "demo", "interactive", asked.broken)
-        await bus.publish(task, b"\xc1garbage", asked.broken)
-        assert [type(record) async for record in follow(bus, asked.broken)] == [Failure]
-        asked.response_id = await respond(cluster)
-        await read_first(bus, asked.in_flight)
+        hello = request_text("Hello")
+        requests.answer = [record async for record in ask(bus, hello, requests.done)]
+        task = subjects.stage("renderer", "demo", "interactive", requests.broken)
+        await bus.publish(task, b"\xc1garbage", requests.broken)
+        assert [type(record) async for record in follow(bus, requests.broken)] == [Failure]
+        requests.response_id = await respond(cluster)
+        await read_first(bus, requests.in_flight)
         with stopped(await cluster.pid(bus, "engine")):
-            asked.num_written = len(await read_log(bus, asked.in_flight))
-            waiting = [asyncio.create_task(read_first(bus, name)) for name in asked.waiting]
+            requests.num_written = len(await read_log(bus, requests.in_flight))
+            waiting = [asyncio.create_task(read_first(bus, name)) for name in requests.waiting]
 
             async def all_queued() -> bool:
                 return (await bus.figures.size(subjects.REQUESTS_STREAM))[0] == 4
@@ -104,7 +105,7 @@ async def lose_a_cluster(folder: Path, backup: Path) -> Asked:
             printed = await asyncio.to_thread(run, cluster, "backup", str(backup))
         assert re.search(r"REQUESTS +4 messages", printed), printed
         await asyncio.gather(*waiting)
-    return asked
+    return requests
 
 
 def restore(backup: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -118,26 +119,26 @@ async def test_requests_end_once_in_another_cluster(tmp_path: Path) -> None:
     for folder in (first, second):
         folder.mkdir()
         (folder / "pagemill.yaml").write_text(ONE_AT_A_TIME)
-    asked = await lose_a_cluster(first, backup)
+    requests = await lose_a_cluster(first, backup)
     restored = restore(backup, second)
     assert restored.returncode == 0, restored.stderr
     assert re.search(r"REQUESTS +4 messages", restored.stdout)
 
     async with running(second) as (cluster, bus):
         expected = tokens_of(await answer(bus, LONG))
-        for request_id in (asked.in_flight, *asked.waiting):
+        for request_id in (requests.in_flight, *requests.waiting):
             records = [record async for record in follow(bus, request_id)]
             assert_gapless(records)
             assert isinstance(records[-1], Finish)
             assert tokens_of(records) == expected
             assert await read_log(bus, request_id) == records
-        # What had been written stays, and the rest comes behind it.
-        assert 0 < asked.num_written < len(await read_log(bus, asked.in_flight))
-        assert [record async for record in follow(bus, asked.done)] == asked.answer
-        assert "undecodable_message" in run(cluster, "dead", "show", asked.broken)
+        # The records before the backup stay, and the rest follows them.
+        assert 0 < requests.num_written < len(await read_log(bus, requests.in_flight))
+        assert [record async for record in follow(bus, requests.done)] == requests.answer
+        assert "undecodable_message" in run(cluster, "dead", "show", requests.broken)
         async with httpx.AsyncClient(base_url=gateway_url(cluster)) as http:
-            found = await http.get(f"/v1/responses/{asked.response_id}")
-        assert found.json()["status"] == "completed"
+            response = await http.get(f"/v1/responses/{requests.response_id}")
+        assert response.json()["status"] == "completed"
 
         async def none_queued() -> bool:
             return (await bus.figures.size(subjects.REQUESTS_STREAM))[0] == 0

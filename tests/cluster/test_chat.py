@@ -142,13 +142,13 @@ async def messages_of(bus: Bus, terminal: Terminal, line: str) -> tuple[list[Mes
 
 async def test_a_conversation(terminal: Terminal, client: Bus) -> None:
     await terminal.say("/system Be kind.", "> $")
-    first, one = await messages_of(client, terminal, "What can you do?")
+    first, reply = await messages_of(client, terminal, "What can you do?")
     assert first == [Message("system", "Be kind."), Message("user", "What can you do?")]
-    second, two = await messages_of(client, terminal, "Who are you?")
-    assert second == [*first, Message("assistant", one), Message("user", "Who are you?")]
-    assert await messages_of(client, terminal, "/retry") == (second, two)
+    second, answer = await messages_of(client, terminal, "Who are you?")
+    assert second == [*first, Message("assistant", reply), Message("user", "Who are you?")]
+    assert await messages_of(client, terminal, "/retry") == (second, answer)
     await terminal.say("/undo", "> $")
-    assert await messages_of(client, terminal, "Who are you?") == (second, two)
+    assert await messages_of(client, terminal, "Who are you?") == (second, answer)
     assert await terminal.close() == 0
 
 

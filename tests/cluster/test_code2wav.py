@@ -3,8 +3,8 @@
     request ──▶ talker ~~codes~~▶ code2wav
 
 The talker writes the prompt's tokens as codes, a few frames at a time. Generators are killed
-between chunks and in the middle of them: the sound of a request is that of all its codes in one
-piece.
+between chunks and in the middle of them. The sound of a request equals the sound of all its codes
+in one piece.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ from tests.cluster.processes import (
     running,
     sound_of,
     until_nothing_is_left,
-    until_ready,
 )
 from tests.generator import voices
 from tests.support.waiting import until
@@ -90,7 +89,7 @@ STALL = 1000
 # A code of the table that kills the process which makes sound of it.
 DEADLY = voices.NUM_CODES - 1
 CHUNK_S = 0.1
-"""How long a chunk takes here at least, so that a test can kill a generator in the middle of it."""
+"""Minimum time of a chunk, so that a test can kill a generator in the middle of one."""
 
 
 # -- the processes --------------------------------------------------------------------------------
@@ -145,14 +144,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield started
 
 
-@pytest.fixture
-async def client(processes: Processes) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(processes.url, "test")
-    await until_ready(bus, WORKERS)
-    yield bus
-    await bus.close()
-
-
 # -- requests and their logs ----------------------------------------------------------------------
 
 
@@ -172,7 +163,7 @@ async def follow(bus: Bus, request_id: str) -> list[OutputRecord]:
 
 
 def check_sound(folder: Path, codes: list[int], records: list[OutputRecord]) -> None:
-    """Check that each sample is there once, and that all are those of the codes in one piece."""
+    """Check that each sample is there once, and equals the sample of the codes in one piece."""
     assert joined_sound(records) == sound_of(folder, codes)
 
 
@@ -192,40 +183,38 @@ async def audio_of(bus: Bus, request_id: str) -> list[Any]:
 # -- the tests ------------------------------------------------------------------------------------
 
 
-async def test_the_sound_is_that_of_all_codes_in_one_piece(
-    processes: Processes, client: Bus
-) -> None:
+async def test_the_sound_is_that_of_all_codes_in_one_piece(processes: Processes, bus: Bus) -> None:
     """Requests of all lengths at once, so that chunks of several share batches."""
-    asked = {f"calm{n}": codes_of(n, n) for n in (1, 2, 3, 10, 23, 24, 32)}
-    for request_id, codes in asked.items():
-        await ask(client, request_id, codes)
-    found = await asyncio.gather(*(follow(client, request_id) for request_id in asked))
-    for (request_id, codes), records in zip(asked.items(), found, strict=True):
+    requests = {f"calm{n}": codes_of(n, n) for n in (1, 2, 3, 10, 23, 24, 32)}
+    for request_id, codes in requests.items():
+        await ask(bus, request_id, codes)
+    logs = await asyncio.gather(*(follow(bus, request_id) for request_id in requests))
+    for (request_id, codes), records in zip(requests.items(), logs, strict=True):
         check_sound(processes.folder, codes, records)
-        final = await final_record(client, request_id)
+        final = await final_record(bus, request_id)
         assert isinstance(final, Finish)
         assert list(final.outputs) == ["codes", "audio"]
         assert final.outputs["audio"].units == {"samples": len(codes) * voices.SAMPLES_PER_FRAME}
-    chunks = [record for record in found[-1] if isinstance(record, AudioChunk)]
+    chunks = [record for record in logs[-1] if isinstance(record, AudioChunk)]
     sizes = [chunk.num_samples // voices.SAMPLES_PER_FRAME for chunk in chunks]
     assert sizes == SIZES
-    await until_nothing_is_left(client)
+    await until_nothing_is_left(bus)
 
 
-async def test_a_generator_is_killed_at_every_chunk(processes: Processes, client: Bus) -> None:
+async def test_a_generator_is_killed_at_every_chunk(processes: Processes, bus: Bus) -> None:
     """Each one is killed when it has written a chunk, while it makes the next one."""
     codes = codes_of(5, sum(SIZES))
-    await ask(client, "killed", codes)
-    following = asyncio.create_task(follow(client, "killed"))
+    await ask(bus, "killed", codes)
+    following = asyncio.create_task(follow(bus, "killed"))
     for num_made in range(1, len(SIZES)):
-        await until(partial(has_records, client, "killed", num_made))
+        await until(partial(has_records, bus, "killed", num_made))
         processes.kill("code2wav")
     records = await following
     check_sound(processes.folder, codes, records)
     attempts = [record.attempt for record in records]
     assert len(set(attempts)) >= len(SIZES) - 1
     assert attempts == sorted(attempts)
-    await until_nothing_is_left(client)
+    await until_nothing_is_left(bus)
 
 
 async def has_records(bus: Bus, request_id: str, number: int) -> bool:
@@ -233,83 +222,83 @@ async def has_records(bus: Bus, request_id: str, number: int) -> bool:
 
 
 async def test_codes_that_kill_generators_are_given_up_and_harm_no_other_request(
-    processes: Processes, client: Bus
+    processes: Processes, bus: Bus
 ) -> None:
     calm = codes_of(7, 20)
-    await ask(client, "poison", [*codes_of(8, 2), DEADLY, *codes_of(9, 9)])
-    await ask(client, "neighbor", calm)
+    await ask(bus, "poison", [*codes_of(8, 2), DEADLY, *codes_of(9, 9)])
+    await ask(bus, "neighbor", calm)
     num_started = 0
 
     async def has_ended() -> bool:
         nonlocal num_started
         num_started += processes.restart_if_dead("code2wav")
-        return bool(await read_log(client, "poison"))
+        return bool(await read_log(bus, "poison"))
 
     await until(has_ended, 60)
-    final = await final_record(client, "poison")
+    final = await final_record(bus, "poison")
     assert isinstance(final, Failure)
     assert final.error.code == "poison"
     assert num_started == 2
-    (cut,) = await follow(client, "poison")
+    (cut,) = await follow(bus, "poison")
     assert isinstance(cut, OutputEnd)
     assert cut.cut
-    letter = await client.read_last(subjects.DEAD_STREAM, subjects.dead("code2wav", "poison"))
+    letter = await bus.read_last(subjects.DEAD_STREAM, subjects.dead("code2wav", "poison"))
     assert letter is not None
     assert decode_dead_letter(letter.data).request_id == "poison"
-    check_sound(processes.folder, calm, await follow(client, "neighbor"))
-    await until_nothing_is_left(client)
+    check_sound(processes.folder, calm, await follow(bus, "neighbor"))
+    await until_nothing_is_left(bus)
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "deadline_exceeded"])
-async def test_a_request_that_is_ended_leaves_nothing_behind(client: Bus, ending: str) -> None:
+async def test_a_request_that_is_ended_leaves_nothing(bus: Bus, ending: str) -> None:
     """The talker has stalled after some chunks, and would not end before its deadline."""
     timeout_s = 2.0 if ending == "deadline_exceeded" else None
-    await ask(client, ending, [*codes_of(3, 20), STALL], timeout_s)
+    await ask(bus, ending, [*codes_of(3, 20), STALL], timeout_s)
     if ending == "cancelled":
-        await until(partial(has_records, client, ending, 2))
-        await cancel(client, ending)
-    records = await follow(client, ending)
+        await until(partial(has_records, bus, ending, 2))
+        await cancel(bus, ending)
+    records = await follow(bus, ending)
     assert isinstance(records[-1], OutputEnd)
     assert records[-1].cut
-    final = await final_record(client, ending)
+    final = await final_record(bus, ending)
     assert isinstance(final, Failure)
     assert final.error.code == ending
-    await until_nothing_is_left(client)
+    await until_nothing_is_left(bus)
 
 
-async def test_a_request_that_is_cancelled_after_its_codes_have_ended(client: Bus) -> None:
-    """Nothing but the notice of the end tells the generator of it."""
-    await ask(client, "long", codes_of(4, 400))
+async def test_a_request_that_is_cancelled_after_its_codes_have_ended(bus: Bus) -> None:
+    """The generator learns of the cancellation only from the notice of the end."""
+    await ask(bus, "long", codes_of(4, 400))
 
     async def codes_have_ended() -> bool:
         subject = subjects.tokens("long", "codes")
-        last = await client.read_last(subjects.TOKENS_STREAM, subject)
+        last = await bus.read_last(subjects.TOKENS_STREAM, subject)
         return last is not None and isinstance(decode_record(last.data), OutputEnd)
 
     await until(codes_have_ended)
-    await cancel(client, "long")
-    final = await final_record(client, "long")
+    await cancel(bus, "long")
+    final = await final_record(bus, "long")
     assert isinstance(final, Failure)
-    num_records = len(await audio_of(client, "long"))
+    num_records = len(await audio_of(bus, "long"))
     assert num_records < 40
-    await until_nothing_is_left(client)
-    assert len(await audio_of(client, "long")) == num_records
+    await until_nothing_is_left(bus)
+    assert len(await audio_of(bus, "long")) == num_records
 
 
-async def test_a_generator_that_wakes_behind_the_end_writes_nothing(
-    processes: Processes, client: Bus
+async def test_a_generator_that_wakes_after_the_end_writes_nothing(
+    processes: Processes, bus: Bus
 ) -> None:
-    await ask(client, "zombie", codes_of(6, 200))
-    await until(partial(has_records, client, "zombie", 2))
+    await ask(bus, "zombie", codes_of(6, 200))
+    await until(partial(has_records, bus, "zombie", 2))
     with processes.stopped("code2wav"):
-        await cancel(client, "zombie")
-        final = await final_record(client, "zombie")
+        await cancel(bus, "zombie")
+        final = await final_record(bus, "zombie")
     assert isinstance(final, Failure)
-    await until_nothing_is_left(client)
-    *chunks, end = await follow(client, "zombie")
+    await until_nothing_is_left(bus)
+    *chunks, end = await follow(bus, "zombie")
     assert isinstance(end, OutputEnd)
     assert end.cut
-    assert await audio_of(client, "zombie") == [*chunks, end]
+    assert await audio_of(bus, "zombie") == [*chunks, end]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.bus.login import Login, seed_file
 from shared.protocol.permissions import OPERATOR
 from tests import preloaded
-from tests.cluster.conftest import CONFIG, FORKED_PAGEMILL, ROOT
-from tests.cluster.processes import until_ready
+from tests.cluster.conftest import CONFIG, FORKED_PAGEMILL, ROOT, until_ready
 
 ROLES = ("coordinator", "renderer", "engine", "gateway")
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))["services"]
@@ -79,9 +78,9 @@ def _mounts(service: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture
 def volumes(tmp_path: Path) -> Volumes:
-    made = Volumes(tmp_path / "run")
-    made.keys()
-    return made
+    run_volumes = Volumes(tmp_path / "run")
+    run_volumes.keys()
+    return run_volumes
 
 
 def files_of(folder: Path) -> list[str]:

@@ -67,8 +67,8 @@ async def client(three: Cluster) -> AsyncIterator[Bus]:
     await bus.close()
 
 
-async def encoders_live(bus: Bus, wanted: int) -> bool:
-    return len(await living(bus, "encoder")) >= wanted
+async def encoders_live(bus: Bus, count: int) -> bool:
+    return len(await living(bus, "encoder")) >= count
 
 
 def about(image: str, text: str = "What color is this image?") -> GenerateRequest:
@@ -104,7 +104,7 @@ async def test_a_video_is_encoded_once_and_answered_as_by_transformers(client: B
     num_before = sum([beat.load["encoded"] for beat in await living(client, "encoder")])
     videos = [VideoURL(data_url(clip(8, shift=5)), fps=fps) for fps in (2.0, 2.0, 1.0)]
     answers = [await answer(client, question(video)) for video in videos]
-    expected = [expected_tokens(frames_of(8, shift=5), one, False) for one in videos[1:]]
+    expected = [expected_tokens(frames_of(8, shift=5), another, False) for another in videos[1:]]
     assert [tokens_of(records) for records in answers] == [expected[0], *expected]
 
     async def are_two() -> bool:
@@ -155,10 +155,10 @@ async def test_a_hundred_requests_with_one_image_make_one_encode(
     assert len(events(three, "encoded")) - before == 1
 
 
-async def test_nobody_ends_an_encode_task_in_a_requests_name(
+async def test_no_request_can_end_an_encode_task_by_its_name(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
-    """Whoever has an image's file can tell what its task is called."""
+    """A client that has the file of an image can compute the name of its task."""
     request = about_a_new_image(tmp_path, (112, 112), "teal")
     processor = Processor(ModelConfig(str(DEMO_MODEL)))
     source = hash_source((tmp_path / "new.png").read_bytes())
@@ -177,7 +177,7 @@ async def nothing_queued(bus: Bus, stream: str) -> bool:
     return first > last
 
 
-async def test_an_encoder_killed_with_an_image_in_hand(
+async def test_an_encoder_killed_while_it_encodes_an_image(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
     request = about_a_new_image(tmp_path, (120, 200), "blue")
@@ -227,12 +227,12 @@ async def test_embeddings_that_are_lost_are_made_again(
 async def _is_encoded(bus: Bus) -> bool:
     """Whether a result is there, and no encoder has a task, which would make another one."""
     filters = [subjects.stage_filter("encoder", "demo", lane) for lane in subjects.LANES]
-    if any([await bus.figures.subjects_of(subjects.STAGES_STREAM, one) for one in filters]):
+    if any([await bus.figures.subjects_of(subjects.STAGES_STREAM, subject) for subject in filters]):
         return False
     return await bus.read_last(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER) is not None
 
 
-async def test_without_encoders_the_deadline_holds_and_text_goes_on(
+async def test_without_encoders_the_deadline_holds_and_text_continues(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
     request = about_a_new_image(tmp_path, (64, 200), "green")
@@ -262,12 +262,12 @@ async def test_a_shared_directory_outlives_its_encoder(tmp_path: Path) -> None:
     text = WITH_ENCODERS + f"embeddings: {{storage: directory, path: {store}}}\n"
     for cluster in start_with_encoders(tmp_path, text, 0):
         bus = await Bus.connect(cluster.url, "test")
-        for asked in ("What color is this image?", "What color is it?"):
-            records = await answer(bus, about("red.png", asked))
+        for words in ("What color is this image?", "What color is it?"):
+            records = await answer(bus, about("red.png", words))
             assert "red" in text_of(records).lower()
         (file,) = store.glob("demo/*/encoder_cache.safetensors")
         assert (file.parent / "acknowledged").exists()
-        # Nobody remembers where they are, and nobody who made them is left.
+        # The addresses of the embeddings are gone, and so is the encoder that made them.
         await bus.purge(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER)
         os.kill(await cluster.pid(bus, "encoder"), signal.SIGKILL)
         records = await answer(bus, about("red.png"))
@@ -308,10 +308,10 @@ async def test_engines_with_towers_share_what_they_make(tmp_path: Path) -> None:
         await bus.close()
 
 
-async def _has_encoded(bus: Bus, wanted: int) -> bool:
+async def _has_encoded(bus: Bus, count: int) -> bool:
     """The one living engine, since its last answer."""
     return any(
-        beat.load["encoded_items"] == wanted and beat.load["prefix_query_tokens"] > 0
+        beat.load["encoded_items"] == count and beat.load["prefix_query_tokens"] > 0
         for beat in await living(bus, "engine")
     )
 

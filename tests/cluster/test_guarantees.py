@@ -1,4 +1,4 @@
-"""What holds for every accepted request, whatever happens: seen through real processes."""
+"""The guarantees of every accepted request during faults, with real processes."""
 
 import asyncio
 import contextlib
@@ -56,13 +56,13 @@ def code_of(records: list[LogRecord]) -> str:
 
 @contextlib.asynccontextmanager
 async def second_engine(cluster: Cluster, bus: Bus) -> AsyncIterator[preloaded.ForkedCommand]:
-    known = {beat.worker for beat in await living(bus, "engine")}
+    workers = {beat.worker for beat in await living(bus, "engine")}
     command = ["worker", "engine", "--config", str(cluster.config), "--nats", cluster.url]
     with cluster.log.open("ab") as log:
         process = preloaded.start(command, stderr=log)
 
     async def ready() -> bool:
-        return any(beat.worker not in known for beat in await living(bus, "engine"))
+        return any(beat.worker not in workers for beat in await living(bus, "engine"))
 
     try:
         await until(ready, 60, "the second engine is not ready")
@@ -181,8 +181,8 @@ async def test_a_zombie_is_fenced_off_and_lets_go(cluster: Cluster, client: Bus)
         async for record in ask(client, request, request_id):
             records.append(record)
             if len(records) == 5:
-                found = await request_status.find(client, request_id)
-                (zombie,) = [b for b in await living(client, "engine") if b.worker == found.worker]
+                status = await request_status.find(client, request_id)
+                (zombie,) = [b for b in await living(client, "engine") if b.worker == status.worker]
                 os.kill(zombie.pid, signal.SIGSTOP)
         assert zombie is not None
         os.kill(zombie.pid, signal.SIGCONT)
@@ -250,25 +250,25 @@ async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
     with stopped(await cluster.pid(client, "engine")):
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
         await until(partial(in_engine, client, request_id), 20, "it does not come to the engine")
-        found = await request_status.find(client, request_id)
-        assert [hop.stage for hop in found.path] == ["coordinator", "renderer"]
+        status = await request_status.find(client, request_id)
+        assert [hop.stage for hop in status.path] == ["coordinator", "renderer"]
     await running
     request_id = new_request_id()
     with stopped(await cluster.pid(client, "renderer")):
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
         await until(lambda: work_of(client, request_id), 20, "no stage has it")
-        found = await request_status.find(client, request_id)
-        assert (found.state, found.stage) == ("queued", "renderer")
-        assert [hop.stage for hop in found.path] == ["coordinator"]
-        assert found.waits_s is not None
-        assert found.why
+        status = await request_status.find(client, request_id)
+        assert (status.state, status.stage) == ("queued", "renderer")
+        assert [hop.stage for hop in status.path] == ["coordinator"]
+        assert status.waits_s is not None
+        assert status.why
     await running
-    found = await request_status.find(client, request_id)
-    assert (found.state, found.stage, found.attempt is not None) == ("finished", "engine", True)
-    assert [hop.stage for hop in found.path] == ["coordinator", "renderer", "engine"]
-    told = run(cluster, "where", request_id)
-    assert told.returncode == 0
-    assert "finished" in told.stdout
+    status = await request_status.find(client, request_id)
+    assert (status.state, status.stage, status.attempt is not None) == ("finished", "engine", True)
+    assert [hop.stage for hop in status.path] == ["coordinator", "renderer", "engine"]
+    done = run(cluster, "where", request_id)
+    assert done.returncode == 0
+    assert "finished" in done.stdout
 
 
 async def test_dead_letters_from_the_command_line(cluster: Cluster, client: Bus) -> None:
@@ -278,9 +278,9 @@ async def test_dead_letters_from_the_command_line(cluster: Cluster, client: Bus)
     records = [record async for record in follow(client, request_id)]
     assert code_of(records) == "undecodable_message"
     assert request_id in run(cluster, "dead", "list").stdout
-    shown = run(cluster, "dead", "show", request_id)
-    assert "undecodable_message" in shown.stdout
-    assert "Traceback" in shown.stdout
+    letter = run(cluster, "dead", "show", request_id)
+    assert "undecodable_message" in letter.stdout
+    assert "Traceback" in letter.stdout
     refused = run(cluster, "dead", "requeue", request_id)
     assert refused.returncode == 1
     assert "does not contain the request" in refused.stderr

@@ -1,6 +1,6 @@
 """Questions about sounds and transcripts, by the demo's model that hears, over HTTP and NATS.
 
-Its answers are those of transformers for the same samples, whatever they are.
+Its answers equal the answers of transformers for the same samples, right or wrong.
 """
 
 import asyncio
@@ -99,12 +99,12 @@ async def test_a_sound_is_heard_as_transformers_hears_it(
     api: AsyncOpenAI, listener: Listener
 ) -> None:
     data = file_of(sound())
-    told = listener.listen(sound(), QUESTION)
+    reply = listener.listen(sound(), QUESTION)
     # The format is the file's, not what the client says.
     part = {"type": "input_audio", "input_audio": {"data": encoded(data), "format": "mp3"}}
-    assert await ask(api, part) == told
+    assert await ask(api, part) == reply
     url = "data:audio/x-unknown;base64," + encoded(data)
-    assert await ask(api, {"type": "audio_url", "audio_url": {"url": url}}) == told
+    assert await ask(api, {"type": "audio_url", "audio_url": {"url": url}}) == reply
 
 
 async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None:
@@ -118,10 +118,10 @@ async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None
         part = {"type": "audio_url", "audio_url": {"url": "data:;base64," + encoded(data)}}
         with pytest.raises(APIStatusError) as caught:
             await ask(api, part)
-        told: Any = caught.value.body
-        assert (told["code"], told["param"]) == (code, "messages[0].content[0].audio_url.url")
-        assert message in told["message"]
-    # A client is told the field that it has sent.
+        error: Any = caught.value.body
+        assert (error["code"], error["param"]) == (code, "messages[0].content[0].audio_url.url")
+        assert message in error["message"]
+    # The error names the field that the client has sent.
     part = {"type": "input_audio", "input_audio": {"data": encoded(b"RIFF"), "format": "wav"}}
     with pytest.raises(APIStatusError) as caught:
         await ask(api, part)
@@ -134,20 +134,20 @@ async def test_sounds_that_cannot_be_heard_are_refused(api: AsyncOpenAI) -> None
 async def test_too_many_sounds_are_refused(api: AsyncOpenAI, hearing: Cluster) -> None:
     # None of them can be heard: they are counted before any is read.
     url = "data:audio/wav;base64,AAAA"
-    told = "audios in the request: 5, over the limit of 4 (max_audios)"
+    expected = "audios in the request: 5, over the limit of 4 (max_audios)"
     parts: list[dict[str, Any]] = [{"type": "audio_url", "audio_url": {"url": url}}] * 5
     with pytest.raises(APIStatusError) as caught:
         await ask(api, *parts)
     refused: Any = caught.value.body
     assert (caught.value.status_code, refused["code"]) == (422, "media_too_large")
-    assert (refused["param"], refused["message"]) == (FIFTH, told)
+    assert (refused["param"], refused["message"]) == (FIFTH, expected)
     message = Message("user", [AudioPart(AudioURL(url))] * 5)
     bus = await Bus.connect(hearing.url, "test")
     [failure] = await answer(bus, GenerateRequest("hearing", [message]))
     await bus.close()
     assert isinstance(failure, Failure)
     assert (failure.error.code, failure.error.field) == ("media_too_large", FIFTH)
-    assert failure.error.message == told
+    assert failure.error.message == expected
 
 
 def processed_video(seconds: float) -> tuple[int, bytes]:
@@ -159,9 +159,9 @@ def processed_video(seconds: float) -> tuple[int, bytes]:
 
     processor = Processor(ModelConfig(str(MODEL), max_videos=2))
     video = DecodedVideo(VideoProbe(8, 2.0, 84, 56, is_sequence=True), read, "")
-    made = processor.process(video, "field", "")
-    fields = made.fields | {SECONDS: from_numpy(np.array(seconds, np.float32))}
-    return made.num_tokens, processor.encode_item(replace(made, fields=fields))[0]
+    item = processor.process(video, "field", "")
+    fields = item.fields | {SECONDS: from_numpy(np.array(seconds, np.float32))}
+    return item.num_tokens, processor.encode_item(replace(item, fields=fields))[0]
 
 
 async def about_videos(bus: Bus, *seconds: float) -> GenerateRequest:
@@ -204,7 +204,7 @@ async def test_videos_beyond_the_last_position_are_refused_and_others_are_answer
 
 
 async def test_a_response_is_about_a_sound(api: AsyncOpenAI, listener: Listener) -> None:
-    # One that is too large for the log of the response is stored beside it.
+    # A sound that is too large for the log of the response is stored outside it.
     padded = np.concatenate([sound(), np.zeros(9 * RATE, np.float32)])
     small, large = file_of(sound()), file_of(padded)
     assert len(small) < 2**17 < 2**19 < len(large)
@@ -215,28 +215,29 @@ async def test_a_response_is_about_a_sound(api: AsyncOpenAI, listener: Listener)
         for data in (small, large)
     ]
     parts.append({"type": "input_file", "file_id": stored.id})
-    shown = []
-    for part, heard in zip(parts, (sound(), padded, sound()), strict=True):
+    stored_parts = []
+    for part, samples in zip(parts, (sound(), padded, sound()), strict=True):
         content: Any = [part, {"type": "input_text", "text": QUESTION}]
-        made = await api.responses.create(
+        response = await api.responses.create(
             model="hearing", input=[{"role": "user", "content": content}]
         )
-        assert made.output_text == listener.listen(heard, QUESTION)
-        items: Any = await api.responses.input_items.list(made.id)
-        shown.append(items.data[0].content[0])
-    assert shown[0].input_audio["data"] == encoded(small)
-    assert shown[1].input_audio["data"].startswith("media:")
-    assert shown[2].filename == "three.flac"
+        assert response.output_text == listener.listen(samples, QUESTION)
+        items: Any = await api.responses.input_items.list(response.id)
+        stored_parts.append(items.data[0].content[0])
+    assert stored_parts[0].input_audio["data"] == encoded(small)
+    assert stored_parts[1].input_audio["data"].startswith("media:")
+    assert stored_parts[2].filename == "three.flac"
 
 
 async def test_a_recording_is_written_down(api: AsyncOpenAI, listener: Listener) -> None:
     transcribe: Any = api.audio.transcriptions.create
-    data, told = file_of(sound()), listener.listen(sound(), "Transcribe the speech into text.")
+    data = file_of(sound())
+    transcript = listener.listen(sound(), "Transcribe the speech into text.")
     answer = await transcribe(model="hearing", file=("a.wav", data))
-    assert answer.text == told
+    assert answer.text == transcript
     assert answer.usage.type == "tokens"
     text = await transcribe(model="hearing", file=("a.wav", data), response_format="text")
-    assert text == f"{told}\n"
+    assert text == f"{transcript}\n"
     for name in ("srt", "vtt", "verbose_json"):
         with pytest.raises(APIStatusError, match="the model does not produce timestamps") as caught:
             await transcribe(model="hearing", file=("a.wav", data), response_format=name)
@@ -252,19 +253,19 @@ async def test_a_long_recording_is_written_down_in_pieces(
 ) -> None:
     whole = np.zeros(70 * RATE, np.float32)
     for number, at_s in ((1, 10), (2, 35), (4, 60)):
-        heard = sound(number)
-        whole[at_s * RATE :][: len(heard)] = heard
-    # What is stored of a piece is rounded to 16 bits.
+        speech = sound(number)
+        whole[at_s * RATE :][: len(speech)] = speech
+    # The stored samples of a piece are rounded to 16 bits.
     rounded = np.asarray(np.rint(whole * 2**15).clip(max=2**15 - 1) / 2**15, np.float32)
     pieces = list(split_sound(iter([rounded])))
     assert len(pieces) == 3
     instruction = "Transcribe the English speech into text."
-    told = " ".join(listener.listen(piece, instruction) for piece in pieces)
+    transcript = " ".join(listener.listen(piece, instruction) for piece in pieces)
     file = ("long.flac", file_of(rounded, "FLAC", "PCM_16"))
     transcribe: Any = api.audio.transcriptions.create
     stream = await transcribe(model="hearing", file=file, language="en", stream=True)
     *deltas, done = [event async for event in stream]
-    assert "".join(event.delta for event in deltas) == done.text == told
+    assert "".join(event.delta for event in deltas) == done.text == transcript
 
 
 async def test_clients_without_http_ask_about_sounds(
@@ -272,10 +273,10 @@ async def test_clients_without_http_ask_about_sounds(
 ) -> None:
     file = tmp_path / "a.flac"
     file.write_bytes(file_of(sound(), "FLAC", "PCM_16"))
-    told = listener.listen(soundfile.read(file, dtype="float32")[0], QUESTION)
+    reply = listener.listen(soundfile.read(file, dtype="float32")[0], QUESTION)
     command = ("ask", QUESTION, "--audio", str(file), "--nats", hearing.url)
-    asked = await asyncio.to_thread(preloaded.run, *command, "--config", str(hearing.config))
-    assert asked.stdout.strip() == told
+    done = await asyncio.to_thread(preloaded.run, *command, "--config", str(hearing.config))
+    assert done.stdout.strip() == reply
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(ROOT / "ops" / "examples" / "hear.py"),
@@ -285,7 +286,7 @@ async def test_clients_without_http_ask_about_sounds(
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()
-    assert output.decode().strip() == told
+    assert output.decode().strip() == reply
 
 
 @pytest.mark.skipif(
@@ -295,7 +296,7 @@ async def test_clients_without_http_ask_about_sounds(
 def test_the_page_plays_what_it_sends(api: AsyncOpenAI, listener: Listener, tmp_path: Path) -> None:
     file = tmp_path / "three.bin"
     file.write_bytes(file_of(sound(), "FLAC", "PCM_16"))
-    told = listener.listen(soundfile.read(file, dtype="float32")[0], QUESTION)
+    reply = listener.listen(soundfile.read(file, dtype="float32")[0], QUESTION)
     with browsing(tmp_path) as page:
         page.open(str(api.base_url).removesuffix("v1/"))
         page.wait("!document.querySelector('#send').disabled")
@@ -304,7 +305,7 @@ def test_the_page_plays_what_it_sends(api: AsyncOpenAI, listener: Listener, tmp_
         page.wait("document.querySelector('#images audio')?.readyState >= 3")
         page.type("#question", QUESTION + ENTER)
         page.wait("document.querySelector('.turn .status')?.textContent.startsWith('Done')")
-        assert page.text(".turn .text").strip() == told
+        assert page.text(".turn .text").strip() == reply
         duration_s = page.run("return document.querySelector('.thumbs audio').duration")
         assert duration_s == pytest.approx(len(sound()) / RATE, abs=0.01)
         assert page.console_errors() == []

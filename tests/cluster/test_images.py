@@ -2,7 +2,7 @@
 
     request ──▶ dit
 
-The bytes of every file equal those of a plain loop over the same weights.
+Every file equals the file of a plain loop over the same weights, byte for byte.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import base64
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from shared.protocol.images import ImageParams, PaintParams
 from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
+from shared.state.token_log import last_record
 from tests import preloaded
-from tests.cluster.processes import Processes, running, until_nothing_is_left, until_ready
+from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator import painters
 from tests.support.waiting import until
 from workers.generator.core.denoising import ImageModel
@@ -65,7 +66,7 @@ WORKERS = {
     "agent": ["agent"],
 }
 STEP_S = 0.1
-"""How long a step takes here at least, so that a worker can be killed between two of them."""
+"""Minimum time of a step, so that a worker can be killed between two steps."""
 PROMPT = "a red circle on blue"
 # Notes each image that the page shows.
 WATCH_IMAGES = """
@@ -97,21 +98,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield started
 
 
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
-
-
-@pytest.fixture
-async def url(bus: Bus) -> str:
-    found = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-    assert found[0] is not None
-    return found[0]
-
-
 @pytest.fixture(scope="module")
 def painter(processes: Processes) -> ImageModel:
     return load_painter(processes.folder / "painter", "float64", ["16x16"], "the stage")
@@ -126,8 +112,8 @@ async def steps_of(bus: Bus, request_id: str) -> list[StepState]:
 async def test_the_generator_is_killed_between_the_steps_of_an_image(
     processes: Processes, bus: Bus, painter: ImageModel
 ) -> None:
-    asked = ImageParams(steps=8, seed=5, negative_prompt="a star")
-    request = GenerateRequest("painter", prompt=PROMPT, image=asked)
+    options = ImageParams(steps=8, seed=5, negative_prompt="a star")
+    request = GenerateRequest("painter", prompt=PROMPT, image=options)
 
     async def own() -> list[Any]:
         return [record async for record in client.ask(bus, request, "killed")]
@@ -147,7 +133,7 @@ async def test_the_generator_is_killed_between_the_steps_of_an_image(
     params = PaintParams("16x16", 1, 8, 3.0, "a star", 5)
     alone = painters.painted_alone(PROMPT, params, model=painter)
     assert await client.read_media(bus, image.media) == alone
-    # What is in the log is not computed again.
+    # Steps in the log are not computed again.
     states = await steps_of(bus, "killed")
     assert [state.step for state in states] == [1, 2, 3, 4, 5, 6, 7]
     assert len({state.attempt for state in states}) == 3
@@ -213,13 +199,13 @@ async def test_a_request_that_waits_paints_when_the_one_before_is_cancelled(
     async def has_begun() -> bool:
         return bool(await steps_of(bus, "first"))
 
-    asked = asyncio.create_task(first())
+    painting = asyncio.create_task(first())
     await until(has_begun)
     second = asyncio.create_task(painted(bus, "second", request))
     await asyncio.sleep(5 * STEP_S)
     assert not await steps_of(bus, "second")
     await client.cancel(bus, "first")
-    assert isinstance(await asked, Failure)
+    assert isinstance(await painting, Failure)
     params = PaintParams("16x16", 1, 20, 3.0, "", 14)
     assert await second == painters.painted_alone(PROMPT, params, model=painter)
     await until_nothing_is_left(bus)
@@ -228,16 +214,17 @@ async def test_a_request_that_waits_paints_when_the_one_before_is_cancelled(
 # -- over HTTP, and from the command line ---------------------------------------------------------
 
 
-async def test_the_official_client_has_images_painted(url: str, painter: ImageModel) -> None:
+async def test_the_official_client_has_images_painted(
+    api: AsyncOpenAI, url: str, painter: ImageModel
+) -> None:
     params = PaintParams("12x8", 2, 4, 3.0, "", 7)
     right = [painters.painted_alone(PROMPT, params, number, painter) for number in range(2)]
     more = {"seed": 7, "num_inference_steps": 4}
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "painter", "prompt": PROMPT, "n": 2, "size": "12x8"}
-        whole, by_url = await asyncio.gather(
-            api.images.generate(**form, extra_body=more),
-            api.images.generate(**form, response_format="url", extra_body=more),
-        )
+    form: Any = {"model": "painter", "prompt": PROMPT, "n": 2, "size": "12x8"}
+    whole, by_url = await asyncio.gather(
+        api.images.generate(**form, extra_body=more),
+        api.images.generate(**form, response_format="url", extra_body=more),
+    )
     assert [base64.b64decode(image.b64_json or "") for image in whole.data or []] == right
     assert (whole.size, whole.output_format) == ("12x8", "png")
     assert whole.usage is not None
@@ -252,16 +239,15 @@ async def test_the_official_client_has_images_painted(url: str, painter: ImageMo
             assert (await http.get(f"{url}/v1/images/{name}")).status_code == 404
 
 
-async def test_an_image_sharpens_in_a_stream(url: str, painter: ImageModel) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        stream = await api.images.generate(
-            model="painter",
-            prompt=PROMPT,
-            stream=True,
-            partial_images=2,
-            extra_body={"seed": 3, "guidance_scale": 1.0},
-        )
-        *previews, last = [event async for event in stream]
+async def test_an_image_sharpens_in_a_stream(api: AsyncOpenAI, painter: ImageModel) -> None:
+    stream = await api.images.generate(
+        model="painter",
+        prompt=PROMPT,
+        stream=True,
+        partial_images=2,
+        extra_body={"seed": 3, "guidance_scale": 1.0},
+    )
+    *previews, last = [event async for event in stream]
     assert [event.type for event in previews] == ["image_generation.partial_image"] * 2
     assert [getattr(event, "partial_image_index", None) for event in previews] == [0, 1]
     assert last.type == "image_generation.completed"
@@ -290,12 +276,11 @@ async def test_an_image_sharpens_in_a_stream(url: str, painter: ImageModel) -> N
     ],
 )
 async def test_what_cannot_be_painted_is_refused_by_the_field(
-    url: str, changed: dict[str, Any], field: str, message: str
+    api: AsyncOpenAI, changed: dict[str, Any], field: str, message: str
 ) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "painter", "prompt": PROMPT} | changed
-        with pytest.raises(openai.APIStatusError) as refused:
-            await api.post("/images/generations", cast_to=object, body=form)
+    form: Any = {"model": "painter", "prompt": PROMPT} | changed
+    with pytest.raises(openai.APIStatusError) as refused:
+        await api.post("/images/generations", cast_to=object, body=form)
     assert refused.value.status_code == (404 if changed.get("model") == "none" else 400)
     body: Any = refused.value.body
     assert body["param"] == field
@@ -315,11 +300,7 @@ async def test_a_client_that_leaves_cancels_its_image(bus: Bus, url: str, is_str
         (request_id,) = await until(new)
         asking.cancel()
 
-    async def last() -> Any:
-        stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
-        return stored and decode_record(stored.data)
-
-    final = await until(last)
+    final = await until(partial(last_record, bus, request_id))
     assert isinstance(final, Failure)
     assert final.error.code == "cancelled"
     await until_nothing_is_left(bus)
@@ -350,11 +331,11 @@ def check_page(url: str, folder: Path, image: str) -> None:
             "document.querySelector('.turn .status')?.textContent.startsWith('Painted')",
             timeout_s=60,
         )
-        shown: list[str] = page.run("return window.shown")
-        assert len(shown) == len(set(shown)) == 7
-        assert shown[-1] == f"data:image/png;base64,{image}"
+        urls: list[str] = page.run("return window.shown")
+        assert len(urls) == len(set(urls)) == 7
+        assert urls[-1] == f"data:image/png;base64,{image}"
         assert page.run("return document.querySelector('.painted').naturalWidth") == 16
-        # A reload goes on with the image.
+        # A reload continues with the image.
         page.run("document.querySelector('#more').value = arguments[0]", '{"timeout_s": 50}')
         page.type("#question", PROMPT + ENTER)
         page.wait("document.querySelector('.turn:last-child .painted') !== null")
@@ -377,7 +358,7 @@ def check_page(url: str, folder: Path, image: str) -> None:
 
 
 async def steps_by_request(bus: Bus) -> list[str]:
-    """The requests whose images have begun."""
+    """Return the ids of requests with at least one step of an image."""
     stored = await bus.read(subjects.TOKENS_STREAM, "pm.tokens.*.image")
     return [message.subject.split(".")[2] for message in stored]
 
@@ -399,7 +380,7 @@ async def test_the_command_line_saves_images(
     assert "16 x 16 pixels, seed 4" in drawn.stderr
     where = await asyncio.to_thread(preloaded.run, "where", "drawn", *options)
     assert "dit" in where.stdout
-    for more, said in (
+    for more, message in (
         (["--model", "demo"], "demo has no output of images"),
         (["--size", "1x1"], "available: 16x16, 12x8"),
         (["--steps", "0"], "steps"),
@@ -408,29 +389,28 @@ async def test_the_command_line_saves_images(
             preloaded.run, "draw", PROMPT, "-o", str(file), *more, *options
         )
         assert refused.returncode == 1
-        assert said in refused.stderr
+        assert message in refused.stderr
 
 
 # -- as responses ---------------------------------------------------------------------------------
 
 
-async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
-    processes: Processes, bus: Bus, url: str, painter: ImageModel
+async def test_a_response_of_a_painter_is_its_image_although_workers_are_killed(
+    processes: Processes, bus: Bus, api: AsyncOpenAI, painter: ImageModel
 ) -> None:
     tool: Any = {"type": "image_generation", "size": "12x8", "partial_images": 2}
     form: Any = {"model": "painter", "input": PROMPT, "tools": [tool]}
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        begun = await api.responses.create(**form, background=True)
-        request_id = f"{begun.id}-i0-0"
-        for number, role in ((1, "agent"), (3, "dit"), (4, "agent")):
+    begun = await api.responses.create(**form, background=True)
+    request_id = f"{begun.id}-i0-0"
+    for number, role in ((1, "agent"), (3, "dit"), (4, "agent")):
 
-            async def has_steps(least: int = number) -> bool:
-                return len(await steps_of(bus, request_id)) >= least
+        async def has_steps(least: int = number) -> bool:
+            return len(await steps_of(bus, request_id)) >= least
 
-            await until(has_steps)
-            processes.kill(role)
-        events = [event async for event in await api.responses.retrieve(begun.id, stream=True)]
-        stored = await api.responses.retrieve(begun.id)
+        await until(has_steps)
+        processes.kill(role)
+    events = [event async for event in await api.responses.retrieve(begun.id, stream=True)]
+    stored = await api.responses.retrieve(begun.id)
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds == [
         "created", "queued", "in_progress", "output_item.added",
@@ -443,8 +423,8 @@ async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
     assert image.type == "image_generation_call"
     # Without a seed the noise is made of the request's id.
     records = [record async for record in client.follow_output(bus, request_id, "image")]
-    (made,) = (record for record in records if isinstance(record, ImageRecord))
-    params = PaintParams("12x8", 1, 6, 3.0, "", made.seed)
+    (painted,) = (record for record in records if isinstance(record, ImageRecord))
+    params = PaintParams("12x8", 1, 6, 3.0, "", painted.seed)
     alone = painters.painted_alone(PROMPT, params, model=painter)
     assert base64.b64decode(image.result or "") == alone
     # No step was computed again.
@@ -454,43 +434,42 @@ async def test_a_response_of_a_painter_is_its_image_whoever_is_killed(
 
 
 async def test_a_response_of_a_painter_is_cancelled_and_refused(
-    bus: Bus, url: str, painter: ImageModel
+    bus: Bus, api: AsyncOpenAI, painter: ImageModel
 ) -> None:
     form: Any = {"model": "painter", "input": PROMPT, "tools": [{"type": "image_generation"}]}
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        begun = await api.responses.create(**form, background=True)
+    begun = await api.responses.create(**form, background=True)
 
-        async def has_begun() -> bool:
-            return bool(await steps_of(bus, f"{begun.id}-i0-0"))
+    async def has_begun() -> bool:
+        return bool(await steps_of(bus, f"{begun.id}-i0-0"))
 
-        await until(has_begun)
-        cancelled = await api.responses.cancel(begun.id)
-        (image,) = cancelled.output
-        assert (cancelled.status, image.type) == ("cancelled", "image_generation_call")
-        assert getattr(image, "status", None) == "failed"
-        await until_nothing_is_left(bus)
-        for changes, field in (
-            ({"input": "red " * 20}, "input"),
-            ({"instructions": "Be brief."}, "instructions"),
-            ({"temperature": 0.5}, "temperature"),
-            ({"tools": []}, "model"),
-            (
-                {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
-                "input",
-            ),
-            ({"tool_choice": "none"}, "tool_choice"),
-        ):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await api.responses.create(**form | changes)
-            assert refused.value.param == field
-        with pytest.raises(openai.BadRequestError):
-            await api.responses.input_tokens.count(model="painter", input="a")
+    await until(has_begun)
+    cancelled = await api.responses.cancel(begun.id)
+    (image,) = cancelled.output
+    assert (cancelled.status, image.type) == ("cancelled", "image_generation_call")
+    assert getattr(image, "status", None) == "failed"
+    await until_nothing_is_left(bus)
+    for changes, field in (
+        ({"input": "red " * 20}, "input"),
+        ({"instructions": "Be brief."}, "instructions"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"tools": []}, "model"),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+            "input",
+        ),
+        ({"tool_choice": "none"}, "tool_choice"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.responses.create(**form | changes)
+        assert refused.value.param == field
+    with pytest.raises(openai.BadRequestError):
+        await api.responses.input_tokens.count(model="painter", input="a")
 
 
 # -- at another gateway ----------------------------------------------------------------------------
 
 
-async def test_an_image_goes_on_at_another_gateway(
+async def test_an_image_continues_at_another_gateway(
     processes: Processes, bus: Bus, url: str, painter: ImageModel
 ) -> None:
     """The gateway is killed between the previews. Its client comes back at another one."""
@@ -504,7 +483,7 @@ async def test_an_image_goes_on_at_another_gateway(
 
     async def new_url() -> list[str]:
         urls = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-        return [found for found in urls if found is not None and found not in before]
+        return [address for address in urls if address is not None and address not in before]
 
     (other,) = await until(new_url, 150)
     text = ""

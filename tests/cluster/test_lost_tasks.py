@@ -43,7 +43,7 @@ async def test_tasks_that_wait_for_a_worker_are_made_again(
         answering = asyncio.create_task(answer())
         await until(lambda: client.read_last(subjects.STAGES_STREAM, subject))
         kill_broker(cluster)
-        # What was restored is not what was lost.
+        # The restored message is not the lost message.
         await until(lambda: client.read_last(subjects.STAGES_STREAM, subject))
     records = await answering
     assert_gapless(records)

@@ -38,7 +38,7 @@ METRICS = "metrics: {listen: 127.0.0.1, port: 0}\n"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster of its own: nothing else has been counted in it."""
+    """A separate cluster, which has counted nothing else."""
     running = start_cluster(tmp_path_factory.mktemp("metrics"), CONFIG + METRICS)
     yield running
     stop_cluster(running)
@@ -61,25 +61,25 @@ Values = dict[tuple[str, str], float]
 
 
 def values(text: str) -> Values:
-    """Sums over all workers, by the metric's name and one telling label."""
-    found: Values = {}
+    """Return sums over all workers, by the name of the metric and its most specific label."""
+    sums: Values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = sample.labels
             own = labels.get("finished_reason") or labels.get("code") or labels.get("role", "")
             if "le" not in labels:
                 key = (sample.name.removeprefix("pagemill_"), own)
-                found[key] = found.get(key, 0.0) + sample.value
-    return found
+                sums[key] = sums.get(key, 0.0) + sample.value
+    return sums
 
 
 async def settled(cluster: Cluster, num_requests: int) -> Values:
     """As soon as the engine has counted what its clients have seen end."""
     deadline = time.monotonic() + 20
     while True:
-        found = values(await asyncio.to_thread(command, cluster, "metrics"))
-        if found["stage_handling_seconds_count", "engine"] == num_requests:
-            return found
+        sums = values(await asyncio.to_thread(command, cluster, "metrics"))
+        if sums["stage_handling_seconds_count", "engine"] == num_requests:
+            return sums
         assert time.monotonic() < deadline
         await asyncio.sleep(0.2)
 
@@ -95,9 +95,9 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
         "demo", "What color is this image?", [IMAGES / "red.png"], {"max_tokens": 5}
     )
     long = "What can you do? " * 8
-    asked = [red, *(request_text(long, max_tokens=7, n=2, ignore_eos=True) for _ in range(3))]
-    finals = [await final_record(client, request) for request in [*asked, red]]
-    finals += await asyncio.gather(*(final_record(client, request) for request in asked))
+    requests = [red, *(request_text(long, max_tokens=7, n=2, ignore_eos=True) for _ in range(3))]
+    finals = [await final_record(client, request) for request in [*requests, red]]
+    finals += await asyncio.gather(*(final_record(client, request) for request in requests))
     stranger = GenerateRequest("stranger", [Message("user", "hi")])
     refused = await final_record(client, stranger)
     assert isinstance(refused, Failure)
@@ -105,14 +105,14 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
     assert len(usages) == len(finals)
     assert any(usage.cached_tokens for usage in usages)
 
-    found = await settled(cluster, len(usages))
+    sums = await settled(cluster, len(usages))
     out = sum(usage.completion_tokens for usage in usages)
     num_choices = sum(2 if usage.completion_tokens == 14 else 1 for usage in usages)
     prompts = sum(usage.prompt_tokens for usage in usages)
-    reasons = found["request_success_total", "stop"] + found["request_success_total", "length"]
+    reasons = sums["request_success_total", "stop"] + sums["request_success_total", "length"]
     assert reasons == len(usages)
-    assert found["request_success_total", "length"] >= 6
-    for name, wanted in {
+    assert sums["request_success_total", "length"] >= 6
+    for name, count in {
         "prompt_tokens_total": prompts,
         "generation_tokens_total": out,
         "inter_token_latency_seconds_count": out - num_choices,
@@ -125,38 +125,38 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
         "kv_cache_usage_perc": 0,
         "up": 1,
     }.items():
-        assert found[name, "engine"] == wanted, name
+        assert sums[name, "engine"] == count, name
     # The second of two choices of one prompt finds what the first has computed.
     cached = sum(usage.cached_tokens for usage in usages)
-    assert found["prefix_cache_queries_total", "engine"] >= prompts
-    assert found["prefix_cache_hits_total", "engine"] >= cached
-    assert found["mm_cache_queries_total", "renderer"] == 3
-    assert found["mm_cache_hits_total", "renderer"] == 2
-    assert found["rendered_requests_total", "renderer"] == len(usages)
-    assert found["requests_accepted_total", "coordinator"] == len(usages)
-    assert found["request_errors_total", refused.error.code] == 1
-    assert found["stage_queue_seconds_count", "coordinator"] == len(usages) + 1
-    assert found["requests_in_flight", ""] == found["dead_letters", ""] == 0
-    assert found["queue_pending", "engine"] == found["queue_ack_pending", "engine"] == 0
+    assert sums["prefix_cache_queries_total", "engine"] >= prompts
+    assert sums["prefix_cache_hits_total", "engine"] >= cached
+    assert sums["mm_cache_queries_total", "renderer"] == 3
+    assert sums["mm_cache_hits_total", "renderer"] == 2
+    assert sums["rendered_requests_total", "renderer"] == len(usages)
+    assert sums["requests_accepted_total", "coordinator"] == len(usages)
+    assert sums["request_errors_total", refused.error.code] == 1
+    assert sums["stage_queue_seconds_count", "coordinator"] == len(usages) + 1
+    assert sums["requests_in_flight", ""] == sums["dead_letters", ""] == 0
+    assert sums["queue_pending", "engine"] == sums["queue_ack_pending", "engine"] == 0
 
-    seen = json.loads(command(cluster, "top", "--once", "--json", "--interval", "0.2"))
+    frame = json.loads(command(cluster, "top", "--once", "--json", "--interval", "0.2"))
     totals = {
         "prompt_tokens": prompts,
         "generation_tokens": out,
         "requests": len(usages),
-        "prefix_queries": found["prefix_cache_queries_total", "engine"],
-        "prefix_hits": found["prefix_cache_hits_total", "engine"],
+        "prefix_queries": sums["prefix_cache_queries_total", "engine"],
+        "prefix_hits": sums["prefix_cache_hits_total", "engine"],
         "preemptions": 0,
     }
-    assert [row["totals"] for row in seen["models"]] == [totals]
-    assert [row["totals"] for row in seen["engines"]] == [totals]
-    assert {(pool["role"], pool["workers"], pool["silent"]) for pool in seen["pools"]} == {
+    assert [row["totals"] for row in frame["models"]] == [totals]
+    assert [row["totals"] for row in frame["engines"]] == [totals]
+    assert {(pool["role"], pool["workers"], pool["silent"]) for pool in frame["pools"]} == {
         ("coordinator", 1, 0),
         ("renderer", 1, 0),
         ("engine", 1, 0),
         ("gateway", 1, 0),
     }
-    assert [(queue["stage"], queue["lane"]) for queue in seen["queues"]] == [
+    assert [(queue["stage"], queue["lane"]) for queue in frame["queues"]] == [
         ("coordinator", ""),
         ("engine", "interactive"),
         ("engine", "batch"),
@@ -166,7 +166,7 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
 
 
 def test_no_label_is_of_a_clients_choosing(cluster: Cluster) -> None:
-    """Nor does a request that was refused leave a series of its own: row S58."""
+    """A refused request does not leave a series either: row S58."""
     assert "stranger" not in command(cluster, "metrics")
 
 
@@ -193,7 +193,7 @@ async def test_every_worker_serves_its_own_where_its_heartbeat_says(
 
 @contextlib.contextmanager
 def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
-    """A command that goes on until Ctrl-C, which it then ends by without a word."""
+    """Run a command until Ctrl-C, which must end it without a message."""
     with subprocess.Popen(
         [*FORKED_PAGEMILL, *arguments], cwd=ROOT, text=True, **streams
     ) as process:
@@ -205,7 +205,7 @@ def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-async def test_every_worker_tells_its_health_and_whether_it_takes_work(
+async def test_every_worker_reports_its_health_and_whether_it_takes_work(
     cluster: Cluster, client: Bus
 ) -> None:
     beats = await client.heartbeats.read()
@@ -217,9 +217,9 @@ async def test_every_worker_tells_its_health_and_whether_it_takes_work(
             for path in ("health", "ready"):
                 answer = await http.get(f"http://{host}:{port}/{path}")
                 assert answer.status_code == 200
-                told = answer.json()
-                assert (told["role"], told["worker"]) == (beat.role, beat.worker)
-                assert told["status"] == "ok"
+                health = answer.json()
+                assert (health["role"], health["worker"]) == (beat.role, beat.worker)
+                assert health["status"] == "ok"
 
 
 def test_the_whole_cluster_is_served_on_one_address(cluster: Cluster) -> None:
@@ -229,9 +229,9 @@ def test_the_whole_cluster_is_served_on_one_address(cluster: Cluster) -> None:
         url = process.stderr.readline().split()[2].removesuffix(";")
         for _ in range(2):
             with urllib.request.urlopen(url, timeout=10) as answer:
-                found = values(answer.read().decode())
-            assert found["broker_up", ""] == 1
-            assert [found["up", role] for role in ("coordinator", "renderer", "engine")] == [1] * 3
+                sums = values(answer.read().decode())
+            assert sums["broker_up", ""] == 1
+            assert [sums["up", role] for role in ("coordinator", "renderer", "engine")] == [1] * 3
 
 
 def test_what_goes_into_a_pipe_is_plain(cluster: Cluster) -> None:
@@ -254,13 +254,13 @@ def test_a_terminal_is_left_as_it_was(cluster: Cluster) -> None:
         while written.count(b"in flight") < 3:
             written += os.read(leader, 65536)
     os.close(follower)
-    with contextlib.suppress(OSError):  # which is how the end of a terminal is told
+    with contextlib.suppress(OSError):  # raised at the end of a terminal
         while data := os.read(leader, 65536):
             written += data
     os.close(leader)
-    entered, left, hidden, shown = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
+    entered, left, hidden, visible = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
     assert written.count(entered) == written.count(left) == 1
-    assert written.rindex(shown) > written.rindex(hidden)
+    assert written.rindex(visible) > written.rindex(hidden)
     assert b"Traceback" not in written
 
 
@@ -268,5 +268,5 @@ def test_top_waits_for_a_broker_and_says_so(tmp_path: Path) -> None:
     arguments = ("top", "--json", "--interval", "0.1", "--nats", "nats://127.0.0.1:9")
     with running(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
-        told = [json.loads(process.stdout.readline()) for _ in range(2)]
-    assert told == 2 * [{"error": "no nats-server answers at nats://127.0.0.1:9"}]
+        lines = [json.loads(process.stdout.readline()) for _ in range(2)]
+    assert lines == 2 * [{"error": "no nats-server answers at nats://127.0.0.1:9"}]

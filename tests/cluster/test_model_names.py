@@ -1,4 +1,4 @@
-"""A model whose name has a hyphen, a slash, a dot and brackets, from every client's side."""
+"""A model with a hyphen, a slash, a dot and brackets in its name, from every client's side."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -66,8 +66,8 @@ async def test_openais_client_lists_and_finds_the_model(openai: AsyncOpenAI) -> 
 @pytest.mark.parametrize("safe", ["", "/"])
 async def test_the_slash_of_a_url_may_be_encoded_or_not(url: str, safe: str) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
-        found = await http.get(f"{url}/v1/models/{quote(NAME, safe=safe)}")
-        assert found.json()["id"] == NAME
+        answer = await http.get(f"{url}/v1/models/{quote(NAME, safe=safe)}")
+        assert answer.json()["id"] == NAME
         assert (await http.get(f"{url}/v1/models/org")).json()["error"]["code"] == "unknown_model"
         assert (await http.get(f"{url}/v1/other/org")).json()["error"]["code"] == "unknown_url"
 
@@ -83,7 +83,7 @@ async def test_it_answers_about_an_image_under_its_name(
     )
     assert answer.model == NAME
     assert "red" in (answer.choices[0].message.content or "").lower()
-    assert [found.name for found in (folder / "embeddings").iterdir()] == [TOKEN]
+    assert [file.name for file in (folder / "embeddings").iterdir()] == [TOKEN]
     async with httpx.AsyncClient(trust_env=False) as http:
         assert (await http.get(f"{url}/v1/requests/{answer.id}")).json()["model"] == NAME
 
@@ -93,7 +93,7 @@ async def test_publishers_encode_the_name_in_the_subject(client: Bus) -> None:
     assert isinstance(last, Finish)
 
 
-async def test_a_name_that_is_not_encoded_is_told_the_subject(client: Bus) -> None:
+async def test_the_error_of_an_unencoded_name_shows_the_subject(client: Bus) -> None:
     _, last = await publish(client, "-org/Demo-2=2E5")
     assert isinstance(last, Failure)
     assert (last.error.code, last.error.field) == ("invalid_request", "model")
@@ -106,9 +106,9 @@ async def test_commands_and_metrics_show_the_name_as_it_is(client: Bus, cluster:
     frame = json.loads(run(cluster, "top", "--once", "--json"))
     assert [model["model"] for model in frame["models"]] == [NAME]
     assert {queue["model"] for queue in frame["queues"]} == {"", NAME}
-    shown = run(cluster, "top", "--once")
-    assert NAME in shown
+    table = run(cluster, "top", "--once")
+    assert NAME in table
     text = run(cluster, "metrics")
     assert f'model="{NAME}"' in text
-    assert TOKEN not in shown + text
+    assert TOKEN not in table + text
     assert all(beat.models == [NAME] for beat in await client.heartbeats.read() if beat.models)

@@ -1,12 +1,12 @@
 """Omni models by real processes, with tiny random weights: thinker, talker and vocoder.
 
-Text ids, the codes of all codebooks and samples equal those of transformers in float64, also when a
-worker of each stage is killed in the middle of its work.
+Text ids, codes and samples equal the output of transformers in float64, also when a worker of each
+stage is killed in the middle of its work.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,6 @@ from tests.cluster.processes import (
     joined_sound,
     running,
     until_nothing_is_left,
-    until_ready,
     until_records,
 )
 from workers.engine.runner import ModelRunner
@@ -41,7 +40,7 @@ from workers.generator.core.schedule import Window
 from workers.generator.core.vocoder import Samples, Speaker, cut
 from workers.generator.loader import load_vocoder
 
-# That the penalty sees no prompt is what is wanted of the talker in transformers.
+# transformers warns that the penalty sees no prompt, as intended for the talker.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`"),
     pytest.mark.usefixtures("one_thread"),
@@ -80,7 +79,7 @@ OTHERS = {
     f"{stage} of qwen25": [*call[:-1], "qwen25"] for stage, call in WORKERS.items() if call[1:]
 }
 STEP_S = 0.03
-"""How long a step takes here at least, so that a worker can be killed in the middle of its work."""
+"""Minimum time of a step, so that a worker can be killed in the middle of its work."""
 QUESTIONS = ["Hi", "Count three red circles."]
 
 
@@ -107,20 +106,12 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 @pytest.fixture(scope="module")
 def answers(processes: Processes) -> dict[str, omni.SpokenAnswer]:
-    """What transformers says with Qwen3-Omni, by question."""
+    """Answers of transformers with Qwen3-Omni, by question."""
     model = omni.reference_qwen3(processes.folder / "qwen3")
     return {
         question: omni.speak_qwen3(model, omni.user_prompt(question), NUM_TOKENS, NUM_FRAMES)
         for question in QUESTIONS
     }
-
-
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
 
 
 class Said(NamedTuple):
@@ -146,22 +137,22 @@ async def ask(bus: Bus, question: str, request_id: str, model: str = "qwen3") ->
     return Said(*await asyncio.gather(own(), output("codes"), output("audio")))
 
 
-def check(said: Said, wanted: omni.SpokenAnswer, pcm: Samples | None = None) -> None:
-    *chunks, finish = said.text
+def check(speech: Said, expected: omni.SpokenAnswer, pcm: Samples | None = None) -> None:
+    *chunks, finish = speech.text
     assert isinstance(finish, Finish), finish
     deltas = [d for chunk in chunks if isinstance(chunk, TokenChunk) for d in chunk.choices]
-    assert [token_id for delta in deltas for token_id in delta.token_ids] == wanted.token_ids
-    frames = [frame for r in said.codes if isinstance(r, CodeChunk) for frame in r.frames]
-    assert frames == wanted.frames
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == expected.token_ids
+    frames = [frame for r in speech.codes if isinstance(r, CodeChunk) for frame in r.frames]
+    assert frames == expected.frames
     # A talker reads a token of the text before each frame.
-    for made in said.codes:
-        if isinstance(made, CodeChunk):
-            spoken = min(made.position + len(made.frames), len(wanted.token_ids))
-            assert made.end_token == spoken
-    ends = [made.end_token for made in said.audio if isinstance(made, AudioChunk)]
-    assert ends[-1] == min(len(wanted.frames), len(wanted.token_ids))
-    sound = np.frombuffer(joined_sound(said.audio), "<i2")
-    np.testing.assert_array_equal(sound, omni.pcm(wanted.sound) if pcm is None else pcm)
+    for record in speech.codes:
+        if isinstance(record, CodeChunk):
+            spoken = min(record.position + len(record.frames), len(expected.token_ids))
+            assert record.end_token == spoken
+    ends = [record.end_token for record in speech.audio if isinstance(record, AudioChunk)]
+    assert ends[-1] == min(len(expected.frames), len(expected.token_ids))
+    sound = np.frombuffer(joined_sound(speech.audio), "<i2")
+    np.testing.assert_array_equal(sound, omni.pcm(expected.sound) if pcm is None else pcm)
     assert {span.stage for span in finish.path} >= {"engine", "talker", "code2wav"}
 
 
@@ -169,31 +160,31 @@ def check(said: Said, wanted: omni.SpokenAnswer, pcm: Samples | None = None) -> 
 async def test_qwen25_says_what_transformers_says(processes: Processes, bus: Bus) -> None:
     """Its engine and its talker are killed.
 
-    The sound is that of its vocoder alone, which is compared in `test_omni_vocoders.py`.
+    The sound equals the sound of its vocoder alone, which `test_omni_vocoders.py` compares.
     """
     folder, question = processes.folder / "qwen25", QUESTIONS[1]
     # A stage that has ended its part before it is killed has none to take up again.
     for number in range(4):
-        asked = asyncio.create_task(ask(bus, question, f"other{number}", "qwen25"))
+        asking = asyncio.create_task(ask(bus, question, f"other{number}", "qwen25"))
         # No chunk is complete before the speech is, so its codes have a record a second.
         for stage, output, num_records in (("engine", "text", 3), ("talker", "codes", 1)):
             log = subjects.tokens(f"other{number}", output)
             await until_records(bus, subjects.TOKENS_STREAM, log, num_records)
             processes.kill(f"{stage} of qwen25")
-        said = await asked
-        attempts = [{record.attempt for record in log} for log in (said.text, said.codes)]
+        speech = await asking
+        attempts = [{record.attempt for record in log} for log in (speech.text, speech.codes)]
         if min(map(len, attempts)) > 1:
             break
     assert min(map(len, attempts)) > 1
     prompt = omni.user_prompt(question)
-    wanted = omni.speak_qwen25(omni.reference_qwen25(folder), prompt, NUM_TOKENS, NUM_FRAMES)
-    assert len(wanted.frames) > 5
+    expected = omni.speak_qwen25(omni.reference_qwen25(folder), prompt, NUM_TOKENS, NUM_FRAMES)
+    assert len(expected.frames) > 5
     vocoder = load_vocoder(
         folder, ChunkSpec(left=100, right=100), "a.stage", voices=omni.VOICES, dtype="float64"
     )
-    codes = np.array(wanted.frames, np.int32)
+    codes = np.array(expected.frames, np.int32)
     whole = cut(vocoder, codes, Window(0, 0, len(codes), len(codes)), Speaker("Ethan", SEED))
-    check(said, wanted, vocoder.synthesize([whole])[0])
+    check(speech, expected, vocoder.synthesize([whole])[0])
 
 
 async def test_an_answer_is_heard_before_it_is_written_and_all_stages_are_killed_then(
@@ -202,17 +193,17 @@ async def test_an_answer_is_heard_before_it_is_written_and_all_stages_are_killed
     """While the thinker stands still in the middle of its text, sound is made of what there is."""
     assert all(len(answer.frames) == NUM_FRAMES for answer in answers.values())
     for number in range(20):
-        asked = asyncio.create_task(ask(bus, QUESTIONS[0], f"heard{number}"))
+        asking = asyncio.create_task(ask(bus, QUESTIONS[0], f"heard{number}"))
         if await is_heard_early(processes, bus, f"heard{number}"):
             break
         # The text was written too fast.
-        check(await asked, answers[QUESTIONS[0]])
+        check(await asking, answers[QUESTIONS[0]])
     else:
         pytest.fail("the thinker was never in the middle of its text")
     undisturbed = asyncio.create_task(ask(bus, QUESTIONS[1], "undisturbed"))
-    said = await asked
-    check(said, answers[QUESTIONS[0]])
-    for records in said:
+    speech = await asking
+    check(speech, answers[QUESTIONS[0]])
+    for records in speech:
         # On a busy machine one more may have been given up.
         assert len({record.attempt for record in records}) >= 2
     check(await undisturbed, answers[QUESTIONS[1]])

@@ -39,13 +39,8 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Ended, Outcome, WorkerLoop
 from shared.state import item_results
-from tests.cluster.processes import (
-    Processes,
-    running,
-    until_nothing_is_left,
-    until_ready,
-    until_records,
-)
+from tests.cluster.conftest import until_ready
+from tests.cluster.processes import Processes, running, until_nothing_is_left, until_records
 from workers import roles, settings
 
 ROOT = Path(__file__).parents[2]
@@ -133,8 +128,8 @@ class Speaker:
             result = await item_results.get(bus, key)
             return None if result is None else result.data
 
-        if (found := await get()) is not None:
-            return found
+        if (speech := await get()) is not None:
+            return speech
         body = WordBody(key, word)
         await tasks.publish_item(bus, self._edge, task.header, key, body, [])
         return await item_results.wait(bus, key, get, lambda: job.delivery.progress())
@@ -172,8 +167,8 @@ async def speak(bus: Bus, request_id: str, question: str) -> tuple[list[LogRecor
     async def audio() -> list[object]:
         return [record async for record in follow_output(bus, request_id, "audio")]
 
-    found = await asyncio.gather(text(), audio())
-    return found[0], found[1]
+    logs = await asyncio.gather(text(), audio())
+    return logs[0], logs[1]
 
 
 def check_answer(records: list[LogRecord], audio: list[object]) -> str:
@@ -206,11 +201,11 @@ async def ask_amid_kills(
     bus: Bus, processes: Processes, prefix: str
 ) -> list[tuple[list[LogRecord], list[object]]]:
     """Return the logs of five requests whose workers of all stages are killed; each ends once."""
-    asked = {f"{prefix}{n}": f"What is {n}? What can you do?" for n in range(4)}
-    asked[f"{prefix}again"] = "What can you do?"
+    questions = {f"{prefix}{n}": f"What is {n}? What can you do?" for n in range(4)}
+    questions[f"{prefix}again"] = "What can you do?"
     answers = [
         asyncio.create_task(speak(bus, request_id, question))
-        for request_id, question in asked.items()
+        for request_id, question in questions.items()
     ]
     first = f"{prefix}0"
     await until_records(bus, subjects.STAGES_STREAM, subjects.stages_of(first))
@@ -221,10 +216,10 @@ async def ask_amid_kills(
     await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens(first, "audio"), 3)
     processes.kill("speak")
     processes.kill("voice")
-    found = await asyncio.gather(*answers)
-    for request_id in asked:
+    logs = await asyncio.gather(*answers)
+    for request_id in questions:
         assert len([r for r in await read_log(bus, request_id) if isinstance(r, Finish)]) == 1
-    return found
+    return logs
 
 
 @pytest.mark.timeout(240)
@@ -238,10 +233,10 @@ async def test_every_stage_of_an_own_pipeline_may_be_killed(tmp_path: Path) -> N
             hit: set[str] = set()
             # A stage that has ended its part of all requests has none to take up again.
             for round_number in range(4):
-                found = await ask_amid_kills(bus, processes, f"r{round_number}-")
-                texts = [check_answer(*answer) for answer in found]
+                logs = await ask_amid_kills(bus, processes, f"r{round_number}-")
+                texts = [check_answer(*answer) for answer in logs]
                 assert texts[-1] == alone, "a killed stage changes nothing of an answer"
-                spans = [span for records, _ in found for span in records[-1].path]  # type: ignore[union-attr]
+                spans = [span for records, _ in logs for span in records[-1].path]  # type: ignore[union-attr]
                 hit |= {span.stage for span in spans if span.attempt > 1}
                 if hit >= {"engine", "speak"}:
                     break

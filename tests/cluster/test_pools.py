@@ -1,4 +1,4 @@
-"""Two pools beside one broker: each starts its own workers, and follows the plan for them."""
+"""Two pools at one broker: each starts its own workers, and follows the plan for them."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +27,7 @@ ENGINE = "engine/demo"
 
 
 class Containers:
-    """Processes of workers that would each have a container, beside a broker."""
+    """Processes in place of the containers of workers, at one broker."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
@@ -49,13 +49,13 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
     (tmp_path / "pagemill.yaml").write_text(SCALED)
     server = EmbeddedServer(tmp_path / "nats")
     server.start()
-    made = Containers(tmp_path, server.url)
+    host = Containers(tmp_path, server.url)
     try:
-        yield made
+        yield host
     finally:
-        for process in made.running.values():
+        for process in host.running.values():
             process.terminate()
-        for process in made.running.values():
+        for process in host.running.values():
             process.wait(60)
         server.stop()
 

@@ -1,10 +1,10 @@
-"""Prompts computed apart: the tokens of one engine, whatever becomes of prefill workers."""
+"""Prompts that prefill workers compute give the tokens of one engine, also during faults."""
 
 import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
@@ -43,24 +43,17 @@ AT_ONCE = 4
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("prefill")
     model = Qwen2VLForConditionalGeneration.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     write_adapter(folder / "adapters" / "tuned", model, [*ATTENTION, *MLP], 4, 8, 1, spread=1.0)
-    cluster = start_cluster(folder, APART)
-    yield cluster
-    stop_cluster(cluster)
-
-
-@pytest.fixture
-async def bus(apart: Cluster) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(apart.url, "test")
-    yield connected
-    await connected.close()
+    running = start_cluster(folder, APART)
+    yield running
+    stop_cluster(running)
 
 
 def requests_of(seed: int, count: int) -> list[GenerateRequest]:
-    """Prompts of their own, some with an image, with an adapter, or with three sampled choices."""
+    """Return distinct prompts, some with an image, an adapter, or three sampled choices."""
     rng = random.Random(seed)
     requests = []
     for number in range(count):
@@ -125,47 +118,47 @@ async def until_all_payloads_are_released(bus: Bus) -> None:
             await asyncio.sleep(0.2)
 
 
-async def test_engines_use_the_blocks_and_answer_the_same(bus: Bus) -> None:
-    await until_detours_are_open(bus)
+async def test_engines_use_the_blocks_and_answer_the_same(client: Bus) -> None:
+    await until_detours_are_open(client)
     requests = requests_of(1, 12)
-    answers = await ask_all(bus, requests)
+    answers = await ask_all(client, requests)
     usages = [finish_of(records).usage for records in answers if is_detoured(records)]
     # An engine computes the last block, of up to eight tokens. On a busy machine it may have had to
     # compute all, because the blocks came too late.
     assert any(usage.prompt_tokens - usage.cached_tokens <= 8 for usage in usages)
-    await assert_alone_the_same(bus, requests, answers)
-    await until_all_payloads_are_released(bus)
+    await assert_alone_the_same(client, requests, answers)
+    await until_all_payloads_are_released(client)
 
 
-async def test_a_worker_that_dies_with_prompts_costs_a_prefill(apart: Cluster, bus: Bus) -> None:
-    await until_detours_are_open(bus)
-    pid = await apart.pid(bus, "prefill")
+async def test_a_worker_that_dies_with_prompts_costs_time(cluster: Cluster, client: Bus) -> None:
+    await until_detours_are_open(client)
+    pid = await cluster.pid(client, "prefill")
     requests = requests_of(2, 4)
     consumer = subjects.stage_consumer("prefill", "demo", "interactive")
     with stopped(pid):
-        asking = asyncio.create_task(ask_all(bus, requests))
+        asking = asyncio.create_task(ask_all(client, requests))
         async with asyncio.timeout(30):
             while True:
-                depth = await bus.figures.depth(subjects.STAGES_STREAM, consumer)
+                depth = await client.figures.depth(subjects.STAGES_STREAM, consumer)
                 if depth.num_in_flight + depth.num_pending or asking.done():
                     break
                 await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
     answers = await asking
     assert any(is_detoured(records) for records in answers)
-    await assert_alone_the_same(bus, requests, answers)
+    await assert_alone_the_same(client, requests, answers)
 
 
 async def test_workers_that_are_killed_again_and_again_change_no_token(
-    apart: Cluster, bus: Bus
+    cluster: Cluster, client: Bus
 ) -> None:
-    await until_detours_are_open(bus)
+    await until_detours_are_open(client)
     requests = requests_of(3, 24)
     killed: list[int] = []
 
     async def kill_all() -> None:
         while True:
-            for beat in await living(bus, "prefill"):
+            for beat in await living(client, "prefill"):
                 if beat.load.get("prefilled", 0) or beat.load.get("held", 0):
                     kill(beat.pid)
                     killed.append(beat.pid)
@@ -173,10 +166,10 @@ async def test_workers_that_are_killed_again_and_again_change_no_token(
 
     killing = asyncio.create_task(kill_all())
     try:
-        answers = await ask_all(bus, requests)
+        answers = await ask_all(client, requests)
     finally:
         killing.cancel()
     assert killed
-    await assert_alone_the_same(bus, requests, answers)
-    await apart.pid(bus, "prefill")
-    await until_all_payloads_are_released(bus)
+    await assert_alone_the_same(client, requests, answers)
+    await cluster.pid(client, "prefill")
+    await until_all_payloads_are_released(client)

@@ -1,6 +1,6 @@
 """Prompts with images computed apart, of the embeddings that encoders have made."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,39 +25,32 @@ BOTH = CONFIG.replace(
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = start_cluster(tmp_path_factory.mktemp("prefill-encoders"), BOTH)
-    yield cluster
-    stop_cluster(cluster)
-
-
-@pytest.fixture
-async def bus(apart: Cluster) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(apart.url, "test")
-    yield connected
-    await connected.close()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = start_cluster(tmp_path_factory.mktemp("prefill-encoders"), BOTH)
+    yield running
+    stop_cluster(running)
 
 
 def ask_about(picture: str, number: int) -> GenerateRequest:
     sampling = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
-    # Prompts of their own: blocks that an engine has cached are not read.
+    # The prompts differ, because an engine does not read blocks that it has cached.
     text = f"{number} what color is the large shape in the image {number}"
     return build_request("demo", text, [IMAGES / picture], sampling)
 
 
-async def test_prefill_workers_compute_prompts_with_the_embeddings_of_encoders(bus: Bus) -> None:
-    found, requests = [], []
+async def test_prefill_workers_compute_prompts_with_the_embeddings_of_encoders(client: Bus) -> None:
+    logs, requests = [], []
     # On a busy machine a worker may not be ready yet, or the blocks may come too late.
     for number in range(100):
         request = ask_about(PICTURES[number % len(PICTURES)], number)
-        records = await answer(bus, request)
+        records = await answer(client, request)
         usage, stages = finish_of(records).usage, [s.stage for s in finish_of(records).path]
         if is_detoured(records) and usage.prompt_tokens - usage.cached_tokens <= 8:
             assert stages.index("prefill") < stages.index("engine")
             requests.append(request)
-            found.append(records)
-        if len(found) == len(PICTURES):
+            logs.append(records)
+        if len(logs) == len(PICTURES):
             break
-    assert len(found) == len(PICTURES)
-    await assert_alone_the_same(bus, requests, found)
-    await until_all_payloads_are_released(bus)
+    assert len(logs) == len(PICTURES)
+    await assert_alone_the_same(client, requests, logs)
+    await until_all_payloads_are_released(client)

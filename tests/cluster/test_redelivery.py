@@ -1,4 +1,4 @@
-"""Workers are killed with a request in hand; the client sees one gapless stream all the same."""
+"""Workers are killed while they process a request; the client still sees one gapless stream."""
 
 import asyncio
 import os
@@ -17,9 +17,9 @@ from ops.demo import IMAGES
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.bus.login import Login
-from shared.client import ask, new_request_id
+from shared.client import new_request_id
 from shared.protocol import subjects
-from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.state import request_registry, request_status
 from tests import preloaded
@@ -33,7 +33,7 @@ from tests.cluster.conftest import (
     start_cluster,
     stop_cluster,
 )
-from tests.cluster.streams import assert_gapless, attempts_of, text_of, tokens_of
+from tests.cluster.streams import assert_gapless, attempts_of, read_amid_signal, text_of, tokens_of
 from tests.renderer.canary import Canary, send
 from workers.cli.ask import build_request
 from workers.gateway.core.ids import named_request_id, part_ids
@@ -47,7 +47,7 @@ LONG = {"ignore_eos": True, "max_tokens": 900}
 
 
 def texts_of(kind: str, round_: int) -> dict[str, Any]:
-    """Return the body of a batch. No text begins with that of another: it would be cached."""
+    """Return the body of a batch. No text begins with another text, because it would be cached."""
     texts = [f"{round_}.{number} texts: " + "What can you do? " * 40 for number in range(60)]
     if kind == "embedding":
         return {"model": "demo", "input": texts}
@@ -78,13 +78,7 @@ async def test_an_engine_killed_mid_answer(
     choices = range(request_.sampling_params.n)  # type: ignore[union-attr]
     request_id = new_request_id()
     engine = await cluster.pid(client, "engine")
-    records: list[LogRecord] = []
-    async for record in ask(client, request_, request_id):
-        records.append(record)
-        if len(records) == 5:
-            os.kill(engine, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(client, request_, engine, after=5, request_id=request_id)
     # Deliveries are put off until the heartbeat of the killed engine is overdue, and each has a
     # number. So the second number is greater than the first by one or more.
     first, second = attempts_of(records)
@@ -116,13 +110,7 @@ async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
     # On a busy machine the engine may have written the whole answer before the client reads it.
     for _ in range(5):
         engine = await cluster.pid(client, "engine")
-        records: list[LogRecord] = []
-        async for record in ask(client, request, new_request_id()):
-            records.append(record)
-            if len(records) == 1:
-                os.kill(engine, signal.SIGKILL)
-        assert_gapless(records)
-        assert isinstance(records[-1], Finish)
+        records = await read_amid_signal(client, request, engine)
         if len(attempts_of(records)) == 2:
             break
     assert len(attempts_of(records)) == 2
@@ -155,14 +143,14 @@ async def test_an_engine_killed_amid_embeddings(
             os.kill(engine, signal.SIGSTOP)
             claimed = [part for part in parts if await _is_in_engine(client, part)]
             os.kill(engine, signal.SIGKILL)
-            told = await running
+            embedded = await running
             if claimed:
                 break
         undisturbed = await http.post(path, json=body)
-    assert (told.status_code, told.json()["usage"]) == (200, undisturbed.json()["usage"])
-    for one, other in zip(told.json()["data"], undisturbed.json()["data"], strict=True):
+    assert (embedded.status_code, embedded.json()["usage"]) == (200, undisturbed.json()["usage"])
+    for entry, other in zip(embedded.json()["data"], undisturbed.json()["data"], strict=True):
         field = "embedding" if kind == "embedding" else "score"
-        assert one[field] == pytest.approx(other[field], abs=1e-5)
+        assert entry[field] == pytest.approx(other[field], abs=1e-5)
     logs = {part: await read_log(client, part) for part in parts}
     for records in logs.values():
         assert_gapless(records)
@@ -170,7 +158,7 @@ async def test_an_engine_killed_amid_embeddings(
         assert isinstance(chunk, TokenChunk)
         assert chunk.embedding is not None
         assert isinstance(final, Finish)
-    # What the engine had sent before it was stopped may have arrived after it.
+    # Records that the engine had sent before it was stopped may have arrived later.
     assert any(attempts_of(logs[part]) > [1] for part in claimed)
 
 
@@ -194,7 +182,7 @@ async def _is_in_engine(bus: Bus, part: str) -> bool:
     return (status.state, status.stage) == ("running", "engine")
 
 
-async def test_a_grammar_that_kills_its_compiler_harms_nobody(
+async def test_a_grammar_that_kills_its_compiler_harms_no_other_request(
     cluster: Cluster, client: Bus
 ) -> None:
     rules = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(4500))
@@ -211,7 +199,9 @@ async def test_a_grammar_that_kills_its_compiler_harms_nobody(
     assert await cluster.pid(client, "engine") == engine
 
 
-async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client: Bus) -> None:
+async def test_a_renderer_killed_while_it_processes_a_request(
+    cluster: Cluster, client: Bus
+) -> None:
     renderer = await cluster.pid(client, "renderer")
     await wait_until_idle(cluster.url, "renderer")
     # Stopped first, so that it certainly has the request and certainly has not passed it on.
@@ -232,9 +222,7 @@ async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client
     ]
 
 
-async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
-    cluster: Cluster, client: Bus
-) -> None:
+async def test_a_renderer_killed_with_an_unread_payload(cluster: Cluster, client: Bus) -> None:
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     await wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)
@@ -282,13 +270,7 @@ async def test_the_broker_killed_mid_answer(cluster: Cluster, client: Bus) -> No
     request = request_text("What can you do?", temperature=0.0, **LONG)
     broker = int((cluster.config.parent / "data" / "nats" / "nats-server.pid").read_text())
     request_id = new_request_id()
-    records: list[LogRecord] = []
-    async for record in ask(client, request, request_id):
-        records.append(record)
-        if len(records) == 5:
-            os.kill(broker, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(client, request, broker, after=5, request_id=request_id)
     assert records == await read_log(client, request_id)
     assert tokens_of(records) == tokens_of(await answer(client, request))
 
@@ -297,13 +279,7 @@ async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
     cluster = start_cluster(tmp_path)
     bus = await Bus.connect(cluster.url, "test")
     request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
-    records: list[LogRecord] = []
-    async for record in ask(bus, request, new_request_id()):
-        records.append(record)
-        if len(records) == 1:
-            cluster.process.send_signal(signal.SIGTERM)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(bus, request, cluster.process.pid, signal.SIGTERM)
     assert attempts_of(records) == [1]
     await bus.close()
     assert stop_cluster(cluster) == 0
@@ -340,7 +316,7 @@ async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool])
 async def test_a_killed_preloader_costs_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its workers drain, and are replaced by processes of their own."""
+    """Its workers drain, and separate processes replace them."""
     # Their imports would take more processor time than any other test.
     preloaded.write_python(tmp_path / "python")
     monkeypatch.setenv(preloaded.PYTHON_OF, str(tmp_path / "python"))
@@ -350,13 +326,7 @@ async def test_a_killed_preloader_costs_no_request(
     preloader = parent_of(first)
     assert preloader != cluster.process.pid
     request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
-    records: list[LogRecord] = []
-    async for record in ask(bus, request, new_request_id()):
-        records.append(record)
-        if len(records) == 1:
-            os.kill(preloader, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(bus, request, preloader)
     assert tokens_of(records) == tokens_of(await answer(bus, request))
     second = await cluster.pid(bus, "engine")
     assert second != first

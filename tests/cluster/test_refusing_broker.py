@@ -1,4 +1,4 @@
-"""An embedded broker whose writes have failed: it is restarted when its disk has room."""
+"""An embedded broker with failed writes is restarted when its disk has room."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """The folder of the broker's store, on a file system of its own."""
+    """The folder of the broker's store, on a separate file system."""
     folder = tmp_path / "data" / "nats"
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", str(folder)]
@@ -58,7 +58,7 @@ def fill(disk: Path) -> Path:
 
 
 async def publish_media(bus: Bus, count: int) -> None:
-    """Publish so much that the broker has to open further files."""
+    """Publish enough that the broker has to open further files."""
     for number in range(count):
         await bus.connection.js.publish(subjects.media(f"{number:064}"), os.urandom(MIB))
 

@@ -132,7 +132,7 @@ async def test_all_that_steers_sampling_arrives(client: Bus) -> None:
     assert first.choices[0].logprobs
 
 
-async def test_a_bias_for_a_token_that_is_none_is_told(client: Bus) -> None:
+async def test_a_bias_for_an_unknown_token_is_an_error(client: Bus) -> None:
     sampling = {"logit_bias": {"9999999": 1.0}}
     request = body("What can you do?", sampling_params=sampling)
     records, _ = await publish(client, json.dumps(request).encode())
@@ -176,7 +176,7 @@ async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, A
 
 
 async def num_encoded(bus: Bus) -> int:
-    """Images that have been through the engine's tower, as it told in the last second."""
+    """Return the number of images that the engine has encoded, from its last heartbeat."""
     (beat,) = await living(bus, "engine")
     return int(beat.load["encoded_items"])
 
@@ -184,7 +184,7 @@ async def num_encoded(bus: Bus) -> int:
 async def test_caches_are_each_tenants_own(cluster: Cluster, client: Bus) -> None:
     picture = image(data_url(png((224, 224), "orange")))
     request = body([picture, {"type": "text", "text": "What color is it, then?"}])
-    await asyncio.sleep(1.5)  # until the engine has told of all that went before
+    await asyncio.sleep(1.5)  # until a heartbeat has all earlier images
     expected = await num_encoded(client)
     answers = []
     for tenant, hits in ((None, False), (None, True), ("a", False), ("b", False), ("a", True)):
@@ -202,7 +202,7 @@ async def test_caches_are_each_tenants_own(cluster: Cluster, client: Bus) -> Non
     assert len(set(answers)) == 1
 
 
-async def test_a_tenant_that_is_no_name_is_told_so(cluster: Cluster) -> None:
+async def test_a_tenant_that_is_no_name_is_an_error(cluster: Cluster) -> None:
     failure = await publish_for(cluster, "a.b", body("What can you do?"))
     assert isinstance(failure, Failure)
     assert (failure.error.code, failure.error.field) == ("invalid_request", "Pagemill-Tenant")
@@ -296,7 +296,9 @@ BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_bad_input_gets_one_clear_error_and_harms_nobody(client: Bus, name: str) -> None:
+async def test_bad_input_gets_one_clear_error_and_harms_no_other_request(
+    client: Bus, name: str
+) -> None:
     bad, code, field = BAD[name]
     victim = request_text("What can you do?", ignore_eos=True, max_tokens=120)
     undisturbed = tokens_of(await answer(client, victim))
@@ -315,7 +317,7 @@ async def test_bad_input_gets_one_clear_error_and_harms_nobody(client: Bus, name
     assert tokens_of(await running) == undisturbed
 
 
-async def test_an_unknown_model_is_told_what_there_is(client: Bus) -> None:
+async def test_the_error_of_an_unknown_model_lists_the_models(client: Bus) -> None:
     request = GenerateRequest("other", request_text("hi").messages)
     (failure,) = await answer(client, request)
     assert isinstance(failure, Failure)
@@ -346,15 +348,15 @@ def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
 
 
 def test_render_and_tokenize_print_what_an_engine_would_be_given(cluster: Cluster) -> None:
-    asked = ("--nats", cluster.url, "--image", str(RED), "What is it?")
-    done = preloaded.run("render", "--json", *asked)
+    arguments = ("--nats", cluster.url, "--image", str(RED), "What is it?")
+    done = preloaded.run("render", "--json", *arguments)
     assert done.returncode == 0, done.stderr
     rendered = json.loads(done.stdout)
     (item,) = rendered["items"]
     ids = rendered["prompt_token_ids"]
     assert len(set(ids[item["offset"] : item["offset"] + item["length"]])) == 1
     assert item["fields"]["pixel_patches"]["dtype"] == "uint8"
-    plain = preloaded.run("render", *asked)
+    plain = preloaded.run("render", *arguments)
     assert f"{len(ids)} tokens" in plain.stdout
     assert item["mm_hash"] in plain.stdout
     text = ("--nats", cluster.url, "What is it?")
@@ -427,7 +429,7 @@ async def test_clients_of_tenants_are_apart(cluster: Cluster, client: Bus) -> No
         where = await asyncio.to_thread(preloaded.run, "where", scoped, "--nats", cluster.url)
         assert "finished" in where.stdout
     assert await last_record(client, name) is None
-    # A cancellation that comes first ends the request of its own tenant, and no other.
+    # A cancellation that comes first ends the request of its tenant alone.
     name = new_request_id()
     end = await ask_as(local, name, question, cancel_first=True)
     assert isinstance(end, Failure)
@@ -442,13 +444,13 @@ async def test_no_key_is_shown_and_no_worker_is_refused(cluster: Cluster, client
     assert len(seeds) > 10
     folder = cluster.config.parent
     server_log = (folder / "data" / "nats" / "nats-server.log").read_bytes()
-    shown = [server_log, cluster.log.read_bytes(), (folder / "up.err").read_bytes()]
+    texts = [server_log, cluster.log.read_bytes(), (folder / "up.err").read_bytes()]
     for pid in {beat.pid for beat in await client.heartbeats.read()} | {cluster.process.pid}:
         process = Path("/proc") / str(pid)
-        shown += [(process / "cmdline").read_bytes(), (process / "environ").read_bytes()]
+        texts += [(process / "cmdline").read_bytes(), (process / "environ").read_bytes()]
     stored = await client.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
-    shown += [message.data for message in stored]
-    assert not any(seed in data for seed in seeds for data in shown)
+    texts += [message.data for message in stored]
+    assert not any(seed in data for seed in seeds for data in texts)
     # Whatever the tests before had the workers do, their permissions cover it.
     violations = [line for line in server_log.splitlines() if b"Violation" in line]
     assert [line for line in violations if b"PAGEMILL" in line] == []

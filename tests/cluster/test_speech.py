@@ -1,16 +1,16 @@
-"""From text to speech by real processes: an engine that writes codes, and a generator behind it.
+"""From text to speech by real processes: an engine that writes codes, then a generator.
 
     request ──▶ renderer ──▶ engine ~~text~~▶ talker ~~codes~~▶ code2wav
 
-Texts, codes and samples equal those of a plain loop over transformers and of the vocoder alone,
-also when the workers are killed in the middle of a speech.
+Texts, codes and samples equal the output of a plain loop over transformers and of the vocoder
+alone, also when the workers are killed in the middle of a speech.
 """
 
 import asyncio
 import io
 import time
 import wave
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from shared.protocol.records import (
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
 from shared.state.log_records import decode_record
+from shared.state.token_log import last_record
 from tests import preloaded, talkers
 from tests.cluster.processes import (
     Processes,
@@ -45,7 +46,6 @@ from tests.cluster.processes import (
     running,
     sound_of,
     until_nothing_is_left,
-    until_ready,
 )
 from tests.generator import voices
 from tests.support.waiting import until
@@ -99,7 +99,7 @@ WORKERS = {
     "gateway": ["gateway"],
 }
 STEP_S = 0.02
-"""How long a step takes here at least, so that a worker can be killed in the middle of a speech."""
+"""Minimum time of a step, so that a worker can be killed in the middle of a speech."""
 TEXTS = [f"three {color} circles" for color in ("red", "blue", "green")]
 
 
@@ -122,14 +122,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     talkers.write(folder / "talker")
     with running(folder, WORKERS, __name__) as started:
         yield started
-
-
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
 
 
 @pytest.fixture(scope="module")
@@ -168,16 +160,16 @@ async def speak(bus: Bus, request: GenerateRequest, request_id: str) -> Spoken:
 def check_speech(
     folder: Path, talker: PlainTalker, text: str, spoken: Spoken, voice: str = "alloy"
 ) -> None:
-    """Check that codes and samples are those of the talker and of the vocoder alone, each once."""
+    """Check that codes and samples equal the output of talker and vocoder alone, each once."""
     codes, reason = talker.speak(text, MAX_CODES, voice)
     *chunks, end = spoken.codes
     assert isinstance(end, OutputEnd)
-    found: list[int] = []
+    frames: list[int] = []
     for chunk in chunks:
         assert isinstance(chunk, CodeChunk)
-        assert chunk.position == len(found)
-        found += [code for (code,) in chunk.frames]
-    assert found == codes
+        assert chunk.position == len(frames)
+        frames += [code for (code,) in chunk.frames]
+    assert frames == codes
     assert not end.cut
     assert end.summary.units == {"frames": len(codes)}
     assert end.summary.finish_reason == reason
@@ -211,22 +203,22 @@ async def test_text_codes_and_samples_are_those_of_plain_loops(
     request = GenerateRequest(
         "demo", prompt_token_ids=prompt, sampling_params=sampling, outputs=["text", "audio"]
     )
-    asked = zip(TEXTS, ["alloy", "echo", None], strict=True)
-    alone = {text: given(text, voice=voice) for text, voice in asked}
-    found, *others = await asyncio.gather(
+    pairs = zip(TEXTS, ["alloy", "echo", None], strict=True)
+    alone = {text: given(text, voice=voice) for text, voice in pairs}
+    answer, *others = await asyncio.gather(
         speak(bus, request, "answer"),
-        *(speak(bus, one, f"text{number}") for number, one in enumerate(alone.values())),
+        *(speak(bus, other, f"text{number}") for number, other in enumerate(alone.values())),
     )
-    chunks = [record for record in found.records if isinstance(record, TokenChunk)]
+    chunks = [record for record in answer.records if isinstance(record, TokenChunk)]
     token_ids = [t for chunk in chunks for delta in chunk.choices for t in delta.token_ids]
     assert token_ids == plain_text(prompt, 12)
     text = "".join(delta.text for chunk in chunks for delta in chunk.choices)
-    check_speech(processes.folder, talker, text, found)
-    stages = {span.stage for span in found.finish.path}
+    check_speech(processes.folder, talker, text, answer)
+    stages = {span.stage for span in answer.finish.path}
     assert stages == {"coordinator", "renderer", "engine", "talker", "code2wav"}
-    assert found.finish.usage.completion_tokens == 12
-    for (text, one), spoken in zip(alone.items(), others, strict=True):
-        check_speech(processes.folder, talker, text, spoken, one.voice or "alloy")
+    assert answer.finish.usage.completion_tokens == 12
+    for (text, other), spoken in zip(alone.items(), others, strict=True):
+        check_speech(processes.folder, talker, text, spoken, other.voice or "alloy")
         # A text that is given needs neither a renderer nor an engine that writes one.
         stages = {span.stage for span in spoken.finish.path}
         assert stages == {"coordinator", "talker", "code2wav"}
@@ -290,7 +282,7 @@ async def test_talkers_wait_for_a_vocoder_that_stands_still_and_text_does_not(
     assert sum(is_long) >= 2
     assert len(spoken) > MAX_TASKS
     with processes.stopped("code2wav"):
-        asked = [
+        speeches = [
             asyncio.create_task(speak(bus, given(text, voice=voice), f"held{number}"))
             for number, (text, voice) in enumerate(spoken)
         ]
@@ -311,8 +303,8 @@ async def test_talkers_wait_for_a_vocoder_that_stands_still_and_text_does_not(
         # A request for codes alone needs no vocoder.
         codes_alone = GenerateRequest("demo", given_text="A", outputs=["codes"])
         assert isinstance([r async for r in client.ask(bus, codes_alone, "alone")][-1], Finish)
-    for (text, voice), one in zip(spoken, await asyncio.gather(*asked), strict=True):
-        check_speech(processes.folder, talker, text, one, voice)
+    for (text, voice), speech in zip(spoken, await asyncio.gather(*speeches), strict=True):
+        check_speech(processes.folder, talker, text, speech, voice)
     await until_nothing_is_left(bus)
 
 
@@ -340,11 +332,11 @@ async def is_refused(bus: Bus) -> Failure | None:
     return None
 
 
-async def test_a_speech_that_is_cancelled_leaves_nothing_behind(bus: Bus) -> None:
-    asked = asyncio.create_task(speak(bus, given(TEXTS[0]), "cancelled"))
+async def test_a_speech_that_is_cancelled_leaves_nothing(bus: Bus) -> None:
+    speaking = asyncio.create_task(speak(bus, given(TEXTS[0]), "cancelled"))
     await until(partial(has, bus, "cancelled", "codes", 2))
     await client.cancel(bus, "cancelled")
-    spoken = await asked
+    spoken = await speaking
     final = spoken.records[-1]
     assert isinstance(final, Failure)
     assert final.error.code == "cancelled"
@@ -389,28 +381,20 @@ async def test_what_cannot_be_spoken_is_refused_with_the_field_and_the_limit(
 # -- over HTTP, and from the command line ---------------------------------------------------------
 
 
-@pytest.fixture
-async def url(bus: Bus) -> str:
-    found = [beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway"]
-    assert found[0] is not None
-    return found[0]
-
-
 async def test_the_official_client_speaks(
-    processes: Processes, url: str, talker: PlainTalker
+    processes: Processes, api: AsyncOpenAI, talker: PlainTalker
 ) -> None:
     text = TEXTS[1]
     right = sound_of(processes.folder, talker.speak(text, MAX_CODES, "echo")[0])
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "demo", "input": text, "voice": "echo"}
-        speaking = api.audio.speech.with_streaming_response
-        async with speaking.create(**form, response_format="pcm") as response:
-            pieces = [piece async for piece in response.iter_bytes()]
-            assert response.headers["content-type"] == "audio/pcm"
-            assert response.headers["pagemill-request-id"].startswith("speech-")
-        assert b"".join(pieces) == right
-        assert len(pieces) > 2, "the bytes come as they are made"
-        whole = await api.audio.speech.create(**form, response_format="wav")
+    form: Any = {"model": "demo", "input": text, "voice": "echo"}
+    speaking = api.audio.speech.with_streaming_response
+    async with speaking.create(**form, response_format="pcm") as response:
+        pieces = [piece async for piece in response.iter_bytes()]
+        assert response.headers["content-type"] == "audio/pcm"
+        assert response.headers["pagemill-request-id"].startswith("speech-")
+    assert b"".join(pieces) == right
+    assert len(pieces) > 2, "the bytes come as they are made"
+    whole = await api.audio.speech.create(**form, response_format="wav")
     with wave.open(io.BytesIO(whole.content)) as sound:
         assert sound.getparams()[:3] == (1, 2, 24_000)
         assert sound.readframes(len(right)) == right
@@ -430,12 +414,11 @@ async def test_the_official_client_speaks(
     ],
 )
 async def test_what_the_endpoint_cannot_speak_is_refused_by_the_field(
-    url: str, changed: dict[str, Any], field: str, status: int
+    api: AsyncOpenAI, changed: dict[str, Any], field: str, status: int
 ) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
-        form: Any = {"model": "demo", "input": "A", "voice": "alloy", "response_format": "wav"}
-        with pytest.raises(openai.APIStatusError) as refused:
-            await api.audio.speech.create(**form | changed)
+    form: Any = {"model": "demo", "input": "A", "voice": "alloy", "response_format": "wav"}
+    with pytest.raises(openai.APIStatusError) as refused:
+        await api.audio.speech.create(**form | changed)
     assert refused.value.status_code == status
     assert refused.value.param == field
 
@@ -449,11 +432,7 @@ async def test_a_client_that_leaves_cancels_its_speech(bus: Bus, url: str) -> No
         request_id = response.headers["pagemill-request-id"]
         await anext(response.aiter_raw())
 
-    async def last() -> Any:
-        stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
-        return stored and decode_record(stored.data)
-
-    final = await until(last)
+    final = await until(partial(last_record, bus, request_id))
     assert isinstance(final, Failure)
     assert final.error.code == "cancelled"
     await until_nothing_is_left(bus)
@@ -461,8 +440,8 @@ async def test_a_client_that_leaves_cancels_its_speech(bus: Bus, url: str) -> No
 
 async def test_the_voices_are_listed(url: str) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
-        found = (await http.get(f"{url}/v1/audio/voices")).json()
-    assert [(voice["id"], voice["model"]) for voice in found["data"]] == [
+        listing = (await http.get(f"{url}/v1/audio/voices")).json()
+    assert [(voice["id"], voice["model"]) for voice in listing["data"]] == [
         ("alloy", "demo"),
         ("echo", "demo"),
     ]
@@ -473,17 +452,17 @@ async def test_the_command_line_saves_what_is_said(
 ) -> None:
     options = ["--config", str(processes.folder / "pagemill.yaml"), "--nats", processes.url]
     file = tmp_path / "out.wav"
-    said = await asyncio.to_thread(preloaded.run, "say", TEXTS[0], "-o", str(file), *options)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout == ""
+    done = await asyncio.to_thread(preloaded.run, "say", TEXTS[0], "-o", str(file), *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
     codes, _ = talker.speak(TEXTS[0], MAX_CODES)
     assert read_wav(file) == sound_of(processes.folder, codes)
-    assert f"{len(codes) / 50:.1f} s of sound" in said.stderr
-    asked = await asyncio.to_thread(
+    assert f"{len(codes) / 50:.1f} s of sound" in done.stderr
+    answer = await asyncio.to_thread(
         preloaded.run, "ask", "What can you do?", "--speak", "-o", str(file), *options
     )
-    assert asked.returncode == 0, asked.stderr
-    codes, _ = talker.speak(asked.stdout.removesuffix("\n"), MAX_CODES)
+    assert answer.returncode == 0, answer.stderr
+    codes, _ = talker.speak(answer.stdout.removesuffix("\n"), MAX_CODES)
     assert read_wav(file) == sound_of(processes.folder, codes)
     missing = file.parent / "missing" / "a.wav"
     lost = await asyncio.to_thread(preloaded.run, "say", "A", "-o", str(missing), *options)

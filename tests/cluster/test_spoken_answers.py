@@ -24,7 +24,8 @@ from ops.browser import ENTER, MISSING, browsing
 from shared.bus.bus import Bus
 from tests import preloaded, talkers
 from tests.cluster import test_speech
-from tests.cluster.processes import Processes, running, sound_of, until_nothing_is_left, until_ready
+from tests.cluster.conftest import gateway_url
+from tests.cluster.processes import Processes, running, sound_of, until_nothing_is_left
 from tests.cluster.test_speech import CONFIG, MAX_CODES, ROOT, TEXTS, WORKERS, read_wav
 from tests.generator import voices
 from tests.support.waiting import until
@@ -49,28 +50,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield started
 
 
-@pytest.fixture
-async def bus(processes: Processes) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(processes.url, "test")
-    await until_ready(connected, WORKERS)
-    yield connected
-    await connected.close()
-
-
 @pytest.fixture(scope="module")
 def talker(processes: Processes) -> PlainTalker:
     return PlainTalker(processes.folder / "talker")
-
-
-@pytest.fixture
-async def url(bus: Bus) -> str:
-    return await gateway_url(bus)
-
-
-@pytest.fixture
-async def api(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 # -- chat completions -----------------------------------------------------------------------------
@@ -162,7 +144,7 @@ async def test_what_cannot_be_spoken_is_refused_by_the_field(
     assert refused.value.param == field
 
 
-# -- answers whose speech is late or fails --------------------------------------------------------
+# -- answers with a speech that is late or fails --------------------------------------------------
 
 ON_LATE: Any = {"on_late": "text", "timeout_s": 3.0}
 
@@ -175,7 +157,7 @@ async def test_a_speech_that_is_late_leaves_the_text(
         options = ["--config", str(processes.folder / "pagemill.yaml"), "--nats", processes.url]
         saving = ["--speak", "-o", str(tmp_path / "out.wav"), "--on-late", "text"]
         ask = ["ask", "What can you do?", *saving, "--timeout", "3"]
-        answer, stream, failed, asked = await asyncio.gather(
+        answer, stream, failed, done = await asyncio.gather(
             api.chat.completions.create(**SPOKEN, extra_body=ON_LATE),
             api.chat.completions.create(**streamed, extra_body=ON_LATE),
             refusal(api, extra_body={"timeout_s": 3.0}),
@@ -193,9 +175,9 @@ async def test_a_speech_that_is_late_leaves_the_text(
         error: Any = getattr(audio, "error", None)
         assert error["code"] == "deadline_exceeded"
     assert last.choices[0].finish_reason == choice.finish_reason
-    assert asked.returncode == 0, asked.stderr
-    assert asked.stdout == f"{text}\n"
-    assert asked.stderr.count("the speech is cut: not finished within 3 s") == 1
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{text}\n"
+    assert done.stderr.count("the speech is cut: not finished within 3 s") == 1
     await until_nothing_is_left(bus)
 
 
@@ -270,14 +252,14 @@ async def test_a_speech_is_read_again_in_parts(
     assert again.status_code == 200
     assert again.content == sound
     assert again.headers["content-length"] == str(size)
-    for asked, first, last in (
+    for byte_range, first, last in (
         ("bytes=0-", 0, size),
         ("bytes=44-", 44, size),
         ("bytes=10-1044", 10, 1045),
         ("bytes=-100", size - 100, size),
         (f"bytes=5001-{10 * size}", 5001, size),
     ):
-        part = await http.get(url, headers={"range": asked, "if-range": again.headers["etag"]})
+        part = await http.get(url, headers={"range": byte_range, "if-range": again.headers["etag"]})
         assert part.status_code == 206
         assert part.headers["content-range"] == f"bytes {first}-{last - 1}/{size}"
         assert part.content == sound[first:last]
@@ -316,7 +298,7 @@ async def test_another_gateway_continues_a_speech_at_the_next_byte(
             while '"data"' not in (events[-1] if events else ""):
                 events.append(await anext(lines))
             processes.kill("gateway")
-            # What was sent before the gateway died.
+            # The sound that was sent before the gateway died.
             sound += b"".join([piece async for piece in until_broken(pieces)])
             events += [line async for line in until_broken(lines)]
         second = await until(partial(another_gateway, bus, first))
@@ -348,15 +330,9 @@ async def until_broken(received: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def whole_events(lines: list[str]) -> list[str]:
-    """Return the data of the events whose end has been read."""
+    """Return the data of the events that have been read to their end."""
     ends = [number for number, line in enumerate(lines) if not line]
     return [line for line in lines[: ends[-1]] if line.startswith("data: ")]
-
-
-async def gateway_url(bus: Bus) -> str:
-    return next(
-        beat.url for beat in await bus.heartbeats.read() if beat.role == "gateway" and beat.url
-    )
 
 
 async def another_gateway(bus: Bus, killed: str) -> str | None:
@@ -376,29 +352,29 @@ async def test_a_client_with_nats_alone_reads_the_sound(
             env=os.environ | {"NATS_URL": processes.url, "NATS_NKEY": ""},
             stderr=asyncio.subprocess.PIPE,
         )
-        _, told = await process.communicate()
-        return process.returncode, told.decode()
+        _, errors = await process.communicate()
+        return process.returncode, errors.decode()
 
     file = tmp_path / "out.wav"
     assert await example(TEXTS[1]) == (0, "")
     codes, _ = talker.speak(TEXTS[1], MAX_CODES)
     assert read_wav(file) == sound_of(processes.folder, codes)
-    code, told = await example("A red star. " * 60)
+    code, errors = await example("A red star. " * 60)
     assert code == 1
-    assert "speaks at most 195" in told
+    assert "speaks at most 195" in errors
 
 
 async def test_speeches_are_measured(processes: Processes, http: httpx.AsyncClient) -> None:
     (await http.post(PATH, json=SPEECH)).raise_for_status()
-    told = await asyncio.to_thread(preloaded.run, "metrics", "--nats", processes.url)
+    metrics = await asyncio.to_thread(preloaded.run, "metrics", "--nats", processes.url)
     for name, role in (
         ("http_time_to_first_audio_seconds", "gateway"),
         ("time_to_first_audio_seconds", "generator"),
         ("audio_realtime_factor", "generator"),
     ):
-        found = re.findall(rf'pagemill_{name}_count{{.*role="{role}".*}} (\d+)', told.stdout)
-        assert any(int(count) for count in found), name
-    assert re.search(r"pagemill_audio_gap_seconds_total{", told.stdout)
+        counts = re.findall(rf'pagemill_{name}_count{{.*role="{role}".*}} (\d+)', metrics.stdout)
+        assert any(int(count) for count in counts), name
+    assert re.search(r"pagemill_audio_gap_seconds_total{", metrics.stdout)
 
 
 # -- the web page ---------------------------------------------------------------------------------
@@ -433,7 +409,7 @@ def test_the_page_plays_a_speech_as_it_arrives(
         answer = page.run("return document.querySelector('.turn .text').textContent")
         played = page.run("return played")
         assert page.text(".turn .status").startswith("Done")
-        told = page.run("return document.querySelector('.turn dd.speech').textContent")
+        length = page.run("return document.querySelector('.turn dd.speech').textContent")
         assert page.console_errors() == []
     codes, _ = talker.speak(answer, MAX_CODES)
     samples = np.frombuffer(sound_of(processes.folder, codes), "<i2")
@@ -442,4 +418,4 @@ def test_the_page_plays_a_speech_as_it_arrives(
     for (when, rate, piece), (after, _, _) in pairwise(played):
         assert after >= when + len(piece) / rate - 1e-6
     assert len(played) > 2
-    assert told == f"{len(samples) / 24_000:.1f} s"
+    assert length == f"{len(samples) / 24_000:.1f} s"

@@ -22,11 +22,11 @@ QUESTIONS = {"a": "What can you do?", "b": "Who are you?"}
 def keys(cluster: Cluster) -> dict[str, Path]:
     """Files of the keys of two tenants."""
     options = ("--config", str(cluster.config), "--dir", str(cluster.keys))
-    made = {}
+    files = {}
     for name in QUESTIONS:
         done = preloaded.run("keys", "add-tenant", name, *options, cwd=cluster.config.parent)
-        made[name] = Path(done.stdout.strip())
-    return made
+        files[name] = Path(done.stdout.strip())
+    return files
 
 
 def body_of(question: str) -> bytes:

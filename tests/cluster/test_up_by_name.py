@@ -37,20 +37,20 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
     with Hub({NAME: files}) as hub:
         env["HF_ENDPOINT"] = hub.url
         run("pull", NAME)
-    # What is pulled is served without the hub.
+    # A pulled model is served without the hub.
     assert "here" in next(line for line in run("models").splitlines() if NAME in line)
-    said = tmp_path / "said"
-    with said.open("wb") as stderr:
+    errors = tmp_path / "said"
+    with errors.open("wb") as stderr:
         process = subprocess.Popen(
             [*FORKED_PAGEMILL, "up", NAME], cwd=tmp_path, env=env, stderr=stderr
         )
     try:
         deadline = time.monotonic() + 150
-        while b"ready at" not in said.read_bytes():
-            assert process.poll() is None, said.read_text()
-            assert time.monotonic() < deadline, said.read_text()
+        while b"ready at" not in errors.read_bytes():
+            assert process.poll() is None, errors.read_text()
+            assert time.monotonic() < deadline, errors.read_text()
             time.sleep(0.1)
-        text = said.read_text()
+        text = errors.read_text()
         assert f"{NAME}: weights 10.5 MB as float32, max_model_len 4096, KV cache 120 MiB" in text
         nats, url = text.partition("ready at ")[2].partition(";")[0].split(" and ")
         question = {"type": "text", "text": "What color is this image?"}
@@ -67,4 +67,4 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
         assert {row["name"]: row["state"] for row in rows} == {"demo": "configured", NAME: "served"}
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0, said.read_text()
+        assert process.wait(30) == 0, errors.read_text()

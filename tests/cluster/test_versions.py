@@ -1,7 +1,7 @@
-"""Workers of a newer version beside those of this code, for each role, as in a rolling upgrade.
+"""A worker of a newer version next to workers of this code, for each role, as in a rolling upgrade.
 
-The newer version is a copy of this code with one more sampling parameter, in whose effect it
-believes, and a higher version.
+The newer version is a copy of this code with a higher version and one more sampling parameter,
+which older workers do not know.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Videos through the whole of Pagemill: over NATS, over HTTP and from the command line.
 
-The answers are those of transformers' forward for the same weights, frames and positions.
+The answers equal transformers' forward for the same weights, frames and positions.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from shared.protocol.requests import (
 )
 from shared.protocol.sampling import SamplingParams
 from tests.cluster.conftest import IMAGE_HOST, Cluster, kill, living, run
-from tests.cluster.streams import assert_gapless, tokens_of
+from tests.cluster.streams import assert_gapless, read_amid_signal, tokens_of
 from tests.cluster.test_redelivery import wait_until_idle, wait_until_in_hand
 from tests.renderer.canary import Canary, send
 from tests.support.waiting import until
@@ -67,7 +67,7 @@ def frames_of(num: int, shift: int = 0) -> list[np.ndarray]:
 
 @cache
 def clip(num: int = 8, shift: int = 0) -> bytes:
-    """A GIF whose frames are stored as they are."""
+    """Return a GIF with unchanged frames."""
     images = [Image.fromarray(frame) for frame in frames_of(num, shift)]
     file = io.BytesIO()
     images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=1000 // FPS)
@@ -211,12 +211,12 @@ async def test_a_video_that_another_server_has_rendered_gets_the_same_answer(cli
         assert len(run) == 24
         assert len(set(run)) == 1
         sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        sent = {**rendered, "sampling_params": sampling, "return_token_ids": True}
-        reply = (await http.post("/inference/v1/generate", json=sent)).json()
+        request = {**rendered, "sampling_params": sampling, "return_token_ids": True}
+        reply = (await http.post("/inference/v1/generate", json=request)).json()
         assert reply["choices"][0]["token_ids"] == expected
         # The hash alone is enough from now on.
-        del sent["features"]["kwargs_data"], sent["features"]["mm_metadata"]
-        reply = (await http.post("/inference/v1/generate", json=sent)).json()
+        del request["features"]["kwargs_data"], request["features"]["mm_metadata"]
+        reply = (await http.post("/inference/v1/generate", json=request)).json()
         assert reply["choices"][0]["token_ids"] == expected
 
 
@@ -261,21 +261,21 @@ async def test_too_many_videos_are_refused(client: Bus) -> None:
     [beat] = await living(client, "gateway")
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         reply = await http.post(f"{beat.url}/v1/chat/completions", json=body)
-    told = reply.json()["error"]
+    error = reply.json()["error"]
     message = Message("user", [VideoPart(VideoURL(url))] * 3)
     [failure] = await answer(client, GenerateRequest("demo", [message], SAMPLING))
     assert isinstance(failure, Failure)
     assert reply.status_code == 422
-    assert (told["code"], told["param"]) == ("media_too_large", third)
+    assert (error["code"], error["param"]) == ("media_too_large", third)
     assert (failure.error.code, failure.error.field) == ("media_too_large", third)
     limit = "videos in the request: 3, over the limit of 2 (max_videos)"
-    assert told["message"] == failure.error.message == limit
+    assert error["message"] == failure.error.message == limit
 
 
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-async def test_a_renderer_killed_behind_a_video_costs_no_second_fetch(
+async def test_a_renderer_killed_after_a_video_costs_no_second_fetch(
     cluster: Cluster, client: Bus
 ) -> None:
     """Its frames are lost with it, before the engine has read them, and made again of the file."""
@@ -301,16 +301,10 @@ async def test_a_renderer_killed_behind_a_video_costs_no_second_fetch(
 
 async def test_an_engine_killed_amid_an_answer_about_a_video(cluster: Cluster, client: Bus) -> None:
     request = question(VideoURL(data_url(clip(8, shift=11))))
-    # Its end is hundreds of steps behind the first record, at which the engine is killed.
+    # The engine is killed at the first record, hundreds of steps before the end.
     sampling = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     request = GenerateRequest(request.model, request.messages, sampling)
     engine = await cluster.pid(client, "engine")
-    records: list[LogRecord] = []
-    async for record in ask(client, request, new_request_id()):
-        records.append(record)
-        if len(records) == 1:
-            os.kill(engine, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
+    records = await read_amid_signal(client, request, engine)
     assert len({record.attempt for record in records}) == 2
     assert tokens_of(records) == tokens_of(await answer(client, request))

@@ -1,4 +1,4 @@
-"""What a client may send, and the one error that each wrong message gets."""
+"""Admission: accepted messages, and the error of each wrong message."""
 
 import json
 from typing import Any
@@ -37,13 +37,13 @@ def test_parameters_left_out_take_the_models_defaults() -> None:
 
 
 def test_given_parameters_win_even_when_they_equal_the_general_default() -> None:
-    given = GOOD | {"sampling_params": {"temperature": 1.0, "max_tokens": None}}
-    assert sampling_of(given) == SamplingParams(temperature=1.0, max_tokens=None)
+    body = GOOD | {"sampling_params": {"temperature": 1.0, "max_tokens": None}}
+    assert sampling_of(body) == SamplingParams(temperature=1.0, max_tokens=None)
 
 
 def test_token_ids_are_strings_where_json_wants_keys() -> None:
-    given = GOOD | {"sampling_params": {"logit_bias": {"17": -100, "3": 2.5}}}
-    assert sampling_of(given).logit_bias == {17: -100.0, 3: 2.5}
+    body = GOOD | {"sampling_params": {"logit_bias": {"17": -100, "3": 2.5}}}
+    assert sampling_of(body).logit_bias == {17: -100.0, 3: 2.5}
     packed = msgspec.msgpack.encode(GOOD | {"sampling_params": {"logit_bias": {17: -100}}})
     assert admit("pm.request.demo", "r1", packed, MODELS, PIPELINES)[1].logit_bias == {17: -100.0}
 
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("fields", "message"),
     [
         ({"num_frames": -1}, ">= 1"),
         ({"fps": 1e-9}, ">= 0.001"),
@@ -155,12 +155,12 @@ def test_what_is_wrong_is_named(
         ({"max_frames": 0}, ">= 1"),
     ],
 )
-def test_the_frames_that_are_asked_of_a_video_are_checked(given: dict[str, Any], told: str) -> None:
-    part = {"type": "video_url", "video_url": {"url": "data:,"} | given}
-    with pytest.raises(InvalidRequest, match=told) as caught:
+def test_options_of_a_video_are_checked(fields: dict[str, Any], message: str) -> None:
+    part = {"type": "video_url", "video_url": {"url": "data:,"} | fields}
+    with pytest.raises(InvalidRequest, match=message) as caught:
         admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS, PIPELINES)
     assert caught.value.field is not None
-    assert caught.value.field.endswith(f"video_url.{next(iter(given))}")
+    assert caught.value.field.endswith(f"video_url.{next(iter(fields))}")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_flood_of_values_is_refused_before_anything_is_decoded(
     assert decoded == []
 
 
-def test_an_unknown_model_is_told_what_there_is() -> None:
+def test_the_error_of_an_unknown_model_lists_the_models() -> None:
     body = json.dumps(GOOD | {"model": "other"}).encode()
     with pytest.raises(UnknownModel, match="demo"):
         admit("pm.request.other", "r1", body, MODELS, PIPELINES)
@@ -293,8 +293,8 @@ def test_images_are_painted_as_asked_and_else_as_the_stage_is_configured() -> No
     admitted = admit_image()
     assert admitted.outputs == ["image"]
     assert admitted.image == PaintParams("96x96", steps=20, guidance=3.0)
-    asked = {"size": "64x96", "n": 2, "steps": 24, "guidance": 2.5, "seed": 7}
-    assert admit_image(image=asked).image == PaintParams("64x96", 2, 24, 2.5, "", 7)
+    options = {"size": "64x96", "n": 2, "steps": 24, "guidance": 2.5, "seed": 7}
+    assert admit_image(image=options).image == PaintParams("64x96", 2, 24, 2.5, "", 7)
 
 
 @pytest.mark.parametrize(

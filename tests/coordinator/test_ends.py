@@ -79,9 +79,9 @@ async def test_outputs_are_cut_although_their_list_was_written_after_it_was_read
     expected = output_ends.expected
 
     async def read_too_early(bus: Bus, request_id: str) -> list[str]:
-        found = await expected(bus, request_id)
+        outputs = await expected(bus, request_id)
         await output_ends.begin(bus, request_id, OUTPUTS)
-        return found
+        return outputs
 
     monkeypatch.setattr(output_ends, "expected", read_too_early)
     await cancel(bus, request_id)
@@ -104,7 +104,7 @@ async def test_a_coordinator_closes_the_outputs_of_a_request_that_was_cancelled_
     assert tasks is None
 
 
-async def test_a_coordinator_that_died_behind_the_list_has_its_outputs_closed_by_the_next(
+async def test_the_next_coordinator_closes_the_outputs_of_one_that_died_after_the_list(
     bus: Bus, request_id: str
 ) -> None:
     await cancel(bus, request_id)

@@ -68,67 +68,63 @@ async def render(_: Task[Any], __: list[TensorData], ___: Job) -> Forward:
     return Forward(EngineBody([1, 2, 3], []))
 
 
+@contextlib.asynccontextmanager
+async def running(bus: Bus, config: Config = CONFIG) -> AsyncIterator[None]:
+    """Run a coordinator and a renderer, and drain them at the end."""
+    contexts = [context_of(bus, role, config) for role in ("coordinator", "renderer")]
+    renderers = WorkerLoop(contexts[1])
+    await renderers.add_stage(["demo"], 8, RenderBody, render)
+    workers = [coordinator.main(contexts[0]), renderers.run()]
+    tasks = [asyncio.create_task(worker) for worker in workers]
+    yield
+    for context in contexts:
+        context.shutdown.signal()
+    await asyncio.gather(*tasks)
+
+
 async def test_a_pool_that_has_never_run_has_the_lag_of_its_requests(
     monitored: tuple[Bus, int],
 ) -> None:
     bus, port = monitored
-    contexts = [context_of(bus, role) for role in ("coordinator", "renderer")]
-    renderers = WorkerLoop(contexts[1])
-    await renderers.add_stage(["demo"], 8, RenderBody, render)
-    running = [
-        asyncio.create_task(coordinator.main(contexts[0])),
-        asyncio.create_task(renderers.run()),
-    ]
-    data = encode_request(GenerateRequest("demo", prompt="a"), {})
-    for number in range(20):
-        await bus.publish(subjects.request("demo"), data, f"r-{number}")
-    # Every stage of every model has a consumer for each lane.
-    stages = {"demo": ["renderer", "encoder", "engine"], "org/b": ["renderer", "engine"]}
-    expected = {
-        subjects.stage_consumer(stage, model, lane): 20 * (lane == "interactive")
-        if (model, stage) == ("demo", "engine")
-        else 0
-        for model, names in stages.items()
-        for stage in names
-        for lane in subjects.LANES
-    }
-    deadline = time.monotonic() + 30
-    # Renderers acknowledge a task after they have forwarded it.
-    while (lags := await asyncio.to_thread(read_lags, port)) != expected:
-        assert time.monotonic() < deadline, lags
-    for context in contexts:
-        context.shutdown.signal()
-    await asyncio.gather(*running)
+    async with running(bus):
+        data = encode_request(GenerateRequest("demo", prompt="a"), {})
+        for number in range(20):
+            await bus.publish(subjects.request("demo"), data, f"r-{number}")
+        # Every stage of every model has a consumer for each lane.
+        stages = {"demo": ["renderer", "encoder", "engine"], "org/b": ["renderer", "engine"]}
+        expected = {
+            subjects.stage_consumer(stage, model, lane): 20 * (lane == "interactive")
+            if (model, stage) == ("demo", "engine")
+            else 0
+            for model, names in stages.items()
+            for stage in names
+            for lane in subjects.LANES
+        }
+        deadline = time.monotonic() + 30
+        # Renderers acknowledge a task after they have forwarded it.
+        while (lags := await asyncio.to_thread(read_lags, port)) != expected:
+            assert time.monotonic() < deadline, lags
 
 
 async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
     monitored: tuple[Bus, int],
 ) -> None:
     bus, _ = monitored
-    contexts = [context_of(bus, role, WITH_SLOTS) for role in ("coordinator", "renderer")]
-    renderers = WorkerLoop(contexts[1])
-    await renderers.add_stage(["demo"], 8, RenderBody, render)
-    running = [
-        asyncio.create_task(coordinator.main(contexts[0])),
-        asyncio.create_task(renderers.run()),
-    ]
-    keys = {"a1": "a", "a2": "a", "a-other": "a", "b": "b", "none": None}
-    for name, key in keys.items():
-        data = encode_request(GenerateRequest("demo", prompt=name, prompt_cache_key=key), {})
-        tenant = "two" if name == "a-other" else "one"
-        await bus.publish(subjects.request("demo"), data, name, tenant=tenant)
-    slots: dict[str, int | None] = {}
-    async with asyncio.timeout(30):
-        while slots.keys() != keys.keys():
-            for subject in await bus.figures.subjects_of(
-                subjects.STAGES_STREAM, subjects.STAGES_FILTER
-            ):
-                if subjects.parts_of_stage(subject)[0] == "engine":
-                    slots[subjects.last_token(subject)] = subjects.slot_of_stage(subject)
-            await asyncio.sleep(0.02)
-    for context in contexts:
-        context.shutdown.signal()
-    await asyncio.gather(*running)
+    async with running(bus, WITH_SLOTS):
+        keys = {"a1": "a", "a2": "a", "a-other": "a", "b": "b", "none": None}
+        for name, key in keys.items():
+            data = encode_request(GenerateRequest("demo", prompt=name, prompt_cache_key=key), {})
+            tenant = "two" if name == "a-other" else "one"
+            await bus.publish(subjects.request("demo"), data, name, tenant=tenant)
+        slots: dict[str, int | None] = {}
+        async with asyncio.timeout(30):
+            while slots.keys() != keys.keys():
+                for subject in await bus.figures.subjects_of(
+                    subjects.STAGES_STREAM, subjects.STAGES_FILTER
+                ):
+                    if subjects.parts_of_stage(subject)[0] == "engine":
+                        slots[subjects.last_token(subject)] = subjects.slot_of_stage(subject)
+                await asyncio.sleep(0.02)
     assert slots["a1"] == slots["a2"] is not None
     assert len({slots["a1"], slots["a-other"], slots["b"]}) == 3
     assert slots["none"] is None
@@ -146,7 +142,7 @@ async def test_a_request_that_is_published_again_takes_one_place(
     monitored: tuple[Bus, int],
 ) -> None:
     bus, _ = monitored
-    running = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
+    serving = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
     subject, data = subjects.request("demo"), encode_request(GenerateRequest("demo", prompt="a"))
     first = await admit_first(bus, subject, data)
     for _ in range(3):
@@ -158,14 +154,14 @@ async def test_a_request_that_is_published_again_takes_one_place(
 
     await until(only_first_is_left)
     assert len(await bus.read(subjects.STAGES_STREAM, subjects.stages_of("r"))) == 1
-    running.cancel()
+    serving.cancel()
 
 
 async def test_a_task_without_its_request_stops_no_later_request(
     monitored: tuple[Bus, int],
 ) -> None:
     bus, _ = monitored
-    running = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
+    serving = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
     subject, data = subjects.request("demo"), encode_request(GenerateRequest("demo", prompt="a"))
     first = await admit_first(bus, subject, data)
     await bus.delete(subjects.REQUESTS_STREAM, first)
@@ -181,40 +177,31 @@ async def test_a_task_without_its_request_stops_no_later_request(
     await bus.publish(subject, data, "last")
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of("last")))
     assert await request_queue.queued_request(bus, first + 1) is not None
-    running.cancel()
+    serving.cancel()
 
 
 @pytest.mark.parametrize("stream", [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM])
 async def test_streams_that_are_deleted_under_workers_come_back(
     monitored: tuple[Bus, int], stream: str, jetstream: JetStreamContext
 ) -> None:
-    """A request whose tasks are lost is given to its stages again."""
+    """A request that has lost its tasks is queued for its stages again."""
     bus, _ = monitored
-    contexts = [context_of(bus, role) for role in ("coordinator", "renderer")]
-    renderers = WorkerLoop(contexts[1])
-    await renderers.add_stage(["demo"], 8, RenderBody, render)
-    running = [
-        asyncio.create_task(coordinator.main(contexts[0])),
-        asyncio.create_task(renderers.run()),
-    ]
-    data = encode_request(GenerateRequest("demo", prompt="a"), {})
+    async with running(bus):
+        data = encode_request(GenerateRequest("demo", prompt="a"), {})
 
-    async def until_rendered(*names: str) -> None:
-        async with asyncio.timeout(60):
-            rendered: set[str] = set()
-            while not {*names} <= rendered:
-                with contextlib.suppress(Unavailable):
-                    stored = await bus.figures.subjects_of(
-                        subjects.STAGES_STREAM, "pm.stage.engine.>"
-                    )
-                    rendered = {subjects.last_token(subject) for subject in stored}
-                await asyncio.sleep(0.05)
+        async def until_rendered(*names: str) -> None:
+            async with asyncio.timeout(60):
+                rendered: set[str] = set()
+                while not {*names} <= rendered:
+                    with contextlib.suppress(Unavailable):
+                        stored = await bus.figures.subjects_of(
+                            subjects.STAGES_STREAM, "pm.stage.engine.>"
+                        )
+                        rendered = {subjects.last_token(subject) for subject in stored}
+                    await asyncio.sleep(0.05)
 
-    await bus.publish(subjects.request("demo"), data, "before")
-    await until_rendered("before")
-    await jetstream.delete_stream(stream)
-    await bus.publish(subjects.request("demo"), data, "after")
-    await until_rendered("before", "after")
-    for context in contexts:
-        context.shutdown.signal()
-    await asyncio.gather(*running)
+        await bus.publish(subjects.request("demo"), data, "before")
+        await until_rendered("before")
+        await jetstream.delete_stream(stream)
+        await bus.publish(subjects.request("demo"), data, "after")
+        await until_rendered("before", "after")

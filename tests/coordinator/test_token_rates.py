@@ -47,7 +47,7 @@ def test_tokens_stay_within_the_rate_but_for_one_request(
         now_s += pause_s
         if rates.reserve("a", num_reserved, now_s):
             continue
-        # What was charged before could have been earned since the start.
+        # The rate since the start covers the earlier charges.
         assert charged < PER_MINUTE * (1 + now_s / MINUTE_S) + 1e-6
         charged += num_used if is_known else num_reserved
         if is_known:
@@ -55,7 +55,7 @@ def test_tokens_stay_within_the_rate_but_for_one_request(
 
 
 @given(STEPS)
-def test_a_refused_tenant_is_admitted_after_the_time_that_it_was_told(
+def test_a_refused_tenant_is_admitted_after_the_time_of_the_error(
     steps: list[tuple[float, int, int, bool]],
 ) -> None:
     rates, now_s = TokenRates({"a": PER_MINUTE}), 0.0
@@ -72,14 +72,14 @@ def test_tenants_have_nothing_to_do_with_each_other(
     steps: list[tuple[float, int, int, bool]], others: list[tuple[float, int, int, bool]]
 ) -> None:
     def waits(beside: list[tuple[float, int, int, bool]]) -> list[float]:
-        rates, now_s, found = TokenRates({"a": PER_MINUTE, "b": 7}), 0.0, []
+        rates, now_s, waits_s = TokenRates({"a": PER_MINUTE, "b": 7}), 0.0, []
         for number, (pause_s, num_reserved, _, _) in enumerate(steps):
             now_s += pause_s
             if number < len(beside):
                 rates.reserve("b", beside[number][1], now_s)
                 rates.correct("b", beside[number][1], beside[number][2], now_s)
-            found.append(rates.reserve("a", num_reserved, now_s))
-        return found
+            waits_s.append(rates.reserve("a", num_reserved, now_s))
+        return waits_s
 
     assert waits(others) == waits([])
 
@@ -164,7 +164,7 @@ class Site:
         await log.finish(OutputSummary(Usage(num_prompt, num_written), 1, {}), {})
 
 
-async def test_a_tenant_is_told_its_limit_and_when_to_come_again(bus: Bus) -> None:
+async def test_the_error_of_a_tenant_has_its_limit_and_a_time_to_retry(bus: Bus) -> None:
     site = Site(bus, "acme")
     await site.admit(60)
     await site.admit(60)

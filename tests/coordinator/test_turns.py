@@ -97,7 +97,7 @@ async def fill(bus: Bus, model: str, num_tasks: int, stage: str = "engine") -> N
     ("num_tasks", "expected"),
     [(MANY_CLAIMED - 1, "interactive"), (MANY_CLAIMED, "batch"), (MANY_CLAIMED + 1, "batch")],
 )
-async def test_who_uses_too_much_of_a_busy_model_goes_behind_the_others(
+async def test_a_tenant_that_uses_too_much_of_a_busy_model_loses_its_turn(
     bus: Bus, num_tasks: int, expected: str
 ) -> None:
     model = f"m-{secrets.token_hex(4)}"
@@ -126,23 +126,23 @@ async def test_requests_of_the_batch_lane_stay_there(bus: Bus) -> None:
     assert await Turns(bus, {}).lane_of(admitted("m", lane="batch"), "a", 100) == "batch"
 
 
-async def test_queues_that_cannot_be_read_hold_up_nobody_twice(
+async def test_queues_that_cannot_be_read_are_read_once(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subjects, "STAGES_STREAM", "NO_SUCH_STREAM")
     turns = Turns(bus, {})
-    asked = []
+    streams = []
     depths = bus.figures.depths
 
     async def counted(stream: str) -> Any:
-        asked.append(stream)
+        streams.append(stream)
         return await depths(stream)
 
     monkeypatch.setattr(bus.figures, "depths", counted)
     await turns.lane_of(admitted("m"), "steady", 100)
     for _ in range(3):
         assert await turns.lane_of(admitted("m"), "flood", 10**7) == "interactive"
-    assert len(asked) == 1
+    assert len(streams) == 1
 
 
 async def test_the_tasks_of_a_tenant_that_uses_too_much_are_in_the_batch_lane(bus: Bus) -> None:

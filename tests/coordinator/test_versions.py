@@ -128,8 +128,8 @@ async def test_a_late_request_says_which_stage_could_not_read_its_task(bus: Bus)
 async def test_a_task_that_a_newer_worker_has_taken_since_is_merely_late(bus: Bus) -> None:
     request_id = new_id()
     left = AttemptRecord("engine", "engine-1", 1, 0.0, 0, "requeued", unread="too new")
-    taken = AttemptRecord("engine", "engine-2", 2, 1.0, 0)
-    for record in (left, taken):
+    claimed = AttemptRecord("engine", "engine-2", 2, 1.0, 0)
+    for record in (left, claimed):
         await bus.publish_without_id(subjects.attempts(request_id), to_json(record))
     data = encode_request(GenerateRequest("demo", prompt="a", timeout_s=10), {})
     await coordinate(bus, request_id, data, 11, 1)

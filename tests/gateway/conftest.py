@@ -56,9 +56,9 @@ def start_gateway(cluster: Cluster, folder: Path, port: int = 0, **section: obje
 def start_gateway_at(
     url: str, tree: dict[str, Any], folder: Path, *, forked: bool = True
 ) -> Gateway:
-    """Start a gateway at any broker, with a configuration of its own.
+    """Start a gateway at any broker, with a separate configuration.
 
-    A gateway that is not forked from the preloader has no modules but its own.
+    Without a fork of the preloader, the gateway has imported only its own modules.
     """
     config, log = folder / "gateway.yaml", folder / "gateway.log"
     config.write_text(yaml.safe_dump(tree))
@@ -74,17 +74,17 @@ def start_gateway_at(
             )
         )
     deadline = time.monotonic() + 30
-    while (found := _listening(log, start)) is None:
+    while (address := _listening(log, start)) is None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
-    return Gateway(process, found, log)
+    return Gateway(process, address, log)
 
 
 def _listening(log: Path, start: int) -> str | None:
     written = log.read_bytes()[start:].decode()
-    found = re.search(r'"event": ?"ready"', written) and re.search(r'"url": ?"([^"]+)"', written)
-    return found.group(1) if found else None
+    match = re.search(r'"event": ?"ready"', written) and re.search(r'"url": ?"([^"]+)"', written)
+    return match.group(1) if match else None
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +130,7 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def bus(cluster: Cluster) -> AsyncIterator[Bus]:
-    """A connection to the broker of the cluster behind the gateway."""
+    """A connection to the broker of the gateway's cluster."""
     connection = await Bus.connect(cluster.url, "test")
     yield connection
     await connection.close()

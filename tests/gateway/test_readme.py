@@ -1,7 +1,7 @@
 """Run the blocks of README and docs that are marked `<!-- run -->`, as a reader would type them.
 
 `<!-- run: TEXT -->` also expects TEXT, in any case, in the output. All blocks share one running
-`pagemill up`; the address of the gateway in a block is replaced by that of the test.
+`pagemill up`; the address of the test's gateway replaces the address in a block.
 """
 
 import os
@@ -33,9 +33,9 @@ class Block(NamedTuple):
 def marked_blocks() -> list[Block]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [
-        Block(str(page.relative_to(ROOT)), *found)
+        Block(str(page.relative_to(ROOT)), *groups)
         for page in pages
-        for found in _MARKED.findall(page.read_text(encoding="utf-8"))
+        for groups in _MARKED.findall(page.read_text(encoding="utf-8"))
     ]
 
 

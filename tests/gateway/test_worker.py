@@ -1,4 +1,4 @@
-"""What a gateway tells of itself."""
+"""The address that a gateway publishes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,10 @@ from workers.gateway.worker import _listening, _url
 
 
 @pytest.mark.parametrize(
-    ("listen", "told"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "10.1.2.3"), ("::", "10.1.2.3")]
+    ("listen", "host"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "10.1.2.3"), ("::", "10.1.2.3")]
 )
-def test_a_gateway_that_listens_everywhere_tells_the_address_of_its_broker_connection(
-    monkeypatch: pytest.MonkeyPatch, listen: str, told: str
+def test_a_gateway_that_listens_everywhere_publishes_the_address_of_its_broker_connection(
+    monkeypatch: pytest.MonkeyPatch, listen: str, host: str
 ) -> None:
     monkeypatch.setattr(bus_module, "local_address", lambda _: "10.1.2.3")
     nc = SimpleNamespace(jetstream=lambda timeout: None)
@@ -24,4 +24,4 @@ def test_a_gateway_that_listens_everywhere_tells_the_address_of_its_broker_conne
     config = GatewayConfig(listen=listen, port=0, allow_anonymous=True)
     with _listening(config) as listener:
         port = listener.getsockname()[1]
-        assert _url(config, listener, Bus(connection)) == f"http://{told}:{port}"
+        assert _url(config, listener, Bus(connection)) == f"http://{host}:{port}"

@@ -26,8 +26,8 @@ class NameServer:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have new resolvers ask this server."""
         port = self._socket.getsockname()[1]
-        given = {"nameservers": ["127.0.0.1"], "udp_port": port, "tcp_port": port}
-        monkeypatch.setattr(aiodns, "DNSResolver", functools.partial(aiodns.DNSResolver, **given))
+        options = {"nameservers": ["127.0.0.1"], "udp_port": port, "tcp_port": port}
+        monkeypatch.setattr(aiodns, "DNSResolver", functools.partial(aiodns.DNSResolver, **options))
 
     def close(self) -> None:
         self._socket.close()
@@ -50,13 +50,13 @@ class NameServer:
         self.asked.append(name)
         if name not in self.zone:
             return None
-        found = [ip_address(text) for text in self.zone[name] or ()]
+        addresses = [ip_address(text) for text in self.zone[name] or ()]
         kind = struct.unpack_from("!H", query, at + 1)[0]
-        data = [one.packed for one in found if {4: 1, 6: 28}[one.version] == kind]
+        data = [address.packed for address in addresses if {4: 1, 6: 28}[address.version] == kind]
         status = 0x8180 | (NXDOMAIN if self.zone[name] is None else 0)
         head = _HEADER.pack(struct.unpack_from("!H", query)[0], status, 1, len(data), 0, 0)
         return (
             head
             + question
-            + b"".join(struct.pack("!3HIH", 0xC00C, kind, 1, 0, len(one)) + one for one in data)
+            + b"".join(struct.pack("!3HIH", 0xC00C, kind, 1, 0, len(item)) + item for item in data)
         )

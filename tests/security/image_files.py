@@ -119,7 +119,7 @@ def png(before: bytes = b"", after: bytes = b"", pixels: bytes | None = None) ->
 
 
 def pieces(num_bytes: int) -> bytes:
-    """Return the pixels in chunks of so many bytes."""
+    """Return the pixels in chunks of `num_bytes`."""
     data = packed_pixels()
     return b"".join(
         chunk(b"IDAT", data[at : at + num_bytes]) for at in range(0, len(data), num_bytes)
@@ -127,7 +127,7 @@ def pieces(num_bytes: int) -> bytes:
 
 
 def empty_blocks(num_blocks: int) -> bytes:
-    """Return the pixels behind blocks of deflate without any."""
+    """Return the pixels after empty blocks of deflate."""
     data = packed_pixels()
     return chunk(b"IDAT", data[:2] + b"\0\0\0\xff\xff" * num_blocks + data[2:])
 

@@ -1,4 +1,4 @@
-"""The audit log: who may write into it, and that nobody changes it."""
+"""The audit log: roles that may write into it; no role may change it."""
 
 import pytest
 from nats.js import JetStreamContext
@@ -17,24 +17,24 @@ __all__ = ["operator", "site"]
 STREAM = subjects.AUDIT_STREAM
 OTHERS = ("a", "engine", "renderer", "agent", "coordinator", "autoscaler")
 PUBLISHED = [
-    *((who, subjects.audit(name)) for who in OTHERS for name in (OPERATOR, "gateway", who)),
+    *((role, subjects.audit(name)) for role in OTHERS for name in (OPERATOR, "gateway", role)),
     ("gateway", subjects.audit(OPERATOR)),
     (OPERATOR, subjects.audit("gateway")),
     *(
-        (who, f"$JS.API.STREAM.{change}.{STREAM}")
-        for who in (*OTHERS, "gateway", OPERATOR)
+        (role, f"$JS.API.STREAM.{change}.{STREAM}")
+        for role in (*OTHERS, "gateway", OPERATOR)
         for change in ("DELETE", "PURGE", "MSG.DELETE")
     ),
-    *((who, f"$JS.API.STREAM.UPDATE.{STREAM}") for who in (*OTHERS, "gateway", OPERATOR)),
-    *((who, f"$JS.API.DIRECT.GET.{STREAM}") for who in (*OTHERS, "gateway")),
+    *((role, f"$JS.API.STREAM.UPDATE.{STREAM}") for role in (*OTHERS, "gateway", OPERATOR)),
+    *((role, f"$JS.API.DIRECT.GET.{STREAM}") for role in (*OTHERS, "gateway")),
 ]
 
 
-@pytest.mark.parametrize(("who", "subject"), PUBLISHED)
-async def test_nobody_writes_as_another_or_changes_the_log(
-    site: Site, who: str, subject: str
+@pytest.mark.parametrize(("role", "subject"), PUBLISHED)
+async def test_no_role_writes_as_another_or_changes_the_log(
+    site: Site, role: str, subject: str
 ) -> None:
-    attacker = await site.attacker(who)
+    attacker = await site.attacker(role)
     await attacker.nc.publish(subject, b"{}")
     assert await attacker.is_refused()
     await attacker.nc.close()

@@ -52,9 +52,9 @@ async def owner() -> AsyncIterator[Owner]:
     blobs = BlobServer("owner", 2**20)
     blobs.listen(("127.0.0.1", 0), "127.0.0.1")
     assert blobs.address.tcp is not None
-    made = Owner(blobs, blobs.address.tcp)
-    yield made
-    for writer in made.writers:
+    transport = Owner(blobs, blobs.address.tcp)
+    yield transport
+    for writer in transport.writers:
         writer.close()
     await blobs.close()
 

@@ -17,15 +17,15 @@ SHARES: list[tuple[str, int, list[tuple[str, int, bool]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("_", "total", "wanted"), SHARES, ids=[row[0] for row in SHARES])
+@pytest.mark.parametrize(("_", "total", "requests"), SHARES, ids=[row[0] for row in SHARES])
 def test_a_tenant_holds_no_more_than_is_left_free(
-    _: str, total: int, wanted: list[tuple[str, int, bool]]
+    _: str, total: int, requests: list[tuple[str, int, bool]]
 ) -> None:
     shares = TenantShares(total, has_tenants=True)
-    assert [shares.take(tenant, amount) for tenant, amount, _ in wanted] == [
-        is_taken for _, _, is_taken in wanted
+    assert [shares.take(tenant, amount) for tenant, amount, _ in requests] == [
+        is_taken for _, _, is_taken in requests
     ]
-    for tenant, amount, is_taken in wanted:
+    for tenant, amount, is_taken in requests:
         if is_taken:
             shares.give_back(tenant, amount)
     assert shares.take("z", total // 2)

@@ -34,6 +34,7 @@ from shared.state.log_reader import LogReader
 from shared.state.token_log import LogWriter
 from shared.tenants import storage_quotas
 from tests.support.broker import running_broker
+from tests.support.waiting import until
 from workers.keyring import Keyring
 
 CHUNK = b'{"type":"tokens","index":0,"attempt":1,"choices":[]}'
@@ -50,23 +51,23 @@ class Site:
     def login(self, identity: str) -> Login:
         return Login(self.server.url, identity, seed_file(self.keyring.folder, identity))
 
-    async def attacker(self, who: str) -> "Attacker":
+    async def attacker(self, user: str) -> "Attacker":
         """Connect as a role, or as a tenant's client, with a stock library."""
-        file = self.keyring.file_of_tenant(who)
+        file = self.keyring.file_of_tenant(user)
         role = not file.exists()
-        made = Attacker(who)
-        made.nc = await nats.connect(
+        attacker = Attacker(user)
+        attacker.nc = await nats.connect(
             self.server.url,
-            nkeys_seed=str(seed_file(self.keyring.folder, who) if role else file),
-            inbox_prefix=f"_INBOX.{who}" if role else "_INBOX",
-            error_cb=made.on_error,
+            nkeys_seed=str(seed_file(self.keyring.folder, user) if role else file),
+            inbox_prefix=f"_INBOX.{user}" if role else "_INBOX",
+            error_cb=attacker.on_error,
         )
-        return made
+        return attacker
 
 
 @dataclass
 class Attacker:
-    who: str
+    user: str
     errors: list[str] = field(default_factory=list)
     nc: Client = field(init=False)
 
@@ -103,10 +104,10 @@ async def operator(site: Site) -> AsyncIterator[Bus]:
 HEARTBEAT = subjects.heartbeat("engine-1")
 TASK = subjects.stage("engine", "demo", "interactive", "r")
 PUBLISHED = [
-    # What readers take for stored.
-    *((who, subjects.tokens("r")) for who in ("a", "engine", "gateway", "coordinator", OPERATOR)),
-    *((who, subjects.tokens("r@b")) for who in ("a", "engine", "gateway")),
-    *((who, subjects.steps("b", "r")) for who in ("a", "agent", "gateway")),
+    # Subjects of stored records, for readers.
+    *((user, subjects.tokens("r")) for user in ("a", "engine", "gateway", "coordinator", OPERATOR)),
+    *((user, subjects.tokens("r@b")) for user in ("a", "engine", "gateway")),
+    *((user, subjects.steps("b", "r")) for user in ("a", "agent", "gateway")),
     # Logs, tasks, cancellations and requests of others.
     *(("a", subject) for subject in (subjects.append("r"), subjects.append("r@b"), TASK)),
     *(("a", subject) for subject in (subjects.cancel("r@b"), subjects.request("demo", "b"))),
@@ -117,14 +118,14 @@ PUBLISHED = [
     *(("a", subject) for subject in (subjects.media("0" * 64), subjects.result("k"))),
     *(("gateway", subject) for subject in (subjects.request("demo", "b"), subjects.append("r"))),
     *(("renderer", subject) for subject in (subjects.request("demo"), subjects.cancel("r"))),
-    # What is told of workers, and to them.
+    # Messages from workers and to them.
     *(("a", subject) for subject in (HEARTBEAT, subjects.METRICS, subjects.SETTINGS)),
     *(("a", subject) for subject in (subjects.SCALE_ORDERS, subjects.SCALE_PLAN, "pm.blob.x")),
     ("engine", subjects.SCALE_ORDERS),
     # The broker itself.
     *(
-        (who, f"$JS.API.{call}")
-        for who in ("a", "engine", "gateway")
+        (user, f"$JS.API.{call}")
+        for user in ("a", "engine", "gateway")
         for call in ("STREAM.DELETE.TOKENS", "STREAM.UPDATE.TOKENS", "STREAM.NAMES")
     ),
     ("a", "$JS.API.DIRECT.GET.TOKENS"),
@@ -142,17 +143,19 @@ SUBSCRIBED = [
 ]
 
 
-@pytest.mark.parametrize(("who", "subject"), PUBLISHED)
-async def test_nobody_publishes_in_the_name_of_another(site: Site, who: str, subject: str) -> None:
-    attacker = await site.attacker(who)
+@pytest.mark.parametrize(("user", "subject"), PUBLISHED)
+async def test_no_user_publishes_in_the_name_of_another(
+    site: Site, user: str, subject: str
+) -> None:
+    attacker = await site.attacker(user)
     await attacker.nc.publish(subject, CHUNK, headers={"Pagemill-Tenant": "b"})
     assert await attacker.is_refused()
     await attacker.nc.close()
 
 
-@pytest.mark.parametrize(("who", "subject"), SUBSCRIBED)
-async def test_nobody_listens_to_others(site: Site, who: str, subject: str) -> None:
-    attacker = await site.attacker(who)
+@pytest.mark.parametrize(("user", "subject"), SUBSCRIBED)
+async def test_no_user_listens_to_others(site: Site, user: str, subject: str) -> None:
+    attacker = await site.attacker(user)
     await attacker.nc.subscribe(subject)
     assert await attacker.is_refused()
     await attacker.nc.close()
@@ -168,13 +171,13 @@ async def test_a_stranger_is_refused(site: Site) -> None:
 async def test_a_request_is_of_the_tenant_that_sent_it(site: Site, operator: Bus) -> None:
     a, b = await site.attacker("a"), await site.attacker("b")
     for attacker in (a, b):
-        headers = {"Nats-Msg-Id": f"same-{attacker.who}", "Pagemill-Tenant": "b"}
+        headers = {"Nats-Msg-Id": f"same-{attacker.user}", "Pagemill-Tenant": "b"}
         await attacker.nc.request(subjects.request("demo"), b"{}", headers=headers, timeout=60)
     _, newest = await operator.figures.sequence_range(subjects.REQUESTS_STREAM)
     queued = [
         await request_queue.queued_request(operator, number) for number in (newest - 1, newest)
     ]
-    assert [one and one.tenant for one in queued] == ["a", "b"]
+    assert [request and request.tenant for request in queued] == ["a", "b"]
     assert not a.errors
     await a.nc.close()
     await b.nc.close()
@@ -184,10 +187,10 @@ async def test_those_who_have_to_measure_tenants_may(site: Site, operator: Bus) 
     streams = {"coordinator": storage_quotas.LIMITS, "gateway": storage_quotas.MEDIA_STREAMS}
     headers = tenant_header("a")
     await operator.publish_without_id(subjects.media("f" * 64), b"{}", headers)
-    for who, measured in streams.items():
-        bus = await Bus.connect(site.login(who), "test")
-        found = {stream: await StreamMeter(bus).measure_tenants(stream) for stream in measured}
-        assert set(found[subjects.MEDIA_STREAM]) == {"a"}
+    for user, measured in streams.items():
+        bus = await Bus.connect(site.login(user), "test")
+        tenants = {stream: await StreamMeter(bus).measure_tenants(stream) for stream in measured}
+        assert set(tenants[subjects.MEDIA_STREAM]) == {"a"}
         await storage_quotas.publish_exceeded(bus, [])
         assert await storage_quotas.read_exceeded(bus) == []
         await bus.close()
@@ -195,15 +198,15 @@ async def test_those_who_have_to_measure_tenants_may(site: Site, operator: Bus) 
 
 async def test_a_tenant_reads_its_own_logs_alone(site: Site, operator: Bus) -> None:
     a = await site.attacker("a")
-    seen = await a.nc.subscribe("pm.tokens.>")
+    logs = await a.nc.subscribe("pm.tokens.>")
     await a.nc.flush()
     for request_id in ("r2", "r2@b", "r2@a"):
         log = await LogWriter.open(operator, request_id, 1)
         await log.tokens([])
-    record = await seen.next_msg(60)
+    record = await logs.next_msg(60)
     assert record.subject == "pm.tokens.r2"
     assert (record.headers or {})["Nats-Subject"] == subjects.tokens("r2@a")
-    assert not seen.pending_msgs
+    assert not logs.pending_msgs
     direct = "$JS.API.DIRECT.GET.TOKENS.pm.tokens"
     last = await a.nc.request(f"{direct}.r2", timeout=60)
     assert (last.headers or {})["Nats-Subject"] == subjects.tokens("r2@a")
@@ -218,7 +221,7 @@ async def test_a_tenant_reads_its_own_logs_alone(site: Site, operator: Bus) -> N
 
 async def test_a_forged_record_reaches_no_reader(site: Site, operator: Bus) -> None:
     """Neither live, nor because its sequence looks like one of the stream."""
-    attackers = [await site.attacker(who) for who in ("a", "b", "engine", "gateway")]
+    attackers = [await site.attacker(user) for user in ("a", "b", "engine", "gateway")]
     header = {"Nats-Sequence": "1", "Nats-Time-Stamp": "2026-01-01T00:00:00Z"}
     async with LogReader(operator, "forged", 0) as reader:
         for attacker in attackers:
@@ -266,9 +269,7 @@ async def test_a_replaced_key_is_used_without_a_restart(site: Site, tmp_path: Pa
     bus = await Bus.connect(site.login("encoder"), "test")
     site.keyring.rotate(["encoder"])
     site.server.reload()
-    async with asyncio.timeout(30):
-        while bus.connection.nc.stats["reconnects"] == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: bus.connection.nc.stats["reconnects"])
     await bus.heartbeats.publish("encoder-1", b"{}")
     with pytest.raises(Unavailable, match="refuses"):
         await Bus.connect(Login(site.server.url, "encoder", old), "test", 0.3)
@@ -301,7 +302,7 @@ def certificate(folder: Path, name: str, issuer: str | None) -> TlsFiles:
         for text in (name, authority)
     )
     addresses = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    made = (
+    signed = (
         x509.CertificateBuilder(by, subject, key.public_key(), x509.random_serial_number())
         .not_valid_before(began)
         .not_valid_after(began + timedelta(days=36_500))
@@ -309,7 +310,7 @@ def certificate(folder: Path, name: str, issuer: str | None) -> TlsFiles:
         .add_extension(addresses, critical=False)
         .sign(signer, hashes.SHA256())
     )
-    (folder / f"{name}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (folder / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     (folder / f"{name}.key").write_bytes(
         key.private_bytes(
             serialization.Encoding.PEM,

@@ -1,4 +1,4 @@
-"""Connections to the broker: those of one tenant must not take the places of all others."""
+"""Connections to the broker: one tenant must not take the places of all others."""
 
 import contextlib
 import resource

@@ -1,4 +1,4 @@
-"""Images that cost a renderer as much as it allows, without end, beside those of another tenant."""
+"""Another tenant's requests during an endless attack with the costliest accepted images."""
 
 import asyncio
 import base64
@@ -42,7 +42,7 @@ MAX_CPU_S = 3.0
 
 
 def costly_files(size: int) -> dict[str, bytes]:
-    """Return files with so many bytes of what costs, some of which are refused."""
+    """Return files with `size` costly bytes. Some of the files are refused."""
     num_chunks = size // len(files.chunk(b"abCd"))
     profile = files.chunk(b"iCCP", b"a\0\0" + files.unpacks_to(MIB))
     return {
@@ -70,7 +70,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def question(kind: str, data: bytes) -> dict[str, Any]:
-    # Bytes behind the end make another file of it, which no cache has.
+    # Bytes after the end make it a new file, which no cache has.
     encoded = base64.b64encode(data + secrets.token_bytes(8)).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
     text = {"type": "text", "text": "What color is this image?"}
@@ -84,10 +84,10 @@ class Site:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        said = cluster.log.with_suffix(".err").read_text()
-        found = re.search(r"ready at .*?(http://[0-9.]+:\d+)", said, re.DOTALL)
-        assert found is not None
-        self._url = found[1]
+        errors = cluster.log.with_suffix(".err").read_text()
+        match = re.search(r"ready at .*?(http://[0-9.]+:\d+)", errors, re.DOTALL)
+        assert match is not None
+        self._url = match[1]
         self._clients: dict[str, Client] = {}
 
     async def connect(self) -> None:
@@ -183,7 +183,7 @@ def cpu_s(pid: int) -> float:
 
 
 @pytest.mark.long
-async def test_another_tenant_is_answered_beside_costly_images(cluster: Cluster) -> None:
+async def test_another_tenant_is_answered_during_costly_images(cluster: Cluster) -> None:
     site, bus = Site(cluster), await Bus.connect(cluster.url, "test")
     await site.connect()
     renderer = await cluster.pid(bus, "renderer")
@@ -193,7 +193,7 @@ async def test_another_tenant_is_answered_beside_costly_images(cluster: Cluster)
     each_s = (cpu_s(renderer) - before_s) / (num_attacks + len(took))
     await site.close()
     await bus.close()
-    shown = ", ".join(f"{one:.1f}" for one in sorted(took))
-    print(f"answers after {shown} s, {each_s:.2f} s of processor time a request")  # noqa: T201
+    times = ", ".join(f"{seconds:.1f}" for seconds in sorted(took))
+    print(f"answers after {times} s, {each_s:.2f} s of processor time a request")  # noqa: T201
     assert len(took) == NUM_IMAGES
     assert each_s < MAX_CPU_S

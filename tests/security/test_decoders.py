@@ -112,8 +112,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
 def refused_field(decode: Callable[[bytes], Any], data: bytes, complaint: str) -> str:
     with pytest.raises(msgspec.ValidationError) as caught:
         decode(data)
-    found, field = split_validation_error(caught.value)
-    assert complaint in found
+    message, field = split_validation_error(caught.value)
+    assert complaint in message
     return field
 
 

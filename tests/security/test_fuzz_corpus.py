@@ -16,7 +16,7 @@ def test_what_the_fuzzer_has_found_is_answered(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_fuzzer_begins_with_messages_that_are_valid(name: str) -> None:
-    """Without one, it would never come behind the first checks."""
+    """Without a valid message, it would never pass the first checks."""
     target = TARGETS[name]
     assert any(not isinstance(target.answer(seed), target.answers) for seed in target.seeds())
 

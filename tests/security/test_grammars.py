@@ -1,4 +1,4 @@
-"""Grammars beside a machine without time: a valid one is not refused, nor a refusal remembered.
+"""Grammars on a starved machine: a valid one is not refused, and no refusal is cached.
 
 A trial is starved by stopping and continuing its process, which does not depend on other load.
 """
@@ -40,13 +40,13 @@ SLOW = StructuredOutputs(
 
 
 async def compile_with(
-    compiler: GrammarCompiler, wanted: StructuredOutputs, tenant: str = ""
+    compiler: GrammarCompiler, structure: StructuredOutputs, tenant: str = ""
 ) -> Grammar:
     async def no_progress() -> None:
         pass
 
     async with asyncio.timeout(120):
-        return await compiler.compile(wanted, tenant, no_progress)
+        return await compiler.compile(structure, tenant, no_progress)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ MIB = 2**20
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def inputs(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The files that Pillow is given."""
     opened: list[bytes] = []
     really_open = Image.open
@@ -143,11 +143,11 @@ ACCEPTED: dict[str, Accepted] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_pillow_is_given_what_makes_the_pixels_alone(given: list[bytes], name: str) -> None:
+def test_pillow_is_given_what_makes_the_pixels_alone(inputs: list[bytes], name: str) -> None:
     make, plain = ACCEPTED[name]
     attacked, expected = decode(make()), decode(plain())
-    assert given[0] == given[1]
-    assert len(given[0]) <= len(plain())
+    assert inputs[0] == inputs[1]
+    assert len(inputs[0]) <= len(plain())
     assert np.array_equal(np.asarray(attacked), np.asarray(expected))
 
 
@@ -240,14 +240,14 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_costly_file_is_refused_before_it_is_decoded(given: list[bytes], name: str) -> None:
+def test_a_costly_file_is_refused_before_it_is_decoded(inputs: list[bytes], name: str) -> None:
     make, complaint = REFUSED[name]
     with pytest.raises((InvalidMedia, MediaTooLarge)) as caught:
         decode(make())
     assert complaint in caught.value.message
     assert caught.value.field == FIELD
-    # What a decoder sees all the same is small, or its pixels are not read.
-    assert all(len(file) < MIB for file in given)
+    # Files that reach a decoder are small, or their pixels are not read.
+    assert all(len(file) < MIB for file in inputs)
 
 
 # -- the orientation, which is all that is read of metadata ---------------------------------------

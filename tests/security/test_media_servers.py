@@ -49,24 +49,24 @@ class Fetchers:
         self.made.append(Fetcher(config([*networks], fetch_timeout_s=timeout_s)))
         return self.made[-1]
 
-    def start(self, one: Fetcher, url: str, tenant: str, count: int) -> None:
+    def start(self, fetcher: Fetcher, url: str, tenant: str, count: int) -> None:
         for i in range(count):
-            fetching = one.fetch(url.format(i), FIELD, tenant=tenant)
+            fetching = fetcher.fetch(url.format(i), FIELD, tenant=tenant)
             self.started.append(asyncio.create_task(fetching))
 
     async def close(self) -> None:
         for task in self.started:
             task.cancel()
         await asyncio.gather(*self.started, return_exceptions=True)
-        for one in self.made:
-            await one.close()
+        for fetcher in self.made:
+            await fetcher.close()
 
 
 @pytest.fixture
 async def fetchers() -> AsyncIterator[Fetchers]:
-    made = Fetchers()
-    yield made
-    await made.close()
+    all_fetchers = Fetchers()
+    yield all_fetchers
+    await all_fetchers.close()
 
 
 SILENT = "http://silent{}.example/"
@@ -75,24 +75,24 @@ SILENT = "http://silent{}.example/"
 async def test_names_without_an_answer_stop_no_other_tenants_fetch(
     canary: Canary, names: NameServer, fetchers: Fetchers
 ) -> None:
-    one = fetchers.new()
-    fetchers.start(one, SILENT, "a", 4 * MAX_FETCHES)
+    fetcher = fetchers.new()
+    fetchers.start(fetcher, SILENT, "a", 4 * MAX_FETCHES)
     await until(lambda: any("silent" in name for name in names.asked))
     url = canary.url(host="good.example")
     async with asyncio.timeout(60):
-        assert await one.fetch(url, FIELD, tenant="b") == b"picture"
+        assert await fetcher.fetch(url, FIELD, tenant="b") == b"picture"
     assert len(set(names.asked) - {"good.example"}) <= MAX_FETCHES_OF_TENANT
 
 
 async def test_a_deadline_ends_the_query_and_frees_its_place(
     canary: Canary, names: NameServer, fetchers: Fetchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = fetchers.new(0.2)
-    silent = [one.fetch(SILENT.format(i), FIELD) for i in range(3 * MAX_FETCHES_OF_TENANT)]
+    fetcher = fetchers.new(0.2)
+    silent = [fetcher.fetch(SILENT.format(i), FIELD) for i in range(3 * MAX_FETCHES_OF_TENANT)]
     ended = await asyncio.gather(*silent, return_exceptions=True)
     assert {str(error) for error in ended} == {"the image could not be fetched in time"}
-    monkeypatch.setattr(one, "_config", config([*LOOPBACK], fetch_timeout_s=LONG_S))
-    assert await one.fetch(canary.url(host="good.example"), FIELD) == b"picture"
+    monkeypatch.setattr(fetcher, "_config", config([*LOOPBACK], fetch_timeout_s=LONG_S))
+    assert await fetcher.fetch(canary.url(host="good.example"), FIELD) == b"picture"
 
 
 async def test_silent_names_take_no_threads(names: NameServer) -> None:
@@ -118,22 +118,22 @@ async def test_slow_servers_of_one_tenant_leave_places_to_others(
         given_up.wait(LONG_S)
 
     canary.answers["/slow"] = hang
-    one = fetchers.new()
-    fetchers.start(one, canary.url("/slow"), "a", 4 * MAX_FETCHES)
+    fetcher = fetchers.new()
+    fetchers.start(fetcher, canary.url("/slow"), "a", 4 * MAX_FETCHES)
     await until(lambda: len(canary.paths) == MAX_FETCHES_OF_TENANT)
     try:
         async with asyncio.timeout(60):
-            assert await one.fetch(canary.url(), FIELD, tenant="b") == b"picture"
+            assert await fetcher.fetch(canary.url(), FIELD, tenant="b") == b"picture"
         assert canary.paths.count("/slow") == MAX_FETCHES_OF_TENANT
     finally:
         given_up.set()
 
 
-@pytest.mark.parametrize("found", [[], None], ids=["no address", "no such name"])
+@pytest.mark.parametrize("addresses", [[], None], ids=["no address", "no such name"])
 async def test_a_name_without_an_address_is_a_typed_error(
-    names: NameServer, fetchers: Fetchers, found: list[str] | None
+    names: NameServer, fetchers: Fetchers, addresses: list[str] | None
 ) -> None:
-    names.zone["nowhere.example"] = found
+    names.zone["nowhere.example"] = addresses
     with pytest.raises(InvalidMedia, match="the image's host has no address") as caught:
         await fetchers.new().fetch("http://nowhere.example/", FIELD)
     assert caught.value.field == FIELD
@@ -170,8 +170,8 @@ async def test_another_address_is_tried(
     canary: Canary, names: NameServer, dialled: list[str], fetchers: Fetchers, addresses: list[str]
 ) -> None:
     names.zone["several.example"] = addresses
-    one = fetchers.new(networks=(*LOOPBACK, "::1/128"))
-    assert await one.fetch(canary.url(host="several.example"), FIELD) == b"picture"
+    fetcher = fetchers.new(networks=(*LOOPBACK, "::1/128"))
+    assert await fetcher.fetch(canary.url(host="several.example"), FIELD) == b"picture"
 
 
 async def test_a_name_of_many_addresses_is_no_port_scan(
@@ -196,13 +196,13 @@ async def test_one_connection_is_kept_and_the_others_are_closed(
     canary: Canary, names: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two addresses may answer at the same moment."""
-    made: list[httpcore2.AsyncNetworkStream] = []
+    streams: list[httpcore2.AsyncNetworkStream] = []
     both = asyncio.Event()
     really = httpcore2.AnyIOBackend.connect_tcp
 
     async def connect_tcp(self: Any, host: str, *args: Any) -> httpcore2.AsyncNetworkStream:
-        made.append(stream := await really(self, "127.0.0.1", *args))
-        if len(made) == 2:
+        streams.append(stream := await really(self, "127.0.0.1", *args))
+        if len(streams) == 2:
             both.set()
         await both.wait()
         return stream
@@ -210,12 +210,12 @@ async def test_one_connection_is_kept_and_the_others_are_closed(
     monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
     names.zone["two.example"] = ["127.0.0.2", "127.0.0.3"]
     resolver = Resolver()
-    one = GuardedBackend(resolver, [ip_network(text) for text in LOOPBACK])
-    kept = await one.connect_tcp("two.example", canary.port)
-    is_open = [stream.get_extra_info("socket").fileno() >= 0 for stream in made]
+    backend = GuardedBackend(resolver, [ip_network(text) for text in LOOPBACK])
+    connection = await backend.connect_tcp("two.example", canary.port)
+    is_open = [stream.get_extra_info("socket").fileno() >= 0 for stream in streams]
     assert sorted(is_open) == [False, True]
-    assert made[is_open.index(True)] is kept
-    await kept.aclose()
+    assert streams[is_open.index(True)] is connection
+    await connection.aclose()
     await resolver.close()
 
 

@@ -113,9 +113,9 @@ async def write_log(bus: Bus, request_id: str, tenant: str, num_records: int = 1
 
 
 async def test_a_flood_of_uploads_leaves_the_media_of_others_whole(site: Site, bus: Bus) -> None:
-    kept = secrets.token_bytes(MIB)
+    content = secrets.token_bytes(MIB)
     async with site.http("small") as small, site.http("flood") as flood:
-        first = await small.post("/v1/files", files={"file": ("kept", kept)})
+        first = await small.post("/v1/files", files={"file": ("kept", content)})
         assert first.status_code == 200
         answers = []
         for _ in range(12):
@@ -127,13 +127,13 @@ async def test_a_flood_of_uploads_leaves_the_media_of_others_whole(site: Site, b
         assert (refused[-1].status_code, error["code"]) == (429, "storage_quota_exceeded")
         assert "delivery.max_media_mib" in error["message"]
         assert int(refused[-1].headers["retry-after"]) > 0
-        name = hashlib.sha256(kept).hexdigest()
-        assert await media_store.find(bus, name, MIB, "small") == kept
+        name = hashlib.sha256(content).hexdigest()
+        assert await media_store.find(bus, name, MIB, "small") == content
         more = await small.post(
             "/v1/files", files={"file": ("more", secrets.token_bytes(MIB // 2))}
         )
         assert more.status_code == 200
-        # What the flood deletes makes room for it again.
+        # Files that the flood deletes make room for it again.
         file_id = answers[0].json()["id"]
         assert (await flood.delete(f"/v1/files/{file_id}")).status_code == 200
         assert (await flood.delete(f"/v1/files/{answers[1].json()['id']}")).status_code == 200
@@ -244,7 +244,7 @@ async def test_dead_letters_of_a_flood_lose_their_content(bus: Bus) -> None:
 async def test_what_tenants_have_stored_is_what_the_stream_has(bus: Bus) -> None:
     await write_log(bus, "a-1", "a", 4)
     await write_log(bus, "a-2@a", "", 2)
-    # A log that another worker goes on with, and one that is cancelled, count whole.
+    # A log that another worker continues counts whole, and so does a cancelled log.
     log = await LogWriter.open(bus, "b-1", 1, tenant="b")
     for _ in range(3):
         await log.tokens(RECORD)

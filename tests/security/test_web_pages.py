@@ -99,9 +99,9 @@ def test_no_page_of_another_site_makes_a_gateway_work(http: httpx.Client, origin
     assert "gateway.cors_origins" in form.json()["error"]["message"]
     assert http.delete("/v1/requests/x", headers=headers).status_code == 403
     # Its page may link to ours, whose answer it cannot read.
-    seen = http.get("/v1/models", headers=headers)
-    assert seen.status_code == 200
-    assert "access-control-allow-origin" not in seen.headers
+    answer = http.get("/v1/models", headers=headers)
+    assert answer.status_code == 200
+    assert "access-control-allow-origin" not in answer.headers
 
 
 @pytest.mark.parametrize("origin", ["https://friend.example", f"https://{OWN}", f"http://{OWN}:1"])

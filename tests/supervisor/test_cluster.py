@@ -12,6 +12,7 @@ from shared.bus.bus import Bus
 from shared.config.schema import Config, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, StartReport
+from tests.support.waiting import until
 from workers.roles import WorkerSpec
 from workers.supervisor import start
 from workers.supervisor.cluster import LocalCluster
@@ -19,7 +20,7 @@ from workers.supervisor.preloader import ForkedProcess, Preloader
 from workers.supervisor.start import Quiet
 
 
-async def test_nobody_misses_the_broker_when_the_start_is_broken_off(
+async def test_no_worker_misses_the_broker_when_the_start_is_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits for the workers takes leave of it before it is stopped."""
@@ -49,13 +50,12 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
     config = Config({}, nats=nats, start_silence_s=1.0)
     log_file = tmp_path / "workers.log"
     cluster = LocalCluster(config, None, [WorkerSpec("coordinator")], log_file=log_file)
-    cluster.show = shown = Shown()
+    cluster.show = progress = Shown()
     starting = asyncio.create_task(cluster.start())
     await asyncio.sleep(0)
-    assert shown.titles == ["coordinator"]
+    assert progress.titles == ["coordinator"]
     try:
-        while not (pids := cluster.pids("coordinator")):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        pids = await until(lambda: cluster.pids("coordinator"))
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(Unavailable, match=r"1 s \(start_silence_s\): coordinator \(last: star"):
             await starting

@@ -31,16 +31,16 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def last(file: Path, num_lines: int, wanted: Filter) -> list[bytes]:
-    reader = LogReader(file, wanted)
+def last(file: Path, num_lines: int, criteria: Filter) -> list[bytes]:
+    reader = LogReader(file, criteria)
     try:
-        return [found + b"\n" for found in reader.last(num_lines)]
+        return [line + b"\n" for line in reader.last(num_lines)]
     finally:
         reader.close()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "numbers"),
+    ("fields", "numbers"),
     [
         ({}, [0, 1, 2, 3, 4]),
         ({"role": "engine"}, [0, 1, 4]),
@@ -53,8 +53,8 @@ def last(file: Path, num_lines: int, wanted: Filter) -> list[bytes]:
         ({"request": "req-1", "level": "info"}, []),
     ],
 )
-def test_filters(file: Path, wanted: dict[str, str], numbers: list[int]) -> None:
-    assert last(file, 99, Filter(**wanted)) == [LINES[number] for number in numbers]
+def test_filters(file: Path, fields: dict[str, str], numbers: list[int]) -> None:
+    assert last(file, 99, Filter(**fields)) == [LINES[number] for number in numbers]
 
 
 @pytest.mark.parametrize("block", [1, 7, 65_536])
@@ -90,7 +90,7 @@ def test_a_line_is_followed_when_it_is_complete(
     reader.close()
 
 
-def test_without_a_log_its_name_is_told(tmp_path: Path) -> None:
+def test_a_missing_log_is_an_error_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"nowhere\.log"):
         LogReader(tmp_path / "nowhere.log", Filter())
 

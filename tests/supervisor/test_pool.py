@@ -45,16 +45,16 @@ def test_a_pool_needs_the_url_of_its_broker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["pool", "--roles", "gateway"], "no stage of role 'gateway'"),
         (["pool", "--roles", "engine"], "nats.url"),
         (["engine", "--roles", "engine"], "--roles belongs to the role `pool`"),
     ],
 )
-def test_a_refused_pool_ends_with_78(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_a_refused_pool_ends_with_78(tmp_path: Path, arguments: list[str], message: str) -> None:
     if "gateway" in arguments:
         arguments = [*arguments, "--nats", URL]
     done = preloaded.run("worker", *arguments, cwd=tmp_path)
     assert done.returncode == 78
-    assert said in done.stderr
+    assert message in done.stderr

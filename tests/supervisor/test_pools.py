@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -28,9 +29,9 @@ async def sleep(worker: WorkerSpec) -> Process:
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:
-    made = Supervisor(sleep, 5.0, lambda worker: None)
-    yield made
-    await made.stop()
+    workers = Supervisor(sleep, 5.0, lambda worker: None)
+    yield workers
+    await workers.stop()
 
 
 def pools_over(supervisor: Supervisor) -> SupervisedPools:
@@ -48,7 +49,7 @@ async def until_living(supervisor: Supervisor, *slots: int) -> None:
 
 async def until_ended(supervisor: Supervisor, slot: int) -> None:
     spec = WorkerSpec("engine", "demo")
-    await until(lambda: slot not in {one.slot for one in supervisor.slots(spec)})
+    await until(lambda: slot not in {worker.slot for worker in supervisor.slots(spec)})
 
 
 async def next_report(bus: Bus, num_engines: int) -> PoolReport:
@@ -117,7 +118,7 @@ async def test_an_actuator_obeys_plans_that_name_it_and_reports_what_it_has(
     following = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
     try:
         report = await next_report(bus, 0)
-        # That plan was made for workers which ended with the actuator before.
+        # The plan was made for workers of an earlier actuator, which ended with it.
         await asyncio.sleep(0.2)
         assert living(supervisor) == []
         mine = ScalePlan("leader", {ENGINE: PoolPlan(2, actuator=report.actuator)})
@@ -154,9 +155,7 @@ async def test_an_actuator_steps_aside_for_one_pool_alone(
     await scale_state.write_report(bus, other)
     following = asyncio.create_task(follow_plan(bus, pools_over(supervisor)))
     try:
-        async with asyncio.timeout(30):
-            while (own := await scale_state.read_report(bus, ENCODER)) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        own = await until(partial(scale_state.read_report, bus, ENCODER))
         assert await scale_state.read_report(bus, ENGINE) == other
         plan = {pool: PoolPlan(1, actuator=own.actuator) for pool in (ENGINE, ENCODER)}
         await bus.publish_without_id(subjects.SCALE_PLAN, to_json(ScalePlan("leader", plan)))

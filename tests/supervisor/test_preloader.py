@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from workers.supervisor.preloader import ForkedProcess, Preloader, Start, encode
 
 ROOT = Path(__file__).parents[2]
-# What a forked process does is its first argument.
+# The first argument of a forked process selects its behaviour.
 SCRIPT = """
 import os, signal, socket, sys, tempfile, time
 from workers.supervisor.preloader import serve
@@ -92,7 +92,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process that is no child of ours has ended; nobody may have waited for it."""
+    """Whether a process that is no child of ours has ended, or is a zombie."""
     try:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -114,7 +114,7 @@ async def test_exit_codes_and_signals_are_reported(served: Served) -> None:
     assert [await process.wait() for process in waiting] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
-async def test_a_process_has_the_modules_and_a_group_of_its_own(served: Served) -> None:
+async def test_a_process_has_the_modules_and_a_separate_group(served: Served) -> None:
     for question in ("modules", "group"):
         await (await served.start(question)).wait()
     assert served.log.read_text().split() == ["started", "True"] * 2

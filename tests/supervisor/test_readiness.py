@@ -1,4 +1,4 @@
-"""Waiting for workers at a real broker, and what Linux tells of their processes."""
+"""Waiting for workers at a real broker, and Linux's figures of their processes."""
 
 import asyncio
 import contextlib
@@ -47,11 +47,11 @@ class Recorder(Quiet):
 
 
 async def test_progress_is_shown_until_the_first_heartbeat(bus: Bus, sleeper: Process) -> None:
-    shown = Recorder()
-    waiting = asyncio.create_task(wait_ready(bus, [ENGINE], {0: sleeper}.get, 600, shown))
+    recorder = Recorder()
+    waiting = asyncio.create_task(wait_ready(bus, [ENGINE], {0: sleeper}.get, 600, recorder))
     report = StartReport("engine", "engine-s", "0", sleeper.pid, "compiling kernels", "demo")
     await bus.heartbeats.publish_start("engine-s", to_json(report))
-    while await shown.texts.get() != "engine demo: compiling kernels":
+    while await recorder.texts.get() != "engine demo: compiling kernels":
         pass
     # The gateway of another cluster may have the same process id on its machine.
     other = Heartbeat("gateway", "gateway-s", "0", sleeper.pid, ["demo"], {})

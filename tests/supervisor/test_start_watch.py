@@ -35,23 +35,25 @@ def reading(done: int, step: str = "reading weights", **changes: object) -> Obse
     return Observation(report=report, **changes)  # type: ignore[arg-type]
 
 
-def stall_of(seen: Mapping[int, list[Observation]], *specs: WorkerSpec) -> tuple[str | None, Shown]:
+def stall_of(
+    beats: Mapping[int, list[Observation]], *specs: WorkerSpec
+) -> tuple[str | None, Shown]:
     """Feed one observation of each worker a second; return why the start has stalled at the end."""
-    shown = Shown()
-    watch = StartWatch(specs, SILENCE_S, shown, 0.0)
-    (num_seen,) = {len(observations) for observations in seen.values()}
+    progress = Shown()
+    watch = StartWatch(specs, SILENCE_S, progress, 0.0)
+    (num_seen,) = {len(observations) for observations in beats.values()}
     for second in range(num_seen):
-        watch.observe(float(second), {n: each[second] for n, each in seen.items()})
+        watch.observe(float(second), {n: each[second] for n, each in beats.items()})
         if (reason := watch.why_stalled(float(second))) is not None:
-            return reason, shown
-    return None, shown
+            return reason, progress
+    return None, progress
 
 
-def test_a_start_may_take_for_ever_while_weights_are_read() -> None:
+def test_a_start_has_no_limit_while_weights_are_read() -> None:
     slow = [reading(100_000_000 * (second // 8)) for second in range(300)]
-    reason, shown = stall_of({0: slow}, ENGINE)
+    reason, progress = stall_of({0: slow}, ENGINE)
     assert reason is None
-    assert "engine demo: reading weights, 1.2 of 4.7 GB" in shown.lines
+    assert "engine demo: reading weights, 1.2 of 4.7 GB" in progress.lines
 
 
 def test_a_worker_that_holds_the_interpreter_computes() -> None:
@@ -79,11 +81,11 @@ def test_one_worker_that_moves_is_enough_until_it_is_ready() -> None:
     moves = [Observation(usage=Usage(cpu_s=float(second))) for second in range(60)]
     assert stall_of({0: hung, 1: moves}, ENGINE, RENDERER)[0] is None
     ready = [*moves[:20], *[Observation(is_ready=True, usage=Usage(cpu_s=99.0))] * 40]
-    reason, shown = stall_of({0: hung, 1: ready}, ENGINE, RENDERER)
+    reason, progress = stall_of({0: hung, 1: ready}, ENGINE, RENDERER)
     assert reason is not None
     assert "engine demo" in reason
     assert "renderer" not in reason
-    assert shown.lines.count("renderer ready in 20 s") == 1
+    assert progress.lines.count("renderer ready in 20 s") == 1
 
 
 def test_a_worker_that_dies_again_and_again_falls_silent() -> None:
@@ -98,19 +100,19 @@ def test_a_worker_that_dies_again_and_again_falls_silent() -> None:
 
 
 def test_a_worker_without_a_process_is_silent() -> None:
-    reason, shown = stall_of({1: [READY] * 30}, ENGINE, RENDERER)
+    reason, progress = stall_of({1: [READY] * 30}, ENGINE, RENDERER)
     assert reason is not None
     assert "engine demo (last: starting)" in reason
-    assert shown.lines == ["engine demo: starting", "renderer ready in 0 s"]
+    assert progress.lines == ["engine demo: starting", "renderer ready in 0 s"]
 
 
 def test_a_ready_worker_that_dies_is_waited_for_again() -> None:
-    shown = Shown()
-    watch = StartWatch([ENGINE], SILENCE_S, shown, 0.0)
-    for second, seen in enumerate([READY, Observation(exit_code=-9), READY]):
-        watch.observe(float(second), {0: seen})
-        assert watch.is_complete == seen.is_ready
-    assert shown.lines == [
+    progress = Shown()
+    watch = StartWatch([ENGINE], SILENCE_S, progress, 0.0)
+    for second, observation in enumerate([READY, Observation(exit_code=-9), READY]):
+        watch.observe(float(second), {0: observation})
+        assert watch.is_complete == observation.is_ready
+    assert progress.lines == [
         "engine demo ready in 0 s",
         "engine demo: ended with code -9; starts again",
         "engine demo ready in 2 s",
@@ -118,15 +120,15 @@ def test_a_ready_worker_that_dies_is_waited_for_again() -> None:
 
 
 def test_a_heartbeat_that_is_late_neither_stalls_nor_repeats_a_line() -> None:
-    shown = Shown()
-    watch = StartWatch([ENGINE], SILENCE_S, shown, 0.0)
+    progress = Shown()
+    watch = StartWatch([ENGINE], SILENCE_S, progress, 0.0)
     watch.observe(0.0, {0: READY})
     watch.observe(500.0, {0: READY})
     watch.observe(501.0, {0: Observation()})
     assert watch.why_stalled(501.0) is None
     watch.observe(502.0, {0: READY})
-    assert shown.lines.count("engine demo ready in 0 s") == 1
-    assert not any("502" in line for line in shown.lines)
+    assert progress.lines.count("engine demo ready in 0 s") == 1
+    assert not any("502" in line for line in progress.lines)
 
 
 @pytest.mark.parametrize(
@@ -137,5 +139,5 @@ def test_a_heartbeat_that_is_late_neither_stalls_nor_repeats_a_line() -> None:
         ([WorkerSpec("speaker", "demo", "speak")], ["speaker demo speak"]),
     ],
 )
-def test_workers_are_told_apart(specs: list[WorkerSpec], titles: list[str]) -> None:
+def test_workers_have_distinct_titles(specs: list[WorkerSpec], titles: list[str]) -> None:
     assert titles_of(specs) == titles

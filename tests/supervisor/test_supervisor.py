@@ -90,7 +90,7 @@ async def test_a_worker_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.Mo
     await until(lambda: supervisor.pids("engine"))
     process = supervisor.processes[slot]
     supervisor.drain(slot)
-    assert [found.draining for found in supervisor.slots(ENGINE)] == [True]
+    assert [running.draining for running in supervisor.slots(ENGINE)] == [True]
     assert await process.wait() == -9
     await until(lambda: not supervisor.slots(ENGINE))
     await supervisor.stop()

@@ -1,4 +1,4 @@
-"""Backups of a real broker: what is copied, in which order, and what a restore refuses."""
+"""Backups of a real broker: contents, order of the copies, and refused restores."""
 
 import asyncio
 import contextlib
@@ -129,7 +129,7 @@ async def test_only_its_owner_reads_a_backup(source: Bus, tmp_path: Path, name: 
         await back_up(source, tmp_path / name)
 
 
-async def test_a_claimed_request_is_delivered_anew(
+async def test_a_claimed_request_is_delivered_again(
     source: Bus, target: Bus, tmp_path: Path
 ) -> None:
     queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
@@ -232,7 +232,7 @@ async def test_no_cluster_is_replaced_under_its_workers(
 
 @contextlib.contextmanager
 def between(stream: str, happens: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Let something happen in a cluster that goes on, just before a stream is copied."""
+    """Run `happens` in a working cluster, just before a stream is copied."""
     copy = StreamSnapshots.open_snapshot
 
     @contextlib.asynccontextmanager
@@ -285,7 +285,7 @@ async def test_a_log_without_a_queued_request_does_not_stay_open(
     assert left == [subjects.tokens("late-and-ended"), subjects.tokens("queued")]
 
 
-async def test_a_response_that_was_not_queued_goes_on(
+async def test_a_response_that_was_not_queued_continues_after_a_restore(
     source: Bus, target: Bus, tmp_path: Path
 ) -> None:
     async def accept_more() -> None:

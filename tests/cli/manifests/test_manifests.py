@@ -82,13 +82,13 @@ def make(scaling: Scaling, text: str = CONFIG + POOLS) -> list[Manifest]:
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    return {one["metadata"]["name"]: one for one in manifests if one["kind"] == kind}
+    return {item["metadata"]["name"]: item for item in manifests if item["kind"] == kind}
 
 
 def containers(manifests: list[Manifest]) -> dict[str, Any]:
     return {
-        name: one["spec"]["template"]["spec"]["containers"][0]
-        for name, one in of_kind(manifests, "Deployment").items()
+        name: item["spec"]["template"]["spec"]["containers"][0]
+        for name, item in of_kind(manifests, "Deployment").items()
     }
 
 
@@ -123,8 +123,8 @@ def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
     }
     named = {
         trigger["metadata"]["consumer"]: trigger["metadata"]
-        for one in of_kind(make("keda"), "ScaledObject").values()
-        for trigger in one["spec"]["triggers"]
+        for item in of_kind(make("keda"), "ScaledObject").values()
+        for trigger in item["spec"]["triggers"]
     }
     unscaled = {
         subjects.stage_consumer("engine", "Org/Other.Model", lane) for lane in subjects.LANES
@@ -139,7 +139,7 @@ def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
 
 
 @pytest.mark.parametrize("version", ["kubernetes-1.36", "kubernetes-1.37"])
-def test_each_stage_of_a_speech_is_a_pool_with_queues_of_its_own(version: str) -> None:
+def test_each_stage_of_a_speech_is_a_pool_with_separate_queues(version: str) -> None:
     manifests = make("keda", SPEECH)
     for manifest in manifests:
         check_against_schemas(manifest, version)
@@ -151,20 +151,20 @@ def test_each_stage_of_a_speech_is_a_pool_with_queues_of_its_own(version: str) -
     }
     scaled = of_kind(manifests, "ScaledObject")
     assert {
-        name: [trigger["metadata"]["consumer"] for trigger in one["spec"]["triggers"]]
-        for name, one in scaled.items()
+        name: [trigger["metadata"]["consumer"] for trigger in item["spec"]["triggers"]]
+        for name, item in scaled.items()
     } == {
         name: [subjects.stage_consumer(stage, "demo", lane) for lane in subjects.LANES]
         for name, stage in stages.items()
     }
-    found = containers(manifests)
-    assert stages.keys() <= found.keys()
-    assert found["generator-demo-code2wav"]["args"][:2] == ["worker", "generator"]
-    assert found["generator-demo-code2wav"]["args"][-2:] == ["--stage", "code2wav"]
-    assert found["engine-demo-talker"]["args"][-2:] == ["--stage", "talker"]
-    assert "--stage" not in found["engine-demo"]["args"]
+    pods = containers(manifests)
+    assert stages.keys() <= pods.keys()
+    assert pods["generator-demo-code2wav"]["args"][:2] == ["worker", "generator"]
+    assert pods["generator-demo-code2wav"]["args"][-2:] == ["--stage", "code2wav"]
+    assert pods["engine-demo-talker"]["args"][-2:] == ["--stage", "talker"]
+    assert "--stage" not in pods["engine-demo"]["args"]
     # Prefill workers and talkers have the engines' device, and generators compute without one.
-    on_gpus = {name for name, container in found.items() if "resources" in container}
+    on_gpus = {name for name, container in pods.items() if "resources" in container}
     assert on_gpus == stages.keys() - {"generator-demo-code2wav"}
     names = of_kind(make("pagemill", SPEECH), "Role")["pagemill-autoscaler"]["rules"][0]
     assert set(names["resourceNames"]) == stages.keys()
@@ -186,7 +186,7 @@ def test_a_pool_with_slots_is_scaled_by_the_sum_of_its_queues(version: str) -> N
     names = {trigger["name"]: 8.0 for trigger in spec["triggers"]}
     modifiers = spec["advanced"]["scalingModifiers"]
     assert (modifiers["target"], modifiers["metricType"]) == ("16", "AverageValue")
-    # Four queues of 8 tasks, and as many of the batch lane, of which four count as one.
+    # Four queues of 8 tasks, and four of the batch lane, where four tasks count as one.
     assert eval(modifiers["formula"], names) == 4 * 8 + 4 * 8 / 4
     others = of_kind(manifests, "ScaledObject")["renderer"]["spec"]
     assert "scalingModifiers" not in others["advanced"]
@@ -204,7 +204,7 @@ def test_what_is_scaled_has_no_replicas() -> None:
 
 def test_without_scaling_a_pool_has_its_min_and_at_least_one() -> None:
     deployments = of_kind(make("none"), "Deployment")
-    sizes = {name: one["spec"]["replicas"] for name, one in deployments.items()}
+    sizes = {name: item["spec"]["replicas"] for name, item in deployments.items()}
     other = deployment_name(WorkerSpec("engine", "Org/Other.Model"))
     assert sizes == {
         "coordinator": 2,
@@ -224,16 +224,18 @@ def test_the_autoscaler_may_change_the_sizes_of_the_pools_alone() -> None:
     deployments = of_kind(manifests, "Deployment")
     pools = {deployment_name(pool.spec) for pool in pools_of(parse()).by_name.values()}
     assert set(rule.pop("resourceNames")) == pools
-    assert {name for name, one in deployments.items() if "replicas" not in one["spec"]} == pools
+    assert {name for name, item in deployments.items() if "replicas" not in item["spec"]} == pools
     assert rule == {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale"],
         "verbs": ["get", "patch"],
     }
-    for name, one in deployments.items():
-        pod = one["spec"]["template"]["spec"]
+    for name, item in deployments.items():
+        pod = item["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] == (name == "autoscaler"), name
-    env = {one["name"]: one.get("value") for one in containers(manifests)["autoscaler"]["env"]}
+    env = {
+        entry["name"]: entry.get("value") for entry in containers(manifests)["autoscaler"]["env"]
+    }
     assert (
         parse_config(CONFIG, {k: v or "a" for k, v in env.items()}, "").scale.actuator
         == "kubernetes"
@@ -245,15 +247,15 @@ def test_the_autoscaler_may_change_the_sizes_of_the_pools_alone() -> None:
 def test_each_pod_has_the_key_of_its_role_alone(scaling: Scaling, text: str) -> None:
     manifests = make(scaling, text)
     chart = to_chart(manifests, Target(), "1.2.3")["templates/pagemill.yaml"]
-    for made in (manifests, list(yaml.safe_load_all(chart))):
-        for name, one in of_kind(made, "Deployment").items():
-            pod = one["spec"]["template"]["spec"]
-            role = one["metadata"]["labels"]["app.kubernetes.io/component"]
+    for documents in (manifests, list(yaml.safe_load_all(chart))):
+        for name, item in of_kind(documents, "Deployment").items():
+            pod = item["spec"]["template"]["spec"]
+            role = item["metadata"]["labels"]["app.kubernetes.io/component"]
             (volume,) = [v for v in pod["volumes"] if "secret" in v]
             file = {"key": f"{role}.nk", "path": f"{role}.nk"}
             secret = {"secretName": f"pagemill-key-{role}", "items": [file], "defaultMode": 0o440}
             assert volume["secret"] == secret, name
-            # The group of the files is that of the worker.
+            # The files have the group of the worker.
             assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
             (container,) = pod["containers"]
             (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
@@ -282,13 +284,13 @@ def test_pods_get_no_rights_and_time_to_drain() -> None:
 
 
 def test_only_workers_on_a_gpu_ask_for_one() -> None:
-    with_gpu = {name for name, one in containers(make("keda")).items() if "resources" in one}
+    with_gpu = {name for name, pod in containers(make("keda")).items() if "resources" in pod}
     assert with_gpu == {deployment_name(WorkerSpec("engine", name)) for name in parse().models}
 
 
 def test_the_settings_of_pods_are_settings_of_the_configuration() -> None:
     for container in containers(make("keda")).values():
-        env = {one["name"]: one.get("value", "10.0.0.1") for one in container["env"]}
+        env = {entry["name"]: entry.get("value", "10.0.0.1") for entry in container["env"]}
         config = parse_config(CONFIG, env, "test")
         assert config.blobs.advertise == "10.0.0.1"
         assert config.nats.url == "nats://nats.pagemill:4222"
@@ -305,9 +307,9 @@ PARTS = st.text(
 
 
 @given(PARTS, PARTS)
-def test_names_are_labels_and_differ(one: str, other: str) -> None:
-    first, second = [deployment_name(WorkerSpec("engine", model)) for model in (one, other)]
-    assert (first == second) == (one == other)
+def test_names_are_labels_and_differ(a: str, b: str) -> None:
+    first, second = [deployment_name(WorkerSpec("engine", model)) for model in (a, b)]
+    assert (first == second) == (a == b)
     for name in (first, second):
         assert len(name) <= MAX_NAME_LEN
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
@@ -376,7 +378,7 @@ def test_braces_of_a_configuration_are_not_the_chart_s() -> None:
     template = files["templates/pagemill.yaml"]
     assert '# {{ "{{" }} messages }}\n' in template
     assert "# image: pagemill\n" in template
-    images = {one["image"] for one in containers(list(yaml.safe_load_all(template))).values()}
+    images = {pod["image"] for pod in containers(list(yaml.safe_load_all(template))).values()}
     assert images == {"{{ .Values.image }}"}
     assert yaml.safe_load(files["values.yaml"]) == {"image": "pagemill"}
     assert yaml.safe_load(files["Chart.yaml"])["appVersion"] == "1.2.3"
@@ -390,7 +392,7 @@ def test_the_command_writes_what_kubectl_applies(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     documents = list(yaml.safe_load_all(done.stdout))
     assert of_kind(documents, "ConfigMap")["pagemill"]["data"] == {"pagemill.yaml": CONFIG}
-    assert {one["image"] for one in containers(documents).values()} == {"here/pagemill:1"}
+    assert {pod["image"] for pod in containers(documents).values()} == {"here/pagemill:1"}
     assert "nats.replicas is 1" in done.stderr
     chart = tmp_path / "chart"
     done = preloaded.run("manifests", "--config", str(file), "--chart", str(chart), env=env)
@@ -422,9 +424,9 @@ def test_the_documented_brokers_have_the_settings_of_ours() -> None:
         "max_file_store": jetstream["fileStore"]["maxSize"],
         "max_memory_store": jetstream["memoryStore"]["maxSize"],
     }.items():
-        found = re.search(rf'^ *{key}: "?(.*?)"?$', ours, re.MULTILINE)
-        assert found is not None, key
-        assert str(text).strip("<> ") == found[1], key
+        match = re.search(rf'^ *{key}: "?(.*?)"?$', ours, re.MULTILINE)
+        assert match is not None, key
+        assert str(text).strip("<> ") == match[1], key
     service = Target().nats_service
     assert service == "nats-headless"
     assert Target().nats_account == ACCOUNT

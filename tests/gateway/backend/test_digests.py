@@ -1,4 +1,4 @@
-"""The digest that tells whether a named request comes again or is another one."""
+"""Digests: a repeated request has the same one, and a different request another."""
 
 import pytest
 from msgspec.structs import replace

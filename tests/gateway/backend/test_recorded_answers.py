@@ -566,8 +566,8 @@ def answer_of(response: httpx.Response, case: Case) -> list[Any]:
         events = re.sub(rb"(?m)^id: .*\n", b"", content).split(b"\n\n")
         content = b"\n\n".join(sorted(events))
     is_text = not content.startswith(b"RIFF") and b"\0" not in content
-    shown = content.decode() if is_text else base64.b64encode(content).decode()
-    return [response.status_code, response.headers["content-type"], shown]
+    body = content.decode() if is_text else base64.b64encode(content).decode()
+    return [response.status_code, response.headers["content-type"], body]
 
 
 def compare(file: str, now: Mapping[str, Any]) -> None:
@@ -590,14 +590,14 @@ async def test_answers_and_their_records_are_as_recorded(bus: Bus, http: httpx.A
         answer = answer_of(await send(http, case.kind, case.body, key), case)
         request_id = id_of(case.kind, key)
         stored = await record_of(bus, request_id)
-        shown = await http.get(f"/v1/requests/{key}")
-        result = shown.json().get("result")
+        status = await http.get(f"/v1/requests/{key}")
+        result = status.json().get("result")
         answers[name] = {"id": request_id, "record": stored, "answer": answer, "result": result}
     compare("answer_records.json", answers)
 
 
 async def test_fields_and_refusals_are_as_recorded(bus: Bus, http: httpx.AsyncClient) -> None:
-    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
     for name, case in CASES.items():
         if case.body.get("stream") or case.body.get("stream_format"):
             continue
@@ -608,18 +608,18 @@ async def test_fields_and_refusals_are_as_recorded(bus: Bus, http: httpx.AsyncCl
             await put_logs(bus, case, key, logs)
             response = await send(http, case.kind, case.body, key)
             error = response.json()["error"]
-            found[f"{name}: {field}"] = [error["param"], error["message"]]
+            errors[f"{name}: {field}"] = [error["param"], error["message"]]
     for kind, body in TOO_LARGE.items():
         response = await send(http, kind, body, "too-large")
-        found[f"too large: {kind}"] = [response.status_code, response.json()["error"]]
+        errors[f"too large: {kind}"] = [response.status_code, response.json()["error"]]
     for number, (kind, body) in enumerate(REFUSED):
         response = await send(http, kind, body, f"refused-{number}")
-        found[f"refused: {kind} {number}"] = [response.status_code, response.json()]
-    compare("answer_refusals.json", found)
+        errors[f"refused: {kind} {number}"] = [response.status_code, response.json()]
+    compare("answer_refusals.json", errors)
 
 
 def codes_of(error: type[PagemillError]) -> dict[str, type[PagemillError]]:
-    """Return all errors with codes of their own."""
+    """Return the error classes by their codes."""
     codes = {error.code: error}
     for other in error.__subclasses__():
         if other.__module__ in ("shared.errors", "workers.gateway.http.errors"):

@@ -82,7 +82,7 @@ async def test_a_tenants_share_counts_what_is_not_to_be_stored_and_bytes(bus: Bu
             await responses.check_room(app, tenant)
         await responses.check_room(app, "other")
     await responses.delete_response(app, log)
-    for _ in range(2):  # What has been measured, and what was begun here since.
+    for _ in range(2):  # The measured responses, then those begun since.
         await responses.check_room(app, tenant)
         begun = replace(large, tenant=tenant)
         log = await responses.begin(app, begun, new_name(), is_named=False)
@@ -91,7 +91,7 @@ async def test_a_tenants_share_counts_what_is_not_to_be_stored_and_bytes(bus: Bu
         await responses.delete_response(app, log)
 
 
-async def test_what_a_client_has_named_is_given_to_agents_behind_its_first_step(bus: Bus) -> None:
+async def test_a_response_that_a_client_has_named_is_queued_after_its_first_step(bus: Bus) -> None:
     """An agent drops a task without a step, and the broker a second task under the same name."""
     barred = new_name()
     await StepLog(bus, "", barred).append(ended("cancelled"))
@@ -120,7 +120,13 @@ async def test_long_conversations_are_refused_and_take_memory_of_bodies(bus: Bus
     before, logs = await responses.find_context(app, Request(scope), Caller("", ""), names[-1])
     assert [log.response_id for log in logs] == before.ancestors == names
     assert scope["body_bytes"] > 3 * 2**20
-    app.bodies.reserve(Request(scope), app.bodies._memory._free)
+
+    def reserve_all() -> None:
+        while True:
+            app.bodies.reserve(Request(scope), 2**20)
+
+    with pytest.raises(Overloaded):
+        reserve_all()
     with pytest.raises(Overloaded):
         await responses.find_context(app, Request(scope), Caller("", ""), names[-1])
 
@@ -138,25 +144,25 @@ async def test_an_approval_for_a_response_that_could_not_begin_is_free(bus: Bus)
     app, log = app_of(bus), await stored(bus, *ASKING)
     (request_id,) = log.state.approvals
     items = [ApprovalResponseItem(request_id, True, "mcpa_1")]
-    lost, taken, late = new_name(), new_name(), new_name()
+    lost, owner, late = new_name(), new_name(), new_name()
     alice = Caller("alice", "acme")
     assert await approvals.decide(bus, alice, items, [log], lost)
     recorded = await anext(audit_log.read_newest(bus))
     assert recorded.identity == "gateway"
     assert recorded.record == AuditRecord("approval", "alice", f"{request_id} approved", "acme")
     # Its gateway fails here, and the client asks again without naming the response.
-    (call,) = await approvals.decide(bus, ANONYMOUS, items, [log], taken)
+    (call,) = await approvals.decide(bus, ANONYMOUS, items, [log], owner)
     with pytest.raises(ApprovalUsed):
         await responses.begin(app, replace(BEGUN, approved=[call]), lost, is_named=True)
-    begun = await responses.begin(app, replace(BEGUN, approved=[call]), taken, is_named=False)
+    begun = await responses.begin(app, replace(BEGUN, approved=[call]), owner, is_named=False)
     assert begun.state.calls
-    assert [call] == await approvals.decide(bus, ANONYMOUS, items, [log], taken)
+    assert [call] == await approvals.decide(bus, ANONYMOUS, items, [log], owner)
     for name in (late, lost):
-        with pytest.raises(ApprovalUsed, match=taken):
+        with pytest.raises(ApprovalUsed, match=owner):
             await approvals.decide(
                 bus, ANONYMOUS, items, [await open_log(bus, "", log.response_id)], name
             )
-    assert list(log.state.decisions.values())[-1:] == [Decided(6, request_id, True, taken)]
+    assert list(log.state.decisions.values())[-1:] == [Decided(6, request_id, True, owner)]
 
 
 async def test_a_turn_is_cancelled_whose_response_could_not_begin(bus: Bus) -> None:
@@ -175,7 +181,7 @@ async def test_a_turn_is_cancelled_whose_response_could_not_begin(bus: Bus) -> N
 
     assert await is_cancelled(barred.response_id)
     assert not await is_cancelled(name)
-    # The turn has no step of its own, and is cancelled with the response all the same.
+    # The turn has no separate step, but is cancelled with the response.
     await responses.cancel_response(app, log)
     assert await is_cancelled(name)
 
@@ -185,13 +191,13 @@ async def test_responses_without_an_agent_end(bus: Bus) -> None:
     now_s = app.now_s
     old = replace(BEGUN, created_s=now_s - 700)
     for waiting in (await stored(bus, old), await stored(bus, replace(old, asks=True))):
-        found = await responses.find_response(app, Caller("", ""), waiting.response_id)
-        assert (found.state.ended or ended()).status == "failed"
+        response = await responses.find_response(app, Caller("", ""), waiting.response_id)
+        assert (response.state.ended or ended()).status == "failed"
     behind = await stored(bus, replace(old, background=True))
     begun = await stored(bus, old, Asked(0, 0))
     for log in (behind, begun):
-        found = await responses.find_response(app, Caller("", ""), log.response_id)
-        assert found.state.ended is None
+        response = await responses.find_response(app, Caller("", ""), log.response_id)
+        assert response.state.ended is None
     late = await stored(bus, replace(old, background=True, deadline_s=now_s - 1), Asked(0, 0))
     async with asyncio.timeout(20):
         await response_stream.wait_for_end(app, late)
@@ -206,10 +212,10 @@ async def test_a_stream_does_not_wait_for_a_turn_that_was_never_published(bus: B
     following = asyncio.create_task(_kinds(events))
     await responses.cancel_response(app, log)
     async with asyncio.timeout(30):
-        seen = await following
-        assert seen == ["response.in_progress", "response.incomplete"]
+        kinds = await following
+        assert kinds == ["response.in_progress", "response.incomplete"]
         # Whoever comes later sees the same, as long as the logs of turns are stored.
-        assert (await _kinds(response_stream.events_of(app, "", log.response_id)))[1:] == seen
+        assert (await _kinds(response_stream.events_of(app, "", log.response_id)))[1:] == kinds
 
 
 async def _kinds(events: Any) -> list[str]:
@@ -220,6 +226,6 @@ def test_images_of_results_are_left_out_as_those_of_messages() -> None:
     image = InputImagePart("data:image/png;base64,AAAA")
     parts: list[InputTextPart | InputImagePart | InputFilePart] = [InputTextPart("a"), image]
     for item in (MessageItem("user", [*parts]), FunctionOutputItem("call_1", parts)):
-        shown = to_json(without_images(item))
-        assert b"base64" not in shown
-        assert b"input_image" in shown
+        text = to_json(without_images(item))
+        assert b"base64" not in text
+        assert b"input_image" in text

@@ -79,13 +79,13 @@ def test_a_streamed_chat_equals_the_whole_one(records: list[TokenChunk]) -> None
 
 @given(logs(), logs())
 def test_streamed_completions_equal_the_whole_ones(
-    one: list[TokenChunk], other: list[TokenChunk]
+    first: list[TokenChunk], second: list[TokenChunk]
 ) -> None:
     echo = [Echo("xy"), Echo("z")]
     options = CompletionOptions(parts=2, n=2, logprobs=True, echo=echo)
     assembler = CompletionAssembler(Answering("cmpl-1", "demo", 5, options, TOKEN_BYTES))
     streamed = []
-    for part, records in enumerate((one, other)):
+    for part, records in enumerate((first, second)):
         for record in records:
             streamed += [c for chunk in assembler.add(part, record) for c in chunk.choices]
         assert assembler.add(part, FINISH) == []
@@ -181,9 +181,9 @@ async def run(
     shutting_down: asyncio.Event | None = None,
     *,
     numbered: bool = False,
-    sent: list[Message] | None = None,
+    messages: list[Message] | None = None,
 ) -> list[Message]:
-    sent = [] if sent is None else sent
+    messages = [] if messages is None else messages
     disconnected: list[bool] = []
 
     async def receive() -> Message:
@@ -191,7 +191,7 @@ async def run(
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        messages.append(message)
 
     headers = {"x-request-id": "r"}
     stream = EventStream(
@@ -203,15 +203,15 @@ async def run(
         numbered=numbered,
     )
     await stream({"type": "http"}, receive, send)
-    return sent
+    return messages
 
 
 async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_S", 0.02)
-    sent: list[Message] = []
+    messages: list[Message] = []
 
     def has_pings(count: int) -> bool:
-        return [message.get("body") for message in sent].count(sse.PING) >= count
+        return [message.get("body") for message in messages].count(sse.PING) >= count
 
     async def until_pinged(count: int) -> None:
         await until(lambda: has_pings(count))
@@ -222,7 +222,7 @@ async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> 
         await until_pinged(3)
         yield event(b"2", "1")
 
-    start, *bodies = await run(events(), sent=sent)
+    start, *bodies = await run(events(), messages=messages)
     assert start["status"] == 200
     written = b"".join(body["body"] for body in bodies)
     assert written.startswith(sse.PING)
@@ -243,7 +243,7 @@ async def test_the_official_client_ignores_pings(monkeypatch: pytest.MonkeyPatch
         _, *bodies = await run(events(ids), numbered=ids[0] != "")
         written = [body["body"] for body in bodies]
         assert any(body.startswith(b": ping") for body in written[1:])
-        assert [sent.data for sent in SSEDecoder().iter_bytes(iter(written))] == [
+        assert [message.data for message in SSEDecoder().iter_bytes(iter(written))] == [
             "1",
             "1",
             "[DONE]",

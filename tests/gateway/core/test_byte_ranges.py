@@ -22,13 +22,13 @@ def test_a_range_is_a_slice_however_the_body_is_cut(
         return
     part = read_range(header, len(body))
     assert part is not None
-    wanted = body[first : last + 1]
+    piece = body[first : last + 1]
     assert (part.num_bytes, part.header) == (
-        len(wanted),
-        f"bytes {first}-{first + len(wanted) - 1}/{len(body)}",
+        len(piece),
+        f"bytes {first}-{first + len(piece) - 1}/{len(body)}",
     )
     at = data.draw(st.integers(0, len(body)))
-    assert cut(body[:at], 0, part) + cut(body[at:], at, part) == wanted
+    assert cut(body[:at], 0, part) + cut(body[at:], at, part) == piece
 
 
 @given(st.integers(1, 40), st.integers(0, 50))

@@ -34,10 +34,10 @@ def test_the_events_do_not_depend_on_the_pieces(
 ) -> None:
     assume(BOUNDARY not in content)
     body, kind = encode({"purpose": text}, {"file": ('a"b;.mp4', content)})
-    for sent, sent_kind in ((body, kind), (PART + _file(content), TYPE)):
-        events = parse(sent, sent_kind, sizes)
+    for upload, upload_type in ((body, kind), (PART + _file(content), TYPE)):
+        events = parse(upload, upload_type, sizes)
         values = [event for event in events if isinstance(event, FormValue)]
-        assert values == [FormValue("purpose", text) if sent is body else FormValue("a", "b")]
+        assert values == [FormValue("purpose", text) if upload is body else FormValue("a", "b")]
         assert [event.field for event in events if isinstance(event, FileHead)] == ["file"]
         assert b"".join(event for event in events if isinstance(event, bytes)) == content
 
@@ -51,8 +51,8 @@ def test_no_more_than_a_boundary_is_kept_of_a_file() -> None:
     form = FormStream(TYPE)
     form.feed(_file(b"")[: -len(b"\r\n--XX--")])
     for _ in range(100):
-        given = form.feed(bytes(10_000))
-        assert sum(len(event) for event in given if isinstance(event, bytes)) >= 9_990
+        events = form.feed(bytes(10_000))
+        assert sum(len(event) for event in events if isinstance(event, bytes)) >= 9_990
 
 
 @pytest.mark.parametrize(

@@ -79,30 +79,30 @@ def test_an_answer_without_log_probabilities_has_no_limit() -> None:
 
 
 def test_the_size_counts_choices_tokens_and_prompts() -> None:
-    one = answer_size_of(chat(logprobs=True, max_tokens=10), {}).max_bytes()
-    assert one > 0
-    assert answer_size_of(chat(logprobs=True, max_tokens=10, n=4), {}).max_bytes() == 4 * one
-    assert answer_size_of(chat(logprobs=True, max_tokens=20), {}).max_bytes() == 2 * one
-    assert answer_size_of(chat(logprobs=True), {"max_tokens": 10}).max_bytes() == one
-    assert answer_size_of(chat(logprobs=True), {}).max_bytes(10) == one
+    num_bytes = answer_size_of(chat(logprobs=True, max_tokens=10), {}).max_bytes()
+    assert num_bytes > 0
+    assert answer_size_of(chat(logprobs=True, max_tokens=10, n=4), {}).max_bytes() == 4 * num_bytes
+    assert answer_size_of(chat(logprobs=True, max_tokens=20), {}).max_bytes() == 2 * num_bytes
+    assert answer_size_of(chat(logprobs=True), {"max_tokens": 10}).max_bytes() == num_bytes
+    assert answer_size_of(chat(logprobs=True), {}).max_bytes(10) == num_bytes
     assert (
         answer_size_of(chat(logprobs=True, top_logprobs=20, max_tokens=10), {}).max_bytes()
-        == 11 * one
+        == 11 * num_bytes
     )
     several = completion(logprobs=0, prompt=["a", "b", "c"], n=2, max_tokens=10)
-    assert answer_size_of(several, {}).max_bytes() == 6 * one
+    assert answer_size_of(several, {}).max_bytes() == 6 * num_bytes
 
     # With an echo, each choice has its own copy of the prompt.
     echoed = completion(logprobs=0, echo=True, prompt=PROMPT[:10], n=2, max_tokens=10)
     echoed = msgspec.structs.replace(
         echoed, options=msgspec.structs.replace(echoed.options, echo=[Echo("x")])
     )
-    assert answer_size_of(echoed, {}).max_bytes() == 4 * one
+    assert answer_size_of(echoed, {}).max_bytes() == 4 * num_bytes
     request = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
     scored = answer_size_of(SubmitPlan([request], sampling, AnswerOptions()), {})
-    assert scored.max_bytes() == one
-    assert scored.refusal(one, GENERATE.budget).field == "prompt_logprobs"
+    assert scored.max_bytes() == num_bytes
+    assert scored.refusal(num_bytes, GENERATE.budget).field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler[
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 def test_no_embeddings_take_more_memory_than_estimated(encoding_format: Any) -> None:
     prompts, dimensions = 8, 4096
-    given = EmbeddingRequest(model="demo", input=["Hi"] * prompts, encoding_format=encoding_format)
-    plan = plan_embedding(given)
+    body = EmbeddingRequest(model="demo", input=["Hi"] * prompts, encoding_format=encoding_format)
+    plan = plan_embedding(body)
     size = answer_size_of(plan, {}, dimensions)
-    shorter = plan_embedding(msgspec.structs.replace(given, dimensions=dimensions // 2))
+    shorter = plan_embedding(msgspec.structs.replace(body, dimensions=dimensions // 2))
     assert answer_size_of(shorter, {}, dimensions).max_bytes() == size.max_bytes() / 2
-    longer = plan_embedding(msgspec.structs.replace(given, dimensions=10**12))
+    longer = plan_embedding(msgspec.structs.replace(body, dimensions=10**12))
     assert answer_size_of(longer, {}, dimensions) == size
     record = RequestRecord("embedding", "demo", "", 0, False, stored_options(plan.options, size))
     assert read_answer_size(record) == size

@@ -1,4 +1,4 @@
-"""What requests of the OpenAI API say to the bus."""
+"""Requests of the OpenAI API become requests on the bus."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def plan(**fields: Any) -> list[SubmitPlan[Any]]:
 
 @pytest.mark.parametrize("key", [None, "", "chat 1", "x" * 128])
 def test_requests_keep_their_prompt_cache_key(key: str | None) -> None:
-    for one in plan(prompt_cache_key=key):
-        assert [request.prompt_cache_key for request in one.requests] == [key]
+    for submit_plan in plan(prompt_cache_key=key):
+        assert [request.prompt_cache_key for request in submit_plan.requests] == [key]
 
 
 def test_prompt_cache_keys_are_bounded() -> None:
@@ -35,18 +35,18 @@ def test_prompt_cache_keys_are_bounded() -> None:
 @pytest.mark.parametrize("options", [None, {}, {"use_audio_in_video": False}])
 def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(options: Any) -> None:
     parts = [{"type": "video_url", "video_url": {"url": "u", "use_audio": i > 0}} for i in range(2)]
-    asked = {"model": "m", "messages": [{"role": "user", "content": parts}]}
-    for given, expected in (
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    for kwargs, expected in (
         (options, [False, True]),
         ({"use_audio_in_video": True}, [True, True]),
     ):
-        chat = msgspec.convert(asked | {"mm_processor_kwargs": given}, ChatRequest)
+        chat = msgspec.convert(body | {"mm_processor_kwargs": kwargs}, ChatRequest)
         (request,) = plan_chat(chat).requests
         assert request.messages is not None
         (content,) = [message.content for message in request.messages]
         assert isinstance(content, list)
-        found = [part.video_url.use_audio for part in content if isinstance(part, VideoPart)]
-        assert found == expected
+        uses_audio = [part.video_url.use_audio for part in content if isinstance(part, VideoPart)]
+        assert uses_audio == expected
 
 
 def test_errors_of_a_sound_name_the_field_that_the_client_has_sent() -> None:

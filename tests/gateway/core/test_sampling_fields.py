@@ -1,4 +1,4 @@
-"""Each sampling parameter has one declaration, from which the bodies of all endpoints follow."""
+"""Each sampling parameter has one declaration, which the bodies of all endpoints share."""
 
 from typing import Annotated, Any, get_type_hints
 
@@ -24,7 +24,7 @@ BODIES: dict[Any, dict[str, Any]] = {
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     CompletionRequest: {"model": "m", "prompt": "x"},
 }
-# A completion may have no tokens of its own, beside the echo of its prompt.
+# A completion may consist of the echo of its prompt alone.
 WIDER = {(CompletionRequest, "max_tokens")}
 
 
@@ -37,14 +37,14 @@ class MoreParams(SamplingParams, frozen=True, forbid_unknown_fields=True, omit_d
 def range_of(schema: dict[str, Any]) -> dict[str, Any]:
     """The JSON schema of a value that is not null."""
     others = [other for other in schema.get("anyOf", [schema]) if other != {"type": "null"}]
-    found = others[0] if len(others) == 1 else {"anyOf": others}
-    return {key: value for key, value in found.items() if key != "default"}
+    schema_range = others[0] if len(others) == 1 else {"anyOf": others}
+    return {key: value for key, value in schema_range.items() if key != "default"}
 
 
 def properties(body: Any) -> dict[str, Any]:
     _, components = msgspec.json.schema_components([body])
-    found: dict[str, Any] = components[body.__name__]["properties"]
-    return found
+    fields: dict[str, Any] = components[body.__name__]["properties"]
+    return fields
 
 
 def edges(name: str) -> tuple[list[Any], list[Any]]:
@@ -98,8 +98,8 @@ def test_vllms_bodies_have_the_same_ranges(name: str) -> None:
     inside, outside = edges(name)
     # Several greedy choices are refused for another reason.
     for value in inside:
-        given = {name: value, "temperature": 1.0} if name == "n" else {name: value}
-        assert read_sampling(given)[name] == value
+        fields = {name: value, "temperature": 1.0} if name == "n" else {name: value}
+        assert read_sampling(fields)[name] == value
     for value in outside:
         if name in ("seed", "top_k") and value == -1:
             continue  # vLLM's way of leaving it out

@@ -67,23 +67,23 @@ def assembler(form: str, *, timed: bool) -> ChatAssembler:
     return ChatAssembler(Answering("chatcmpl-1", "demo", 5, options))
 
 
-def shown(made: ChatAssembler, turns: Sequence[int], *, timed: bool) -> list[tuple[int, ChatChunk]]:
+def shown(chat: ChatAssembler, turns: Sequence[int], *, timed: bool) -> list[tuple[int, ChatChunk]]:
     """Show both logs, with a record of log `turns[i]` as the i-th that arrives."""
-    logs, order, found = [text_log(), sound_log(timed=timed)], SpeechOrder(timed=timed), []
+    logs, order, chunks = [text_log(), sound_log(timed=timed)], SpeechOrder(timed=timed), []
     for turn in [*turns, *[0] * 20, *[1] * 20]:
         for part, record in order.add(turn, logs[turn].pop(0)) if logs[turn] else ():
-            found += [(part, chunk) for chunk in made.add(part, record)]
-    return found
+            chunks += [(part, chunk) for chunk in chat.add(part, record)]
+    return chunks
 
 
 @given(st.lists(st.integers(0, 1), max_size=12), st.booleans())
 def test_each_log_shows_the_same_however_the_records_arrive(turns: list[int], timed: bool) -> None:
-    found = shown(assembler("pcm16", timed=timed), turns, timed=timed)
+    pairs = shown(assembler("pcm16", timed=timed), turns, timed=timed)
     right = shown(assembler("pcm16", timed=timed), [], timed=timed)
     for part in (0, 1):
-        own = [to_json(chunk) for of, chunk in found if of == part]
+        own = [to_json(chunk) for of, chunk in pairs if of == part]
         assert own == [to_json(chunk) for of, chunk in right if of == part]
-    *chunks, end, usage = [chunk for _, chunk in found]
+    *chunks, end, usage = [chunk for _, chunk in pairs]
     deltas = [chunk.choices[0].delta for chunk in chunks]
     audio = [delta.audio for delta in deltas if delta.audio]
     assert "".join(delta.content for delta in deltas if delta.content) == TEXT
@@ -101,27 +101,27 @@ def test_each_log_shows_the_same_however_the_records_arrive(turns: list[int], ti
 
 @given(st.lists(st.integers(0, 1), max_size=12))
 def test_a_timed_transcript_comes_with_the_samples_that_speak_it(turns: list[int]) -> None:
-    found = shown(assembler("pcm16", timed=True), turns, timed=True)
-    audio = [chunk.choices[0].delta.audio for part, chunk in found if part == 1]
+    pairs = shown(assembler("pcm16", timed=True), turns, timed=True)
+    audio = [chunk.choices[0].delta.audio for part, chunk in pairs if part == 1]
     pieces = [piece.transcript or "" for piece in audio if piece]
     assert pieces == ["three ", "red ", "", "circles ", "and more"]
 
 
 def test_a_record_with_several_words_is_transcribed_word_by_word() -> None:
-    made = assembler("pcm16", timed=True)
+    chat = assembler("pcm16", timed=True)
     text = " three red\ncircles "
-    made.add(0, TokenChunk(0, 1, [ChoiceDelta(0, 2, [7] * 5, text)]))
-    told = [made.add(1, AudioChunk(n, 1, n, 1, 24_000, "AAA=", 3 + n))[0] for n in range(5)]
-    pieces = [chunk.choices[0].delta.audio.transcript or "" for chunk in told]
+    chat.add(0, TokenChunk(0, 1, [ChoiceDelta(0, 2, [7] * 5, text)]))
+    chunks = [chat.add(1, AudioChunk(n, 1, n, 1, 24_000, "AAA=", 3 + n))[0] for n in range(5)]
+    pieces = [chunk.choices[0].delta.audio.transcript or "" for chunk in chunks]
     # Four pieces of text, and five tokens from the third on.
     assert pieces == ["", " three", " red", "\ncircles", " "]
 
 
 def test_the_whole_answer_has_the_sound_as_a_file() -> None:
     for form, timed in (("wav", False), ("pcm16", True)):
-        made = assembler(form, timed=timed)
-        shown(made, [1, 0, 1], timed=timed)
-        answer: ChatCompletion = made.answer()
+        chat = assembler(form, timed=timed)
+        shown(chat, [1, 0, 1], timed=timed)
+        answer: ChatCompletion = chat.answer()
         audio = answer.choices[0].message.audio
         assert audio
         assert audio.transcript == answer.choices[0].message.content == TEXT
@@ -137,12 +137,12 @@ def test_the_whole_answer_has_the_sound_as_a_file() -> None:
 
 
 def test_a_speech_that_is_cut_at_its_stage_ends_with_that_reason() -> None:
-    made = assembler("pcm16", timed=False)
+    chat = assembler("pcm16", timed=False)
     for record in text_log()[:-1]:
         assert isinstance(record, TokenChunk)
-        made.add(0, record)
+        chat.add(0, record)
     outputs = {"codes": OutputSummary(finish_reason="length")}
-    end, _ = made.add(0, Finish(9, 1, Usage(1, 1), 1, [], outputs))
+    end, _ = chat.add(0, Finish(9, 1, Usage(1, 1), 1, [], outputs))
     assert end.choices[0].finish_reason == "length"
 
 
@@ -157,13 +157,13 @@ def test_a_whole_speech_takes_no_more_memory_than_is_reserved() -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        made = assembler("wav", timed=False)
-        made.collects_answer = True
-        made.add(0, first)
+        chat = assembler("wav", timed=False)
+        chat.collects_answer = True
+        chat.add(0, first)
         for i in range(num_records):
-            made.add(1, AudioChunk(i, 1, i * num_samples, num_samples, 24_000, pcm))
-        made.add(0, Finish(9, 1, Usage(1, 1), 1, []))
-        msgspec.json.encode(made.answer())
+            chat.add(1, AudioChunk(i, 1, i * num_samples, num_samples, 24_000, pcm))
+        chat.add(0, Finish(9, 1, Usage(1, 1), 1, []))
+        msgspec.json.encode(chat.answer())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

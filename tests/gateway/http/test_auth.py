@@ -107,9 +107,9 @@ async def test_every_route_but_the_public_ones_needs_a_key(another: Start, bus: 
             path = route.path.replace("{", "").replace("}", "")
             for method in (route.methods or set()) - {"HEAD"}:
                 got = await http.request(method, path, headers={"x-api-key": ALICE})
-                wanted = 200 if route.path in PUBLIC else 401
-                assert got.status_code == wanted, (method, path)
-                if wanted == 401:
+                status = 200 if route.path in PUBLIC else 401
+                assert got.status_code == status, (method, path)
+                if status == 401:
                     assert got.json()["error"]["code"] == "invalid_api_key"
                     assert got.headers["www-authenticate"] == "Bearer"
         listed = await http.get("/v1/models", headers=bearer(ALICE))
@@ -186,8 +186,8 @@ async def test_tenants_do_not_see_each_others_requests(another: Start) -> None:
                 method, f"/v1/requests/chatcmpl-{'0' * 32}{suffix}", headers=bearer(BOB)
             )
             assert (hidden.status_code, hidden.content) == (404, unknown.content)
-        seen = (await http.get(url, headers=bearer(ALICE))).json()
-        assert (seen["state"], seen["result"]) == ("finished", first.json())
+        status = (await http.get(url, headers=bearer(ALICE))).json()
+        assert (status["state"], status["result"]) == ("finished", first.json())
         # A prompt that one tenant has cached is not cached for the other.
         cached = [
             answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]

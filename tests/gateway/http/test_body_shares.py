@@ -1,4 +1,4 @@
-"""Unfinished bodies of one tenant leave room for those of others."""
+"""Unfinished bodies of one tenant leave room for other tenants' bodies."""
 
 import asyncio
 import contextlib
@@ -78,16 +78,16 @@ async def first_refused(gateway: Gateway, keys: list[str], num_bytes: int) -> li
         waiting[asyncio.create_task(clients[-1].status())] = clients[-1]
         done, _ = await asyncio.wait(waiting, timeout=0.05)
         if done:
-            assert {one.result() for one in done} == {503}
+            assert {task.result() for task in done} == {503}
             break
     else:
         done, _ = await asyncio.wait(waiting, timeout=60)
-    for one, client in waiting.items():
-        one.cancel()
-        if one in done:
+    for task, client in waiting.items():
+        task.cancel()
+        if task in done:
             await client.close()
     await asyncio.gather(*waiting, return_exceptions=True)
-    return [client for one, client in waiting.items() if one not in done]
+    return [client for task, client in waiting.items() if task not in done]
 
 
 @pytest.mark.parametrize("keys", [["key-a1"], ["key-a1", "key-a2"]], ids=["one key", "two keys"])
@@ -103,7 +103,7 @@ async def test_unfinished_bodies_of_one_tenant_refuse_no_other(
     finally:
         for client in held:
             await client.close()
-    # What was held is free again.
+    # The reserved memory is free again.
     async with asyncio.timeout(60):
         while await status_of(served, keys[0], BODY_BYTES - 1) != 400:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -119,7 +119,7 @@ async def test_many_dribbling_clients_take_little_memory(flooded: Gateway) -> No
         crowd = [asyncio.create_task(dribble()) for _ in range(CROWD)]
         await asyncio.sleep(0.5)
         await check_it_answers(flooded)
-        assert not any(one.done() for one in crowd)
+        assert not any(client.done() for client in crowd)
         answers = await asyncio.gather(*crowd)
     assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers)
     await check_it_answers(flooded)

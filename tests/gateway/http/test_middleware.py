@@ -210,7 +210,7 @@ async def _drip(gateway: Gateway) -> bytes:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> bytes:
-    """Read an answer with a small body, which may come in a packet behind its headers."""
+    """Read an answer with a small body, which may come in a packet after its headers."""
     headers = await reader.readuntil(b"\r\n\r\n")
     return headers + await reader.read(4096)
 
@@ -299,8 +299,8 @@ async def certificate(folder: Path) -> ssl.SSLContext:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    made = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    assert await made.wait() == 0
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    assert await process.wait() == 0
     return ssl.create_default_context(cafile=cert)
 
 

@@ -30,8 +30,8 @@ async def test_keys_change_without_a_restart(broker: EmbeddedServer, tmp_path: P
     file = tmp_path / "gateway.yaml"
 
     async def status(key: str | None, host: str = "localhost") -> int:
-        given = {} if key is None else {"authorization": f"Bearer {key}"}
-        got = await http.get("/v1/models", headers={"host": host, **given})
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        got = await http.get("/v1/models", headers={"host": host, **headers})
         return got.status_code
 
     async def reloaded(new: dict[str, Any] | str, event: str) -> None:
@@ -61,7 +61,7 @@ async def test_keys_change_without_a_restart(broker: EmbeddedServer, tmp_path: P
 
 async def test_all_workers_of_a_machine_reload(cluster: Cluster, bus: Bus) -> None:
     """`pagemill up` runs without a terminal here, and passes the signal on."""
-    # Other tests have gateways of their own at this broker.
+    # Other tests have other gateways at this broker.
     roles = ("coordinator", "engine", "renderer")
     pids = [await cluster.pid(bus, role) for role in roles]
 

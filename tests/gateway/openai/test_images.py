@@ -79,7 +79,7 @@ def test_a_plan_asks_for_the_output_of_the_stage_that_paints() -> None:
 @pytest.mark.parametrize("size", [None, "auto"])
 def test_the_size_is_the_configured_one_or_the_first(size: str | None) -> None:
     plan = plan_images(images_request(size=size), PAINTER, BASE)
-    # What is not given is left to the stage.
+    # Omitted parameters are left to the stage.
     assert plan.requests[0].image == ImageParams()
     assert plan.options.images.size == "16x16"
     configured = msgspec.structs.replace(PAINTER, sampling_defaults={"size": "12x8"})
@@ -121,7 +121,7 @@ def test_a_model_without_a_painter_is_refused(stage: StageSpec | None) -> None:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def test_images_are_answered_by_number_in_whatever_order_they_end() -> None:
+def test_images_are_answered_by_number_in_any_order_of_their_ends() -> None:
     assembler = image_assembler(n=2)
     for number in (1, 0):
         record = painted(number)
@@ -146,23 +146,23 @@ def test_urls_are_answered_without_reading_the_files() -> None:
 def test_a_stream_shows_numbered_previews_and_then_the_image() -> None:
     assembler = image_assembler(stream=True, partial_images=2, size="12x8")
     assembler.collects_answer = False
-    shown = []
+    events = []
     for step, preview in enumerate(["", "media:a", "", "media:b"]):
         record = StepState(step, 1, 0, step, 4, "media:state", preview)
         assert assembler.file_of(record) == preview
-        shown += assembler.add(1, record, f"file of {preview}")
+        events += assembler.add(1, record, f"file of {preview}")
     assert assembler.add(1, painted(0), "file") == []
-    shown += assembler.add(1, end_of_images())
+    events += assembler.add(1, end_of_images())
     assert [
-        (IMAGES.event_name(event), event.b64_json, event.created_at, event.size) for event in shown
+        (IMAGES.event_name(event), event.b64_json, event.created_at, event.size) for event in events
     ] == [
         ("image_generation.partial_image", "file of media:a", 7, "12x8"),
         ("image_generation.partial_image", "file of media:b", 7, "12x8"),
         ("image_generation.completed", "file", 7, "12x8"),
     ]
-    assert [event.partial_image_index for event in shown[:2]] == [0, 1]
-    assert shown[2].usage == usage_of(6)
-    assert "usage" not in msgspec.to_builtins(shown[0])
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    assert events[2].usage == usage_of(6)
+    assert "usage" not in msgspec.to_builtins(events[0])
 
 
 def test_an_answer_reads_no_previews() -> None:

@@ -34,13 +34,13 @@ CUT: list[Step] = [
 
 
 def raw_text(step: Answered, form: str | None) -> str:
-    """What the model has written for a step."""
+    """Return the text that the model has written for a step."""
     calls = [(call.name, json.loads(call.arguments)) for call in step.calls]
     if form == "required":
-        return json.dumps([{"name": name, "parameters": given} for name, given in calls])
+        return json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls])
     texts = [
-        "<tool_call>\n" + json.dumps({"name": name, "arguments": given}) + "\n</tool_call>"
-        for name, given in calls
+        "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+        for name, arguments in calls
     ]
     texts.insert(step.num_before, step.content)
     return "".join(texts) if form else step.content
@@ -63,9 +63,9 @@ def as_written(steps: list[Step]) -> list[Step]:
     for step in steps:
         if isinstance(step, Answered):
             state = state_of(ID, written)
-            found = turn_format(state, state.turns[-1], state.tools())
-            text = found.new_text()
-            text.feed(raw_text(step, found.form), is_last=True)
+            form = turn_format(state, state.turns[-1], state.tools())
+            text = form.new_text()
+            text.feed(raw_text(step, form.form), is_last=True)
             step = msgspec.structs.replace(
                 step, content=text.content, calls=text.calls, num_before=text.num_before
             )
@@ -74,17 +74,17 @@ def as_written(steps: list[Step]) -> list[Step]:
 
 
 def events_of(steps: list[Step], cuts: Sequence[int]) -> Iterator[ResponseEvent]:
-    made = ResponseEvents(ID, {})
+    events = ResponseEvents(ID, {})
     for i, step in enumerate(steps):
-        yield from made.step(step)
+        yield from events.step(step)
         following = steps[i + 1] if i + 1 < len(steps) else None
         state = state_of(ID, steps[: i + 1])
         asks = isinstance(step, Asked) or (isinstance(step, Begun) and step.asks)
         if asks and isinstance(following, Answered):
-            found = turn_format(state, state.turns[-1], state.tools())
-            raw = raw_text(following, found.form)
+            form = turn_format(state, state.turns[-1], state.tools())
+            raw = raw_text(following, form.form)
             for record in chunks_of(raw, cuts, following.finish_reason):
-                yield from made.token(record)
+                yield from events.token(record)
 
 
 @given(logs(), st.lists(st.integers(0, 200), max_size=6))
@@ -99,16 +99,15 @@ def test_streamed_is_whole_is_what_clients_accumulate(steps: list[Step], cuts: l
     assert events[-1].response == whole
     Response.model_validate_json(msgspec.json.encode(whole))
     client: ResponseStreamState[Any] = ResponseStreamState(input_tools=omit, text_format=omit)
-    for event in parsed:
-        client.handle_event(event)
+    read = [client.handle_event(event) for event in parsed]
     check_deltas(events, msgspec.to_builtins(whole)["output"])
     ended = steps[-1]
     assert isinstance(ended, Ended)
     if ended.status == "completed":
-        got = client._completed_response
-        assert got is not None
+        (completed,) = read[-1]
+        assert completed.type == "response.completed"
         ours = msgspec.to_builtins(whole)
-        theirs = json.loads(got.model_dump_json(exclude_unset=True))
+        theirs = json.loads(completed.response.model_dump_json(exclude_unset=True))
         assert len(theirs["output"]) == len(ours["output"])
         for mine, other in zip(ours["output"], theirs["output"], strict=True):
             assert {**other, **mine} == {**mine, **other} or mine["type"] == "message"

@@ -78,12 +78,12 @@ def test_text_is_a_message_of_the_user_with_a_repeatable_id() -> None:
 
 def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
     image = {"type": "input_image", "image_url": "https://a.example/b.png"}
-    given: list[dict[str, Any]] = [
+    items: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "input_text", "text": "See:"}, image]},
         CALL | {"id": "fc_mine"},
         {"type": "function_call_output", "call_id": "c", "output": "5"},
     ]
-    message, call, output = input_of(given, "resp_1")
+    message, call, output = input_of(items, "resp_1")
     assert isinstance(message, MessageItem)
     assert message.content == [
         InputTextPart("See:"),
@@ -94,11 +94,11 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
     assert isinstance(output, FunctionOutputItem)
     assert output.id is not None
     assert output.id.startswith("fco_")
-    assert message.id != input_of([given[1], given[0]], "resp_1")[1].id
+    assert message.id != input_of([items[1], items[0]], "resp_1")[1].id
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "field"),
+    ("value", "code", "field"),
     [
         (None, "invalid_request", "input"),
         ([], "invalid_request", "input"),
@@ -152,17 +152,17 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
         ([{"type": "reasoning", "summary": []}], "unsupported_parameter", "input[0].type"),
     ],
 )
-def test_an_input_is_refused_by_its_field(given: Any, code: str, field: str) -> None:
+def test_an_input_is_refused_by_its_field(value: Any, code: str, field: str) -> None:
     with pytest.raises(RequestError) as refused:
-        input_of(given, "resp_1")
+        input_of(value, "resp_1")
     assert (refused.value.code, refused.value.field) == (code, field)
 
 
 def test_the_number_of_items_is_limited() -> None:
-    one = {"role": "user", "content": "x"}
-    assert len({item.id for item in input_of([one] * MAX_ITEMS, "resp_1")}) == MAX_ITEMS
+    message = {"role": "user", "content": "x"}
+    assert len({item.id for item in input_of([message] * MAX_ITEMS, "resp_1")}) == MAX_ITEMS
     with pytest.raises(RequestError, match=f"1 to {MAX_ITEMS} items"):
-        input_of([one] * (MAX_ITEMS + 1), "resp_1")
+        input_of([message] * (MAX_ITEMS + 1), "resp_1")
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_a_plain_request_has_the_defaults() -> None:
 
 
 def test_fields_become_limits_sampling_and_echo() -> None:
-    given = {
+    fields = {
         "instructions": "Be brief.",
         "temperature": 0.0,
         "top_p": 0.5,
@@ -220,21 +220,21 @@ def test_fields_become_limits_sampling_and_echo() -> None:
         "top_logprobs": 2,
         "user": "u",
     }
-    begun = begun_from(given)
+    begun = begun_from(fields)
     assert begun.sampling == {"temperature": 0.0, "top_p": 0.5, "logprobs": 2}
     assert (begun.instructions, begun.prompt_cache_key) == ("Be brief.", "k")
     assert (begun.max_output_tokens, begun.store) == (9, False)
     assert (begun.truncate, begun.logprobs) == (True, True)
-    for name in given.keys() - {"include", "store"}:
-        assert begun.echo[name] == given[name]
+    for name in fields.keys() - {"include", "store"}:
+        assert begun.echo[name] == fields[name]
     assert begun_from({"include": [LOGPROBS]}).sampling == {"logprobs": 0}
 
 
 def test_a_request_lowers_the_limit_on_calls_and_does_not_raise_it() -> None:
     config = AgentConfig(max_tool_calls=4, max_turns=3)
     limits = [
-        begun_from({"max_tool_calls": wanted}, config=config).max_tool_calls
-        for wanted in (None, 0, 2, 9)
+        begun_from({"max_tool_calls": limit}, config=config).max_tool_calls
+        for limit in (None, 0, 2, 9)
     ]
     assert limits == [4, 0, 2, 4]
     begun = begun_from({"max_tool_calls": 9}, config=config)
@@ -274,10 +274,10 @@ def test_what_came_before_is_continued() -> None:
 def test_the_card_is_needed_for_tools_and_for_calls_in_the_conversation() -> None:
     plain = msgspec.convert({"model": "m"}, ResponseRequest)
     with_tools = msgspec.convert({"model": "m", "tools": [ADD]}, ResponseRequest)
-    said: list[Item] = [MessageItem("user", "Hi")]
-    assert not needs_card(plain, said)
-    assert needs_card(with_tools, said)
-    assert needs_card(plain, [*said, FunctionCallItem("c", "add", "{}")])
+    messages: list[Item] = [MessageItem("user", "Hi")]
+    assert not needs_card(plain, messages)
+    assert needs_card(with_tools, messages)
+    assert needs_card(plain, [*messages, FunctionCallItem("c", "add", "{}")])
 
 
 def test_tools_are_planned_by_the_card_and_shown_as_they_were_given() -> None:
@@ -358,18 +358,18 @@ def test_the_response_shows_the_plan_and_its_log_probabilities() -> None:
     logprobs = [TokenLogprobs(-0.5, 1, [3, 4], [-0.5, -1.0])]
     answered = Answered(2, 0, "a", [], Usage(6, 1, 4), token_ids=[3], logprobs=logprobs)
     steps: list[Step] = [begun, Asked(1, 0), answered, Ended(3, "completed", 9)]
-    shown = msgspec.to_builtins(response_of(state_of("resp_1", steps), {3: b"a", 4: b"b"}))
-    assert (shown["status"], shown["completed_at"]) == ("completed", 9)
-    (part,) = shown["output"][0]["content"]
+    response = msgspec.to_builtins(response_of(state_of("resp_1", steps), {3: b"a", 4: b"b"}))
+    assert (response["status"], response["completed_at"]) == ("completed", 9)
+    (part,) = response["output"][0]["content"]
     (entry,) = part["logprobs"]
     assert (part["text"], entry["token"], entry["logprob"]) == ("a", "a", -0.5)
     assert [top["token"] for top in entry["top_logprobs"]] == ["a", "b"]
-    assert shown["usage"]["total_tokens"] == 7
-    assert shown["usage"]["input_tokens_details"]["cached_tokens"] == 4
+    assert response["usage"]["total_tokens"] == 7
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 4
 
 
 @pytest.mark.parametrize(
-    ("code", "fault", "shown"),
+    ("code", "fault", "client_code"),
     [
         ("overloaded", "server", "rate_limit_exceeded"),
         ("invalid_media", "client", "invalid_image"),
@@ -377,9 +377,9 @@ def test_the_response_shows_the_plan_and_its_log_probabilities() -> None:
         ("worker_failure", "server", "server_error"),
     ],
 )
-def test_errors_have_codes_that_clients_know(code: str, fault: Any, shown: str) -> None:
+def test_errors_have_codes_that_clients_know(code: str, fault: Any, client_code: str) -> None:
     error = error_of(ErrorInfo(code, "details", None, fault, False))
-    assert error.code == shown
+    assert error.code == client_code
     # An internal error does not say what went wrong inside.
     assert ("details" in error.message) == (fault == "client")
     assert error.message.endswith(f"({code})")

@@ -39,7 +39,7 @@ def server_with(config: AgentConfig = CONFIG, **tool: Any) -> ServerUse:
 # -- functions -------------------------------------------------------------------------------------
 
 
-def test_functions_are_told_from_servers_and_keep_their_order() -> None:
+def test_functions_are_separated_from_servers_and_keep_their_order() -> None:
     strict = NOW | {"name": "add", "strict": True, "description": "Adds.", "parameters": {"a": 1}}
     first, second = functions_of(fields_with([strict, CALC, NOW]))
     assert msgspec.to_builtins(first.function) == {
@@ -65,8 +65,8 @@ def test_a_server_of_the_configuration_is_named_by_its_label() -> None:
     assert server_with(**CALC) == ServerUse("calc")
     assert server_with(**CALC, server_url="https://calc.example/mcp") == ServerUse("calc")
     limit = ToolFilter(["add"])
-    known = McpServerConfig("https://calc.example/mcp", allowed_tools=limit)
-    limited = server_with(AgentConfig(servers={"calc": known}), **CALC, allowed_tools=["add", "b"])
+    server = McpServerConfig("https://calc.example/mcp", allowed_tools=limit)
+    limited = server_with(AgentConfig(servers={"calc": server}), **CALC, allowed_tools=["add", "b"])
     assert (limited.limit, limited.allowed) == (limit, ToolFilter(["add", "b"]))
 
 
@@ -88,7 +88,7 @@ def test_a_server_by_its_url_keeps_what_the_request_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configured", "asked", "approval"),
+    ("configured", "requested", "approval"),
     [
         (None, None, "always"),
         (None, "never", "never"),
@@ -100,11 +100,11 @@ def test_a_server_by_its_url_keeps_what_the_request_says() -> None:
     ],
 )
 def test_a_request_cannot_waive_a_configured_approval(
-    configured: Any, asked: Any, approval: Any
+    configured: Any, requested: Any, approval: Any
 ) -> None:
-    known = McpServerConfig("https://calc.example/mcp", require_approval=configured)
-    config = AgentConfig(servers={"calc": known})
-    assert server_with(config, **CALC, require_approval=asked).approval == approval
+    server = McpServerConfig("https://calc.example/mcp", require_approval=configured)
+    config = AgentConfig(servers={"calc": server})
+    assert server_with(config, **CALC, require_approval=requested).approval == approval
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_servers_have_labels_of_their_own_and_a_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "choice"),
+    ("value", "choice"),
     [
         (None, Choice("auto")),
         ("none", Choice("none")),
@@ -169,15 +169,15 @@ def test_servers_have_labels_of_their_own_and_a_limit() -> None:
         ),
     ],
 )
-def test_a_choice_names_the_tools_that_may_be_called(given: Any, choice: Choice) -> None:
-    assert choice_of(fields_with([NOW, CALC], tool_choice=given)) == choice
+def test_a_choice_names_the_tools_that_may_be_called(value: Any, choice: Choice) -> None:
+    assert choice_of(fields_with([NOW, CALC], tool_choice=value)) == choice
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("value", "field"),
     [
         ({"type": "function", "name": "gone"}, "tool_choice.name"),
-        # A server is no function, whatever its label is.
+        # A server is no function, even if the label is the same.
         ({"type": "function", "name": "calc"}, "tool_choice.name"),
         ({"type": "mcp", "server_label": "now"}, "tool_choice.server_label"),
         (
@@ -190,9 +190,9 @@ def test_a_choice_names_the_tools_that_may_be_called(given: Any, choice: Choice)
         ),
     ],
 )
-def test_a_choice_of_a_tool_that_there_is_not_is_refused(given: Any, field: str) -> None:
+def test_a_choice_of_a_tool_that_there_is_not_is_refused(value: Any, field: str) -> None:
     with pytest.raises(RequestError) as refused:
-        choice_of(fields_with([NOW, CALC], tool_choice=given))
+        choice_of(fields_with([NOW, CALC], tool_choice=value))
     assert refused.value.field == field
 
 

@@ -73,8 +73,8 @@ DIAGONAL = math.sqrt(0.5)
 def test_pairs_are_one_to_one_or_one_to_all(
     names: tuple[str, str], text_1: Any, text_2: Any, scores: list[float]
 ) -> None:
-    found = scores_of(**{names[0]: text_1, names[1]: text_2})
-    assert found == pytest.approx(scores, abs=1e-7)
+    similarities = scores_of(**{names[0]: text_1, names[1]: text_2})
+    assert similarities == pytest.approx(scores, abs=1e-7)
 
 
 def test_a_text_of_several_pairs_is_embedded_once() -> None:

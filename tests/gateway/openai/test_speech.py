@@ -67,8 +67,8 @@ def test_a_model_without_a_voice_is_refused() -> None:
 
 @pytest.mark.parametrize("sound_format", ["wav", "pcm"])
 def test_events_are_the_file_and_then_the_usage(spoken: Pipeline, sound_format: str) -> None:
-    asked = msgspec.structs.replace(SPEECH, response_format=sound_format, stream_format=SSE)
-    plan = plan_speech(asked, spoken, 60.0)
+    body = msgspec.structs.replace(SPEECH, response_format=sound_format, stream_format=SSE)
+    plan = plan_speech(body, spoken, 60.0)
     assembler = SpeechAssembler(Answering("speech-1", "demo", 7, plan.options))
     chunks = [AudioChunk(n, 1, 2 * n, 2, 24_000, PCM) for n in range(2)]
     deltas = [event for chunk in chunks for event in assembler.add(1, chunk)]

@@ -97,7 +97,9 @@ def test_the_instruction_names_the_language() -> None:
         ({"language": "xx"}, "'xx' is not available"),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_a_field_of_an_impossible_transcript_is_refused_by_name(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         check_transcription(form(**fields))
     assert caught.value.field in fields

@@ -94,7 +94,7 @@ async def test_it_is_served(http: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("path", [path for method, path, _ in OPERATIONS if method == "get"])
 async def test_a_key_is_required_where_the_document_says(path: str, keyed: Gateway) -> None:
-    wanted = DOCUMENT["paths"][path]["get"].get("security") != []
+    needs_key = DOCUMENT["paths"][path]["get"].get("security") != []
     async with httpx.AsyncClient(base_url=keyed.url, trust_env=False) as http:
         answer = await http.get(re.sub(r"{\w+}", "x", path))
-    assert (answer.status_code == 401) == wanted
+    assert (answer.status_code == 401) == needs_key

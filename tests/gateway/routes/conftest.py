@@ -59,15 +59,15 @@ def page(window: Browser, gateway: Gateway) -> Iterator[Browser]:
     visit(window, gateway.url)
     yield window
     # The browser also reports a server that refuses a request or does not answer.
-    told = [line for line in window.console_errors() if "Failed to load resource" not in line]
-    assert told == []
+    errors = [line for line in window.console_errors() if "Failed to load resource" not in line]
+    assert errors == []
 
 
 def visit(window: Browser, url: str) -> None:
     window.emulate_screen(1200, 900, "light")
     window.open(f"{url}/")
     window.wait("!document.querySelector('#send').disabled")
-    # The window is that of earlier tests, and its conversation with it.
+    # The window still shows the conversation of an earlier test.
     window.run("document.querySelector('#new').click()")
     window.console_errors()
 

@@ -28,13 +28,13 @@ def question(text: str = "What colour is it?", url: str | None = None) -> dict[s
 
 def events(text: str) -> list[tuple[str, Any]]:
     """Return the ids and decoded data of events. `[DONE]` stays a string."""
-    found = []
+    pairs = []
     for block in text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if line[0] != ":")
         if lines:
             data = lines["data"]
-            found.append((lines.get("id", ""), data if data == "[DONE]" else json.loads(data)))
-    return found
+            pairs.append((lines.get("id", ""), data if data == "[DONE]" else json.loads(data)))
+    return pairs
 
 
 async def test_an_answer_to_an_image(http: httpx.AsyncClient) -> None:
@@ -89,7 +89,7 @@ async def test_log_probabilities_come_with_text_and_bytes(http: httpx.AsyncClien
         assert token["top_logprobs"][0]["token"] == token["token"]
 
 
-async def test_a_large_image_is_stored_beside_the_request(http: httpx.AsyncClient) -> None:
+async def test_a_large_image_is_stored_outside_the_request(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/chat/completions", json=question(url=star_url(9 * 2**20)))
     assert answer.status_code == 200, answer.text
     assert "yellow" in answer.json()["choices"][0]["message"]["content"]
@@ -100,8 +100,8 @@ async def test_given_parameters_override_the_configured_defaults(http: httpx.Asy
     body = {"model": "demo", "prompt": "a", "n": 8, "seed": 1, "max_tokens": 16}
     greedy = (await http.post("/v1/completions", json=body)).json()["choices"]
     assert len({choice["text"] for choice in greedy}) == 1
-    given = body | {"temperature": 1.0}
-    choices = (await http.post("/v1/completions", json=given)).json()["choices"]
+    sampled = body | {"temperature": 1.0}
+    choices = (await http.post("/v1/completions", json=sampled)).json()["choices"]
     assert len({choice["text"] for choice in choices}) > 1
 
 
@@ -153,11 +153,11 @@ async def test_an_answer_may_be_the_echo_alone(http: httpx.AsyncClient) -> None:
     assert alone["usage"]["prompt_tokens"] == more["usage"]["prompt_tokens"]
     streamed = await http.post("/v1/completions", json=body | {"max_tokens": 0, "stream": True})
     *chunks, _ = events(streamed.text)
-    for prompt, one, longer in zip(body["prompt"], alone["choices"], more["choices"], strict=True):
-        assert (one["text"], one["finish_reason"]) == (prompt, "length")
-        for name, values in one["logprobs"].items():
+    for prompt, echo, longer in zip(body["prompt"], alone["choices"], more["choices"], strict=True):
+        assert (echo["text"], echo["finish_reason"]) == (prompt, "length")
+        for name, values in echo["logprobs"].items():
             assert values == longer["logprobs"][name][:-1]
-        own = [c for _, chunk in chunks for c in chunk["choices"] if c["index"] == one["index"]]
+        own = [c for _, chunk in chunks for c in chunk["choices"] if c["index"] == echo["index"]]
         assert "".join(c["text"] for c in own) == prompt
         assert own[-1]["finish_reason"] == "length"
     named = {"x-request-id": f"echo-{time.time_ns()}"}

@@ -12,7 +12,7 @@ PROMPT = "What can"
 
 
 def post(url: str, prompt: str, n: int, *, stream: bool) -> Iterator[list[str]]:
-    """Yield the texts of each line, which the client prints over those of the line before."""
+    """Yield the texts of each line. The client prints them over the texts of the line before."""
     body = {"prompt": prompt, "n": n, "temperature": 0.0, "max_tokens": 60, "stream": stream}
     headers = {"User-Agent": "Test Client", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
@@ -34,7 +34,7 @@ async def test_the_demo_client_prints_the_answer(gateway: Gateway) -> None:
     assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) for text in whole)
 
 
-async def test_what_is_wrong_is_told(http: httpx.AsyncClient) -> None:
+async def test_an_error_names_the_wrong_field(http: httpx.AsyncClient) -> None:
     for body, field, status in (
         ({"prompt": "a", "temperatur": 1}, "temperatur", 400),
         ({"n": 1}, "prompt", 400),

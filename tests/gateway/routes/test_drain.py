@@ -66,7 +66,7 @@ async def test_clients_that_wait_at_the_end_of_a_drain_get_the_request_id(
     tree = yaml.safe_load(cluster.config.read_text())
     tree["delivery"] |= {"drain_s": 0.5}
     ending = start_gateway_at(cluster.url, tree | {"gateway": {"port": 0}}, tmp_path)
-    asked: Any = question() | {"max_tokens": 900, "n": 2, "extra_body": {"ignore_eos": True}}
+    body: Any = question() | {"max_tokens": 900, "n": 2, "extra_body": {"ignore_eos": True}}
     engine = await cluster.pid(bus, "engine")
     begun = asyncio.Event()
     last = AsyncOpenAI(base_url=f"{ending.url}/v1", api_key="none", max_retries=0)
@@ -74,27 +74,27 @@ async def test_clients_that_wait_at_the_end_of_a_drain_get_the_request_id(
 
     async def stream() -> openai.APIError:
         try:
-            async for _ in await last.chat.completions.create(**asked, stream=True):
+            async for _ in await last.chat.completions.create(**body, stream=True):
                 begun.set()
-        except openai.APIError as told:
-            return told
+        except openai.APIError as error:
+            return error
         raise AssertionError("it came to its end")
 
     async with last, other:
         streaming = asyncio.create_task(stream())
-        waiting = asyncio.create_task(last.chat.completions.create(**asked))
+        waiting = asyncio.create_task(last.chat.completions.create(**body))
         await begun.wait()
         with stopped(engine):
             ending.process.send_signal(signal.SIGTERM)
-            with pytest.raises(openai.InternalServerError) as told:
+            with pytest.raises(openai.InternalServerError) as caught:
                 await waiting
-            assert (told.value.status_code, told.value.code) == (503, "interrupted")
-            request_id = told.value.request_id
+            assert (caught.value.status_code, caught.value.code) == (503, "interrupted")
+            request_id = caught.value.request_id
             assert request_id is not None
             assert (await streaming).code == "interrupted"
             assert ending.process.wait(30) == 0
-        found: Any = {"state": ""}
-        while found["state"] not in ("finished", "cancelled", "failed"):
-            found = await other.get(f"/requests/{request_id}", cast_to=object)
-    assert found["state"] == "finished"
-    assert len(found["result"]["choices"]) == 2
+        status: Any = {"state": ""}
+        while status["state"] not in ("finished", "cancelled", "failed"):
+            status = await other.get(f"/requests/{request_id}", cast_to=object)
+    assert status["state"] == "finished"
+    assert len(status["result"]["choices"]) == 2

@@ -47,16 +47,16 @@ async def test_the_client_reads_embeddings(
     right = [expected(reference, ids) for ids in token_ids]
     form = {} if encoding_format is None else {"encoding_format": encoding_format}
     async with client_of(gateway) as client:
-        for given in (TEXTS, token_ids, TEXTS[1], token_ids[1]):
-            answer = await client.embeddings.create(model="demo", input=given, **form)
-            wanted = right if given in (TEXTS, token_ids) else right[1:2]
-            assert [entry.index for entry in answer.data] == list(range(len(wanted)))
-            for entry, one in zip(answer.data, wanted, strict=True):
-                found: Any = entry.embedding
-                if isinstance(found, str):
-                    found = np.frombuffer(base64.b64decode(found), "<f4")
-                assert np.linalg.norm(np.array(found) - one) <= 1e-5
-            num_tokens = sum(map(len, token_ids if len(wanted) > 1 else token_ids[1:2]))
+        for texts in (TEXTS, token_ids, TEXTS[1], token_ids[1]):
+            answer = await client.embeddings.create(model="demo", input=texts, **form)
+            vectors = right if texts in (TEXTS, token_ids) else right[1:2]
+            assert [entry.index for entry in answer.data] == list(range(len(vectors)))
+            for entry, vector in zip(answer.data, vectors, strict=True):
+                embedding: Any = entry.embedding
+                if isinstance(embedding, str):
+                    embedding = np.frombuffer(base64.b64decode(embedding), "<f4")
+                assert np.linalg.norm(np.array(embedding) - vector) <= 1e-5
+            num_tokens = sum(map(len, token_ids if len(vectors) > 1 else token_ids[1:2]))
             assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
 
 
@@ -134,7 +134,7 @@ async def test_a_repeated_id_has_the_same_embedding(gateway: Gateway) -> None:
     assert other.status_code == 422
 
 
-async def test_models_tell_that_they_embed(gateway: Gateway) -> None:
+async def test_models_show_that_they_embed(gateway: Gateway) -> None:
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         answer = await http.get("/v1/models/demo")
     assert answer.json()["embeddings"] is True

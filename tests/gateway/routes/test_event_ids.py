@@ -9,13 +9,13 @@ GENERATE = "/inference/v1/generate"
 
 
 async def test_an_event_has_the_index_of_its_record(http: httpx.AsyncClient) -> None:
-    asked = question() | {"stream": True, "temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    body = question() | {"stream": True, "temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     for options, num_silent in (({"stream_options": {"include_usage": True}}, 0), ({}, 1)):
-        answer = await http.post(PATH, json=asked | options)
+        answer = await http.post(PATH, json=body | options)
         url = f"/v1/requests/{answer.headers['x-request-id']}"
         ids = [int(event_id) for event_id, _ in events(answer.text)[:-1]]
         num_records = (await http.get(url)).json()["records"]
-        # Without usage the last record, that of the end, has nothing to show.
+        # Without usage the last record, the end, makes no event.
         assert ids == sorted(set(ids))
         assert ids[0] == 0
         assert ids[-1] == num_records - 1 - num_silent
@@ -23,15 +23,15 @@ async def test_an_event_has_the_index_of_its_record(http: httpx.AsyncClient) -> 
 
 async def test_ids_of_several_choices_jump_and_each_number_resumes(http: httpx.AsyncClient) -> None:
     sampling = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True}
-    asked = {"token_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
-    answer = await http.post(GENERATE, json=asked)
+    body = {"token_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
+    answer = await http.post(GENERATE, json=body)
     url = f"/v1/requests/{answer.headers['x-request-id']}/stream"
-    told = events(answer.text)[:-1]
-    ids = [int(event_id) for event_id, _ in told]
+    pairs = events(answer.text)[:-1]
+    ids = [int(event_id) for event_id, _ in pairs]
     # Four numbers a record: one for each choice, and one for the usage that is not asked for.
     assert ids == sorted(set(ids))
     assert {number % 4 for number in ids} == {0, 1, 2}
     assert set(range(ids[-1])) - set(ids)
     for number in range(ids[-1] + 1):
         rest = await http.get(url, headers={"last-event-id": str(number)})
-        assert events(rest.text)[:-1] == [event for event in told if int(event[0]) > number]
+        assert events(rest.text)[:-1] == [event for event in pairs if int(event[0]) > number]

@@ -1,4 +1,4 @@
-"""Errors name the field that the client has sent, whatever its name on the bus."""
+"""Errors name the field that the client has sent, also where the bus has another name for it."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ def error_at(field: str | None, message: str = "no") -> ErrorInfo:
 
 
 @pytest.mark.parametrize(
-    ("kind", "own", "field", "wanted"),
+    ("kind", "own", "field", "client_field"),
     [
         (COMPLETION, {}, "messages", "prompt"),
         (COMPLETION, {}, "messages[0].content", "prompt"),
@@ -46,9 +46,9 @@ def error_at(field: str | None, message: str = "no") -> ErrorInfo:
     ],
 )
 def test_a_field_has_the_name_that_the_client_sent(
-    kind: AnswerKind[Any], own: dict[str, str], field: str | None, wanted: str | None
+    kind: AnswerKind[Any], own: dict[str, str], field: str | None, client_field: str | None
 ) -> None:
-    assert kind.client_fields.renamed(own).translate(error_at(field)).field == wanted
+    assert kind.client_fields.renamed(own).translate(error_at(field)).field == client_field
 
 
 def test_the_message_begins_with_the_clients_field() -> None:
@@ -142,19 +142,19 @@ async def test_errors_name_only_fields_that_the_client_sent(
             assert "sampling_params" not in caught.value.message, body
             return caught.value.param
 
-        found = await asyncio.gather(*(refuse(path, body) for path, body, _ in REFUSED))
-    wanted = [param or "chat_template_kwargs.messages" for _, _, param in REFUSED]
-    assert found == wanted
+        params = await asyncio.gather(*(refuse(path, body) for path, body, _ in REFUSED))
+    expected = [param or "chat_template_kwargs.messages" for _, _, param in REFUSED]
+    assert params == expected
 
 
 async def test_errors_of_generate_name_only_its_fields(http: httpx.AsyncClient) -> None:
-    for path, body, wanted in REFUSED:
-        if body.get("echo") or wanted in (None, "tools", "response_format", "min_tokens"):
+    for path, body, expected in REFUSED:
+        if body.get("echo") or expected in (None, "tools", "response_format", "min_tokens"):
             continue
         answer = await http.post(f"/v1/{path}/render", json={"model": "demo"} | body)
         if answer.status_code != 200:  # Only engines check grammars and some others.
             param = answer.json()["error"]["param"]
-            assert param.removeprefix("body.") == wanted, (answer.text, body)
+            assert param.removeprefix("body.") == expected, (answer.text, body)
     full = {"token_ids": [5] * CONTEXT, "sampling_params": {}}
     answer = await http.post("/inference/v1/generate", json=full)
     assert answer.json()["error"]["param"] == "token_ids"

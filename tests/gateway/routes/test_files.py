@@ -32,8 +32,8 @@ async def test_a_stored_file_is_named_by_requests(http: httpx.AsyncClient) -> No
         "vision",
     )
     assert stored["expires_at"] > stored["created_at"] + 600
-    shown = (await http.get(f"{FILES}/{stored['id']}")).json()
-    assert shown == stored | {"created_at": shown["created_at"], "expires_at": shown["expires_at"]}
+    file = (await http.get(f"{FILES}/{stored['id']}")).json()
+    assert file == stored | {"created_at": file["created_at"], "expires_at": file["expires_at"]}
     answers = []
     for url in (f"media:{stored['id']}", f"media:{stored['id'].removeprefix('file-')}"):
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
@@ -94,7 +94,7 @@ async def test_a_file_over_the_limit_leaves_nothing(http: httpx.AsyncClient, bus
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "param"),
+    ("upload", "status", "param"),
     [
         ({"json": {}}, 415, None),
         ({"files": {"image": ("a", b"b")}}, 400, "image"),
@@ -110,9 +110,9 @@ async def test_a_file_over_the_limit_leaves_nothing(http: httpx.AsyncClient, bus
     ],
 )
 async def test_what_is_no_upload_is_refused(
-    http: httpx.AsyncClient, sent: dict[str, object], status: int, param: str | None
+    http: httpx.AsyncClient, upload: dict[str, object], status: int, param: str | None
 ) -> None:
-    answer = await http.request("POST", FILES, **sent)  # type: ignore[arg-type]
+    answer = await http.request("POST", FILES, **upload)  # type: ignore[arg-type]
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 

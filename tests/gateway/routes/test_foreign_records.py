@@ -1,4 +1,4 @@
-"""Requests whose logs or records are those of others, as clients and `pagemill follow` see them."""
+"""Requests with foreign logs or records, as clients and `pagemill follow` see them."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def name() -> str:
 
 @pytest.fixture
 async def official(gateway: Gateway, name: str) -> AsyncIterator[AsyncOpenAI]:
-    """The stock client, whose requests have the name of this test."""
+    """The stock client. The id of its requests is the name of this test."""
     async with AsyncOpenAI(
         base_url=f"{gateway.url}/v1",
         api_key="none",
@@ -60,7 +60,7 @@ async def text_of(stream: Any) -> str:
 
 
 async def put(bus: Bus, request_id: str, kind: str) -> None:
-    """Put a message of others into the log, behind what is there."""
+    """Append a foreign message to the log."""
     last = await last_record(bus, request_id)
     index = 0 if last is None else last.index + 1
     later = {"type": "a later kind", "index": index, "attempt": 1}
@@ -126,16 +126,16 @@ async def test_every_reader_gets_the_whole_answer(
         first = await anext(stream)
         if moment == "between":
             await put(bus, request_id, kind)
-        shown, again, followed = await asyncio.gather(
+        text, again, followed = await asyncio.gather(
             text_of(stream), replayed(http, request_id), follow(cluster, request_id)
         )
-        shown = (first.choices[0].delta.content or "") + shown
-        await put(bus, request_id, kind)  # Behind the end.
-        seen = (await http.get(f"/v1/requests/{request_id}")).json()
-        assert seen["state"] == "finished", seen
-        whole = seen["result"]["choices"][0]["message"]["content"]
-        assert seen["result"]["usage"]["completion_tokens"] == 200
-        assert [shown, again, followed] == [whole] * 3
+        text = (first.choices[0].delta.content or "") + text
+        await put(bus, request_id, kind)  # After the end.
+        status = (await http.get(f"/v1/requests/{request_id}")).json()
+        assert status["state"] == "finished", status
+        whole = status["result"]["choices"][0]["message"]["content"]
+        assert status["result"]["usage"]["completion_tokens"] == 200
+        assert [text, again, followed] == [whole] * 3
         assert await replayed(http, request_id) == await follow(cluster, request_id) == whole
 
 

@@ -38,12 +38,12 @@ async def refused(http: httpx.AsyncClient, path: str, body: Any) -> tuple[int, A
 
 def events(text: str) -> list[tuple[str, Any]]:
     """Return ids and data. Each event has one line of each."""
-    found = []
+    pairs = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.split("\n"))
         data = lines["data"]
-        found.append((lines.get("id", ""), data if data == "[DONE]" else msgspec.json.decode(data)))
-    return found
+        pairs.append((lines.get("id", ""), data if data == "[DONE]" else msgspec.json.decode(data)))
+    return pairs
 
 
 def token_ids(generated: Any) -> list[int]:
@@ -55,9 +55,9 @@ def token_ids(generated: Any) -> list[int]:
 async def test_generate_answers_a_rendered_chat_as_the_chat_endpoint_does(
     http: httpx.AsyncClient, image: str | None
 ) -> None:
-    asked = chat(image)
-    answer = await ok(http, "/v1/chat/completions", asked)
-    rendered = await ok(http, RENDER, asked)
+    body = chat(image)
+    answer = await ok(http, "/v1/chat/completions", body)
+    rendered = await ok(http, RENDER, body)
     assert (rendered["features"] is None) == (image is None)
     generated = await ok(http, GENERATE, rendered)
     choice = answer["choices"][0]
@@ -77,8 +77,8 @@ async def test_the_answer_has_the_protocols_fields_in_its_order(http: httpx.Asyn
         "return_token_ids", "output_mode", "stream", "stream_options", "cache_salt", "priority",
         "kv_transfer_params", "ec_transfer_params",
     ]  # fmt: skip
-    asked = rendered | {"return_token_ids": True}
-    generated = await ok(http, GENERATE, asked)
+    body = rendered | {"return_token_ids": True}
+    generated = await ok(http, GENERATE, body)
     assert generated["request_id"] == f"generate-tokens-{rendered['request_id']}"
     assert generated["prompt_token_ids"] == rendered["token_ids"]
     assert generated["mm_placeholders"] == rendered["features"]["mm_placeholders"]
@@ -113,22 +113,22 @@ async def test_an_unknown_hash_is_a_cache_miss_and_the_connection_lives(
         assert error["param"] == "features.kwargs_data.image[0]"
     async with httpx.AsyncClient(
         base_url=http.base_url, limits=httpx.Limits(max_connections=1), trust_env=False, timeout=60
-    ) as one:
+    ) as client:
         streams = []
         for _ in range(2):
-            answer = await one.post(GENERATE, json=rendered | {"features": features})
+            answer = await client.post(GENERATE, json=rendered | {"features": features})
             assert answer.status_code == 422
             streams.append(answer.extensions["network_stream"].get_extra_info("client_addr"))
         assert streams[0] == streams[1]
 
 
 async def test_images_may_come_unprocessed(http: httpx.AsyncClient) -> None:
-    asked = chat("five_hearts.png")
-    rendered = await ok(http, RENDER, asked)
+    body = chat("five_hearts.png")
+    rendered = await ok(http, RENDER, body)
     (place,) = rendered["features"]["mm_placeholders"]["image"]
     start, end = place["offset"], place["offset"] + place["length"]
     short = rendered["token_ids"][: start + 1] + rendered["token_ids"][end:]
-    url = asked["messages"][0]["content"][0]["image_url"]["url"]
+    url = body["messages"][0]["content"][0]["image_url"]["url"]
     raw = rendered | {
         "token_ids": short,
         "features": None,
@@ -153,63 +153,63 @@ async def test_images_may_come_unprocessed(http: httpx.AsyncClient) -> None:
 async def test_a_stream_adds_up_to_the_answer(http: httpx.AsyncClient) -> None:
     rendered = await ok(http, RENDER, chat("red.png"))
     sampling = rendered["sampling_params"] | {"logprobs": 2}
-    asked = rendered | {"sampling_params": sampling, "return_token_ids": True}
-    whole = await ok(http, GENERATE, asked)
+    body = rendered | {"sampling_params": sampling, "return_token_ids": True}
+    whole = await ok(http, GENERATE, body)
     options = {"include_usage": True, "continuous_usage_stats": True}
-    answer = await http.post(GENERATE, json=asked | {"stream": True, "stream_options": options})
+    answer = await http.post(GENERATE, json=body | {"stream": True, "stream_options": options})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *told, (usage_id, usage), (_, done) = events(answer.text)
+    *pairs, (usage_id, usage), (_, done) = events(answer.text)
     assert done == "[DONE]"
-    assert "prompt_token_ids" in told[0][1]
-    assert all("prompt_token_ids" not in event for _, event in told[1:])
+    assert "prompt_token_ids" in pairs[0][1]
+    assert all("prompt_token_ids" not in event for _, event in pairs[1:])
     ids, contents = [], []
-    for _, event in told:
+    for _, event in pairs:
         (choice,) = event["choices"]
         ids += choice["token_ids"]
         contents += choice["logprobs"]["content"]
         assert event["usage"]["completion_tokens"] == len(ids)
     assert ids == token_ids(whole)
     assert contents == whole["choices"][0]["logprobs"]["content"]
-    assert [int(event_id) for event_id, _ in told] == list(range(len(told)))
-    assert int(usage_id) == len(told)
+    assert [int(event_id) for event_id, _ in pairs] == list(range(len(pairs)))
+    assert int(usage_id) == len(pairs)
     assert usage["choices"] == []
     assert list(usage["usage"]) == ["prompt_tokens", "total_tokens", "completion_tokens"]
 
 
 async def test_a_stream_of_several_choices_resumes_at_any_event(http: httpx.AsyncClient) -> None:
     sampling = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True}
-    asked = {"token_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
-    whole = await ok(http, GENERATE, asked | {"stream": False})
-    answer = await http.post(GENERATE, json=asked)
-    told = events(answer.text)[:-1]
+    body = {"token_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
+    whole = await ok(http, GENERATE, body | {"stream": False})
+    answer = await http.post(GENERATE, json=body)
+    pairs = events(answer.text)[:-1]
     for index in range(3):
-        mine = [event["choices"][0] for _, event in told if event["choices"][0]["index"] == index]
+        mine = [event["choices"][0] for _, event in pairs if event["choices"][0]["index"] == index]
         ids = [token_id for choice in mine for token_id in choice["token_ids"]]
         assert ids == whole["choices"][index]["token_ids"]
     request_id = answer.headers["x-request-id"]
-    for i, (event_id, _) in enumerate(told):
+    for i, (event_id, _) in enumerate(pairs):
         rest = await http.get(
             f"/v1/requests/{request_id}/stream", headers={"last-event-id": event_id}
         )
-        assert events(rest.text)[:-1] == told[i + 1 :]
+        assert events(rest.text)[:-1] == pairs[i + 1 :]
 
 
 async def test_log_probabilities_of_the_prompt_and_in_text(http: httpx.AsyncClient) -> None:
     rendered = await ok(http, RENDER, chat())
     sampling = rendered["sampling_params"] | {"logprobs": 1, "prompt_logprobs": 0}
-    asked = rendered | {"sampling_params": sampling, "output_mode": "text"}
-    answer = await ok(http, GENERATE, asked)
-    first, *told = answer["prompt_logprobs"]
+    body = rendered | {"sampling_params": sampling, "output_mode": "text"}
+    answer = await ok(http, GENERATE, body)
+    first, *others = answer["prompt_logprobs"]
     assert first is None
-    assert [list(entry) for entry in told] == [[str(t)] for t in rendered["token_ids"][1:]]
+    assert [list(entry) for entry in others] == [[str(t)] for t in rendered["token_ids"][1:]]
     (choice,) = answer["choices"]
-    assert "".join(told["token"] for told in choice["logprobs"]["content"]).startswith(
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]).startswith(
         choice["text"]
     )
 
 
 async def test_abort_ends_a_request_with_its_tokens_so_far(http: httpx.AsyncClient) -> None:
-    asked = {
+    body = {
         "request_id": "to-be-aborted",
         "token_ids": [5, 6, 7],
         "sampling_params": {"max_tokens": 900, "ignore_eos": True},
@@ -217,31 +217,31 @@ async def test_abort_ends_a_request_with_its_tokens_so_far(http: httpx.AsyncClie
         "stream_options": {"include_usage": True},
     }
     text = ""
-    async with http.stream("POST", GENERATE, json=asked) as answer:
+    async with http.stream("POST", GENERATE, json=body) as answer:
         async for part in answer.aiter_text():
             if not text:
-                body = {"request_ids": ["generate-tokens-to-be-aborted", "never-heard-of"]}
-                aborted = await http.post("/inference/v1/abort_requests", json=body)
+                abort = {"request_ids": ["generate-tokens-to-be-aborted", "never-heard-of"]}
+                aborted = await http.post("/inference/v1/abort_requests", json=abort)
                 assert (aborted.status_code, aborted.content) == (200, b"")
             text += part
-    *told, (_, last), (_, usage), (_, done) = events(text)
+    *pairs, (_, last), (_, usage), (_, done) = events(text)
     assert done == "[DONE]"
     assert last["choices"][0]["finish_reason"] == "abort"
-    num_tokens = sum(len(event["choices"][0]["token_ids"]) for _, event in told)
+    num_tokens = sum(len(event["choices"][0]["token_ids"]) for _, event in pairs)
     assert usage["usage"]["completion_tokens"] == num_tokens < 900
 
 
 async def test_only_a_name_in_the_header_is_idempotent(
     http: httpx.AsyncClient,
 ) -> None:
-    asked = {"request_id": "mine", "token_ids": [5], "sampling_params": {"max_tokens": 2}}
-    other = asked | {"token_ids": [9, 9], "return_token_ids": True}
-    await ok(http, GENERATE, asked)
+    body = {"request_id": "mine", "token_ids": [5], "sampling_params": {"max_tokens": 2}}
+    other = body | {"token_ids": [9, 9], "return_token_ids": True}
+    await ok(http, GENERATE, body)
     assert (await ok(http, GENERATE, other))["prompt_token_ids"] == [9, 9]
     named = {"X-Request-Id": "its-name"}
-    first = await ok(http, GENERATE, asked, **named)
+    first = await ok(http, GENERATE, body, **named)
     assert first["request_id"] == "generate-tokens-its-name"
-    assert await ok(http, GENERATE, asked, **named) == first
+    assert await ok(http, GENERATE, body, **named) == first
     reused = await http.post(GENERATE, json=other, headers=named)
     assert (reused.status_code, reused.json()["error"]["code"]) == (422, "request_id_reused")
 
@@ -289,8 +289,8 @@ async def test_each_error_has_its_status_and_names_its_field(http: httpx.AsyncCl
         (with_item("!"), 400, "invalid_request", "body.features.kwargs_data.image.0"),
     ]
     for body, status, code, param in cases:
-        told, error = await refused(http, GENERATE, body)
-        assert (told, error["code"], error["param"]) == (status, code, param), error
+        actual, error = await refused(http, GENERATE, body)
+        assert (actual, error["code"], error["param"]) == (status, code, param), error
     assert set(error) == {"message", "type", "param", "code"}
 
 

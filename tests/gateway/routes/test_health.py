@@ -45,7 +45,7 @@ CONFIG = Config({"demo": ModelConfig("nowhere")})
 
 
 async def describe_request(bus: Bus) -> tuple[str, str, str | None]:
-    """Return what a gateway tells of a request in the queue of the engines."""
+    """Return the state that a gateway reports for a request in the queue of the engines."""
     request_id = f"r-{secrets.token_hex(4)}"
     record = RequestRecord("chat", "demo", "", int(bus.now_ms() / 1000), durable=True, timeout_s=60)
     await request_registry.register(bus, request_id, record, "gateway-1:1")
@@ -54,8 +54,8 @@ async def describe_request(bus: Bus) -> tuple[str, str, str | None]:
     app = AppContext(bus, CONFIG, Metrics("gateway", "gateway-1"), "gateway-1", KINDS)
     transport = httpx.ASGITransport(build_application(app, all_routes(app)))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        found = (await client.get(f"/v1/requests/{request_id}")).json()
-    return found["state"], found["stage"], found["waits_for"]
+        status = (await client.get(f"/v1/requests/{request_id}")).json()
+    return status["state"], status["stage"], status["waits_for"]
 
 
 async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ async def test_a_gateway_is_ready_without_engines_and_not_without_renderers(tmp_
     try:
         missing = "no coordinator and no renderer and no engine"
         assert await ask() == (503, {"status": "not ready", "models": {"demo": missing}})
-        # A worker whose queue is lost serves nobody.
+        # A worker that has lost its queue serves no requests.
         assert (await ask("coordinator", refused=1.0))[1]["models"] == {"demo": missing}
         missing = "no renderer and no engine"
         assert (await ask("coordinator"))[1]["models"] == {"demo": missing}

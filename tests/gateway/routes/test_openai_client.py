@@ -156,9 +156,9 @@ async def test_an_answer_follows_its_schema(client: AsyncOpenAI) -> None:
 
 async def test_an_invalid_schema_is_refused(client: AsyncOpenAI) -> None:
     schema: Any = {"type": "nonsense"}
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(model="demo", messages=HELLO, response_format=wanted)
+        await client.chat.completions.create(model="demo", messages=HELLO, response_format=form)
     assert refused.value.code == "invalid_grammar"
 
 
@@ -166,7 +166,7 @@ async def test_an_invalid_schema_is_refused(client: AsyncOpenAI) -> None:
     "choice", ["required", {"type": "function", "function": {"name": "paint"}}]
 )
 async def test_required_tools_are_called(client: AsyncOpenAI, choice: Any) -> None:
-    asked: Any = {
+    body: Any = {
         "model": "demo",
         "messages": IMAGE,
         "tools": TOOLS,
@@ -175,14 +175,14 @@ async def test_required_tools_are_called(client: AsyncOpenAI, choice: Any) -> No
         "max_tokens": 200,
         "temperature": 0.0,
     }
-    answer = await client.chat.completions.create(**asked)
+    answer = await client.chat.completions.create(**body)
     assert answer.choices[0].finish_reason == "tool_calls"
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.function.name in ("paint", "measure")
     arguments = json.loads(call.function.arguments)
     assert arguments in ({"colour": "red"}, {"colour": "blue"}, {"round": True}, {"round": False})
-    async with client.chat.completions.stream(**asked) as events:
+    async with client.chat.completions.stream(**body) as events:
         streamed = await events.get_final_completion()
     (again,) = streamed.choices[0].message.tool_calls or []
     assert (again.function.name, json.loads(again.function.arguments)) == (

@@ -226,7 +226,7 @@ async def test_it_continues_when_the_engine_is_killed(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "told"),
+    ("parameters", "message"),
     [
         ('{"tempreature": 1}', "tempreature"),
         ('{"max_tokens": 0}', "max_tokens"),
@@ -236,10 +236,10 @@ async def test_it_continues_when_the_engine_is_killed(
          ' "data:image/png;base64,iVBORw0KGgo="}}]}]}', "invalid_media"),
     ],
 )  # fmt: skip
-def test_errors_are_shown_as_text(page: Browser, parameters: str, told: str) -> None:
+def test_errors_are_shown_as_text(page: Browser, parameters: str, message: str) -> None:
     ask(page, "What can you do?", parameters)
     errors = page.wait(f"{ERRORS}.join('\\n')")
-    assert told in errors
+    assert message in errors
     assert "[object" not in errors
     # The question is back in its field, to be sent again.
     page.wait("document.querySelector('#question').value")
@@ -265,9 +265,9 @@ def test_a_key_is_accepted_and_stored_nowhere(window: Browser, another: Start) -
     window.type("#question", "Hello!" + ENTER)
     assert ended(window).startswith("Done")
     assert window.run("return [document.cookie, {...localStorage}, location.href]") == ["", {}, url]
-    kept = window.run("return {...sessionStorage}")
-    assert list(kept) == ["pagemill.turn.0"]
-    assert "pm-secret" not in kept["pagemill.turn.0"]
+    storage = window.run("return {...sessionStorage}")
+    assert list(storage) == ["pagemill.turn.0"]
+    assert "pm-secret" not in storage["pagemill.turn.0"]
     window.open(url)
     window.wait(needs_key)
     assert window.run("return document.querySelector('#key').value") == ""
@@ -305,8 +305,8 @@ def test_every_control_has_a_name_for_a_screen_reader(page: Browser) -> None:
     page.type("#file", str(IMAGES / "red.png"))
     page.wait("document.querySelectorAll('#images li').length === 1")
     page.run("document.querySelector('#settings').open = true")
-    shown = "button, input, select, textarea, summary, a, [tabindex], ol, ul, form, article"
-    names = page.labels(f":is({shown}, section):not([hidden], [hidden] *)")
+    selector = "button, input, select, textarea, summary, a, [tabindex], ol, ul, form, article"
+    names = page.labels(f":is({selector}, section):not([hidden], [hidden] *)")
     assert len(names) > 12
     assert all(names.values()), names
     assert "Remove red.png" in names.values()
@@ -337,6 +337,6 @@ def test_the_policy_blocks_foreign_and_inline_code(page: Browser, gateway: Gatew
         """
     )
     assert page.run("return document.title") == "refused"
-    told = "\n".join(page.console_errors())
+    errors = "\n".join(page.console_errors())
     refused = r"'http://127\.0\.0\.2:9/' violates the .* Content Security Policy .*img-src"
-    assert re.search(refused, told), told
+    assert re.search(refused, errors), errors

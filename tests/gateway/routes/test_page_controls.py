@@ -69,10 +69,10 @@ window.createImageBitmap = async (file) => {
 NAMES = "[...document.querySelectorAll('#images img + span')].map((e) => e.firstChild.data)"
 
 
-def drag(page: Browser, what: str, to: str, file: str = "", content: bytes = b"") -> list[str]:
+def drag(page: Browser, item: str, to: str, file: str = "", content: bytes = b"") -> list[str]:
     """Dispatch one event of a drag; return the look of the drop area."""
     data = base64.b64encode(content).decode()
-    look: list[str] = page.run(DRAG, what, to, file, "image/png", data, None)
+    look: list[str] = page.run(DRAG, item, to, file, "image/png", data, None)
     return look
 
 
@@ -90,7 +90,7 @@ def test_the_drop_area_is_highlighted_while_files_are_dragged(page: Browser) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("notes.png", b"no image at all", "notes.png is not a PNG, JPEG or WebP image, a GIF,"),
         ("page.png", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.png is not a PNG"),
@@ -100,11 +100,11 @@ def test_the_drop_area_is_highlighted_while_files_are_dragged(page: Browser) -> 
     ],
 )
 def test_a_file_that_is_no_image_is_refused_at_once(
-    page: Browser, name: str, content: bytes, told: str
+    page: Browser, name: str, content: bytes, message: str
 ) -> None:
     drag(page, "drop", "#question", name, content)
     page.wait("!document.querySelector('#notice').hidden")
-    assert page.text("#notice").startswith(told)
+    assert page.text("#notice").startswith(message)
     assert page.run(f"return {NUM_IMAGES}") == 0
     # The bytes decide, not the name.
     drag(page, "drop", "#question", "odd.txt", (IMAGES / "red.png").read_bytes())
@@ -197,17 +197,17 @@ def test_the_request_id_is_copied(page: Browser) -> None:
     assert copied == page.text(f"{LAST} .request")
 
 
-def test_each_stage_tells_its_worker(page: Browser) -> None:
+def test_each_stage_shows_its_worker(page: Browser) -> None:
     ask(page, "What can you do?")
     assert ended(page).startswith("Done")
     page.wait(f"document.querySelector('{LAST} .stages li:last-child').dataset.state === 'done'")
-    shown = f"[...document.querySelectorAll('{LAST} .stages li:not([hidden]) .worker')]"
-    workers = page.run(f"return {shown}.map((e) => e.innerText)")
+    selector = f"[...document.querySelectorAll('{LAST} .stages li:not([hidden]) .worker')]"
+    workers = page.run(f"return {selector}.map((e) => e.innerText)")
     assert [name.partition("-")[0] for name in workers] == ["coordinator", "renderer", "engine"]
 
 
 def test_an_answer_never_becomes_markup(page: Browser) -> None:
-    shown = page.run(
+    texts = page.run(
         WRITE,
         [
             "<img src=x onerror=alert(1)>\nof one <b>paragraph</b>\n\nand another",
@@ -216,7 +216,7 @@ def test_an_answer_never_becomes_markup(page: Browser) -> None:
             "",
         ],
     )
-    assert shown == [
+    assert texts == [
         [["P", "<img src=x onerror=alert(1)>\nof one <b>paragraph</b>"], ["P", "and another"]],
         [["P", "Look:"], ["PRE", "<script>no()</script>\n\n  end"], ["P", "after"]],
         [["P", "```not`a fence\n``"], ["PRE", "still open"]],

@@ -135,12 +135,12 @@ def test_a_reload_keeps_the_conversation(page: Browser, gateway: Gateway) -> Non
     status = ended(page)
     page.wait(LAST_STAGE_DONE)
     parts = "document.querySelectorAll('.turn .answer, .turn .timeline')"
-    seen = f"[...{parts}].map((part) => part.innerText)"
-    before = page.run(f"return {seen}")
+    texts = f"[...{parts}].map((part) => part.innerText)"
+    before = page.run(f"return {texts}")
     page.wait("JSON.parse(sessionStorage['pagemill.turn.0']).request?.state === 'finished'")
     reload(page, gateway)
     assert page.text(f"{LAST} .status") == status
-    assert page.run(f"return {seen}") == before
+    assert page.run(f"return {texts}") == before
     page.wait("document.querySelector('.turn img').naturalWidth > 0")
     page.run(RECORD)
     page.wait(READY)
@@ -185,7 +185,7 @@ def test_a_reload_asks_for_the_key_and_then_continues(window: Browser, another: 
     window.console_errors()
 
 
-def test_images_that_a_reload_will_forget_are_told(page: Browser, gateway: Gateway) -> None:
+def test_images_that_a_reload_will_forget_are_announced(page: Browser, gateway: Gateway) -> None:
     page.run(
         """
         let size = 2 ** 23;
@@ -224,11 +224,11 @@ async def test_the_newest_text_is_in_view(
     assert ended(page).startswith("Done")
     measured = page.run("return window.measured")
     assert len(measured) > 5
-    for seen in measured:
-        assert seen["top"] < seen["text"] <= seen["bottom"] <= height, seen
-        assert seen["composer"] <= height, seen
-        assert seen["wide"] <= width, seen
-        assert seen["tall"] <= height, seen
+    for box in measured:
+        assert box["top"] < box["text"] <= box["bottom"] <= height, box
+        assert box["composer"] <= height, box
+        assert box["wide"] <= width, box
+        assert box["tall"] <= height, box
     hidden = "const log = document.querySelector('#log'); return log.scrollWidth - log.clientWidth"
     assert page.run(hidden) == 0
     assert page.run("return document.querySelector('#log').scrollTop") > 0

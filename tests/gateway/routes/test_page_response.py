@@ -83,29 +83,29 @@ async def test_a_person_decides_on_the_calls_of_a_response(
         window.type("#id", log.response_id)
         window.click("#show")
         window.wait(f"{ITEMS}.length === 3")
-        shown = window.text("#responses")
-        assert "add" in shown
-        assert '{"a": "<b>"}' in shown
+        text = window.text("#responses")
+        assert "add" in text
+        assert '{"a": "<b>"}' in text
         assert window.run(CONTRAST)[0] >= 4.5
         window.click("li:nth-child(2) .decide button:first-child")  # Nothing is sent yet.
         window.click("li:nth-child(3) .decide button:last-child")
         ended = "document.querySelector('.response:nth-child(2) .status')?.innerText"
         window.wait(f"['completed', 'incomplete'].includes({ended})", timeout_s=90)
-        made = window.run(f"return {ITEMS}.map((row) => row.dataset.type)")
-        assert made == ["mcp_call", "message"]
+        kinds = window.run(f"return {ITEMS}.map((row) => row.dataset.type)")
+        assert kinds == ["mcp_call", "message"]
         # The agent has no such server, and says so.
         assert "no server 'calc'" in window.text(".response:nth-child(2) li")
         decided = (await open_log(bus, "", log.response_id)).state.decisions.values()
-        assert [one.approve for one in decided] == [True, False]
-        # A second person is told that it is decided.
+        assert [decision.approve for decision in decided] == [True, False]
+        # A second person learns that the decision has been made.
         window.open(f"{gateway.url}/page/response.html#{log.response_id}")
         window.run("location.reload()")
         window.wait(f"{ITEMS}.length === 3")
         for row in (2, 3):
             window.click(f"li:nth-child({row}) .decide button")
         window.wait("document.querySelector('.response .error').innerText.includes('decided')")
-        told = [line for line in window.console_errors() if "Failed to load" not in line]
-        assert told == []
+        errors = [line for line in window.console_errors() if "Failed to load" not in line]
+        assert errors == []
     finally:
         gateway.stop()
 
@@ -127,7 +127,7 @@ async def test_an_image_of_a_response_is_shown(window: Browser, gateway: Gateway
     window.type("#id", log.response_id)
     window.click("#show")
     window.wait("document.querySelector('.response img')?.naturalWidth > 1")
-    shown = window.text("#responses")
-    assert "Image" in shown
-    assert "a star" in shown
+    text = window.text("#responses")
+    assert "Image" in text
+    assert "a star" in text
     assert window.console_errors() == []

@@ -26,7 +26,7 @@ STREAMED = [path for path in BODIES if path not in WITHOUT_STREAM]
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_answer_and_a_refusal_tell_their_id(http: httpx.AsyncClient, path: str) -> None:
+async def test_an_answer_and_a_refusal_have_their_id(http: httpx.AsyncClient, path: str) -> None:
     prefix, body = BODIES[path]
     answer = await http.post(path, json=body | {"model": "demo"})
     refused = await http.post(path, json=body | {"model": "demo", "nosuch": 1})
@@ -40,7 +40,7 @@ async def test_an_answer_and_a_refusal_tell_their_id(http: httpx.AsyncClient, pa
 
 
 @pytest.mark.parametrize("path", STREAMED)
-async def test_a_stream_tells_its_id_before_its_first_event(
+async def test_a_stream_has_its_id_before_its_first_event(
     http: httpx.AsyncClient, path: str
 ) -> None:
     prefix, body = BODIES[path]
@@ -48,7 +48,7 @@ async def test_a_stream_tells_its_id_before_its_first_event(
         request_id = answer.headers["x-request-id"]
         lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
     assert request_id.startswith(prefix)
-    if prefix != "gen-":  # That protocol's own id is in its events.
+    if prefix != "gen-":  # Its events have the id of their protocol.
         assert {json.loads(line[6:])["id"] for line in lines} == {request_id}
 
 
@@ -58,10 +58,10 @@ async def test_a_name_that_the_client_gave_is_answered_with_one_id(
     headers, body = {"x-request-id": "mine-1"}, CHAT | {"model": "demo"}
     refused = await http.post("/v1/chat/completions", json=body | {"no": 1}, headers=headers)
     answer = await http.post("/v1/chat/completions", json=body, headers=headers)
-    shown = await http.get("/v1/requests/mine-1")
+    status = await http.get("/v1/requests/mine-1")
     cancelled = await http.delete("/v1/requests/mine-1")
-    ids = {r.headers["x-request-id"] for r in (refused, answer, shown, cancelled)}
-    assert ids == {shown.json()["id"]}
+    ids = {r.headers["x-request-id"] for r in (refused, answer, status, cancelled)}
+    assert ids == {status.json()["id"]}
 
 
 async def test_errors_before_any_request_have_an_id(

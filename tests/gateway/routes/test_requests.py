@@ -21,6 +21,7 @@ from shared.state.token_log import last_record
 from tests.cluster.conftest import Cluster, stopped
 from tests.gateway.conftest import WITH_IDS, Start, free_port
 from tests.gateway.routes.test_chat import events, question
+from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
 LONG = {"stream": True, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 300}
@@ -31,19 +32,19 @@ def long(**fields: Any) -> dict[str, Any]:
 
 
 def texts(chunks: list[tuple[str, Any]]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    index_to_text: dict[int, str] = {}
     for _, chunk in chunks:
         if chunk != "[DONE]":
             for choice in chunk["choices"]:
                 text = choice["delta"].get("content", "")
-                found[choice["index"]] = found.get(choice["index"], "") + text
-    return found
+                index_to_text[choice["index"]] = index_to_text.get(choice["index"], "") + text
+    return index_to_text
 
 
 async def begin(
     http: httpx.AsyncClient, headers: dict[str, str], count: int, **fields: Any
 ) -> tuple[str, list[tuple[str, Any]]]:
-    """The first events of a stream, whose connection is then closed; and the request's id."""
+    """Return the request's id and the first events of its stream, and close the connection."""
     got: list[tuple[str, Any]] = []
     async with http.stream("POST", PATH, json=long(**fields), headers=headers) as stream:
         assert stream.status_code == 200
@@ -61,17 +62,17 @@ async def state_of(http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
 
 async def ended(http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
     deadline = time.monotonic() + 60
-    while (seen := await state_of(http, request_id))["state"] in ("queued", "running"):
-        assert time.monotonic() < deadline, seen
+    while (status := await state_of(http, request_id))["state"] in ("queued", "running"):
+        assert time.monotonic() < deadline, status
         await asyncio.sleep(0.1)
-    return seen
+    return status
 
 
 async def test_a_closed_connection_cancels(http: httpx.AsyncClient) -> None:
     request_id, _ = await begin(http, {}, 2, max_tokens=900)
-    seen = await ended(http, request_id)
-    assert seen["state"] == "cancelled"
-    assert seen["error"]["code"] == "cancelled"
+    status = await ended(http, request_id)
+    assert status["state"] == "cancelled"
+    assert status["error"]["code"] == "cancelled"
 
 
 async def test_a_closed_connection_cancels_a_request_that_is_not_streamed(
@@ -123,9 +124,9 @@ async def test_a_durable_request_continues_without_its_client(http: httpx.AsyncC
     request_id, begun = await begin(http, {}, 2, durable=True)
     url = f"/v1/requests/{request_id}/stream"
     rest = events((await http.get(url, headers={"last-event-id": begun[-1][0]})).text)
-    seen = await ended(http, request_id)
-    assert (seen["state"], seen["durable"], seen["object"]) == ("finished", True, "request")
-    whole = {c["index"]: c["message"]["content"] for c in seen["result"]["choices"]}
+    status = await ended(http, request_id)
+    assert (status["state"], status["durable"], status["object"]) == ("finished", True, "request")
+    whole = {c["index"]: c["message"]["content"] for c in status["result"]["choices"]}
     assert texts(begun + rest) == whole
     # Read from the beginning, and from any record.
     replayed = events((await http.get(url)).text)
@@ -151,18 +152,18 @@ async def test_a_request_with_foreign_messages_in_its_log_finishes(
             data = b"\xff" if kind == "bytes" else json.dumps(later).encode()
             stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
             assert stored is not None
-            # What the engine sent before it was stopped may still arrive.
+            # Tokens that the engine sent before it was stopped may still arrive.
             with contextlib.suppress(Fenced):
                 await bus.append(subjects.append(request_id), data, stored.sequence)
                 break
         await bus.heartbeats.publish("foreign-gateway-test", b"\xff")
         first = await http.get(f"/v1/requests/{request_id}")
         assert (first.status_code, first.json()["state"]) == (200, "running")
-    seen = await ended(http, request_id)
-    assert seen["state"] == "finished", seen
-    shown = events((await http.get(f"/v1/requests/{request_id}/stream")).text)
-    whole = {c["index"]: c["message"]["content"] for c in seen["result"]["choices"]}
-    assert texts(shown) == whole
+    status = await ended(http, request_id)
+    assert status["state"] == "finished", status
+    chunks = events((await http.get(f"/v1/requests/{request_id}/stream")).text)
+    whole = {c["index"]: c["message"]["content"] for c in status["result"]["choices"]}
+    assert texts(chunks) == whole
     async with asyncio.timeout(30):
         while await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -171,8 +172,8 @@ async def test_a_request_with_foreign_messages_in_its_log_finishes(
 async def test_event_ids_are_sent_to_clients_that_can_use_them(http: httpx.AsyncClient) -> None:
     async def ids(body: dict[str, Any], **headers: str) -> set[str]:
         answer = await http.post(PATH, json=body, headers={"accept": "*/*"} | headers)
-        *shown, _ = events(answer.text)
-        return {event_id for event_id, _ in shown}
+        *chunks, _ = events(answer.text)
+        return {event_id for event_id, _ in chunks}
 
     short = question() | {"stream": True, "max_tokens": 2, "temperature": 0.0}
     assert await ids(short) == {""}
@@ -195,9 +196,9 @@ async def test_delete_cancels(http: httpx.AsyncClient) -> None:
     assert (await state_of(http, request_id))["state"] == "running"
     assert (await http.delete(f"/v1/requests/{request_id}")).status_code == 202
     assert (await ended(http, request_id))["state"] == "cancelled"
-    told = events((await http.get(f"/v1/requests/{request_id}/stream?from=0")).text)
-    assert told[-1][1] == "[DONE]"
-    assert told[-2][1]["error"]["code"] == "cancelled"
+    chunks = events((await http.get(f"/v1/requests/{request_id}/stream?from=0")).text)
+    assert chunks[-1][1] == "[DONE]"
+    assert chunks[-2][1]["error"]["code"] == "cancelled"
 
 
 async def test_an_invalid_id_is_refused(http: httpx.AsyncClient) -> None:
@@ -235,7 +236,7 @@ async def test_another_gateway_continues_after_one_is_killed(
 async def chat_amid_a_kill(
     http: httpx.AsyncClient, cluster: Cluster, bus: Bus
 ) -> tuple[list[tuple[str, Any]], int]:
-    """Return the events of a stream whose engine is killed, and the number of attempts."""
+    """Kill the engine of a stream; return the stream's events and the number of attempts."""
     text, killed = "", False
     async with http.stream("POST", PATH, json=long()) as stream:
         async for line in stream.aiter_lines():
@@ -253,9 +254,9 @@ async def test_a_stream_continues_when_its_engine_is_killed(
 ) -> None:
     # The engine may have ended before the test reads the third event.
     for _ in range(4):
-        told, attempts = await chat_amid_a_kill(http, cluster, bus)
-        assert told[-1][1] == "[DONE]", told[-2:]
-        ids = [int(event_id) for event_id, _ in told[:-1]]
+        chunks, attempts = await chat_amid_a_kill(http, cluster, bus)
+        assert chunks[-1][1] == "[DONE]", chunks[-2:]
+        ids = [int(event_id) for event_id, _ in chunks[:-1]]
         assert ids == sorted(set(ids))
         if attempts > 1:
             break
@@ -263,7 +264,7 @@ async def test_a_stream_continues_when_its_engine_is_killed(
     undisturbed = await http.post(PATH, json=long(stream=False))
     whole = {c["index"]: c["message"]["content"] for c in undisturbed.json()["choices"]}
     # The seed is given, so the text does not show that two engines wrote it.
-    assert texts(told) == whole
+    assert texts(chunks) == whole
 
 
 async def test_a_truncated_log_is_reported(http: httpx.AsyncClient, bus: Bus) -> None:
@@ -276,8 +277,8 @@ async def test_a_truncated_log_is_reported(http: httpx.AsyncClient, bus: Bus) ->
         assert last.index > 0
         stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(choice), 1)
         await bus.delete(subjects.TOKENS_STREAM, stored[0].sequence)
-    told = await http.get(f"/v1/requests/{request_id}/stream")
-    assert (told.status_code, told.json()["error"]["code"]) == (410, "log_truncated")
+    answer = await http.get(f"/v1/requests/{request_id}/stream")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (410, "log_truncated")
 
 
 async def test_a_request_whose_log_was_removed_is_not_found(
@@ -288,8 +289,8 @@ async def test_a_request_whose_log_was_removed_is_not_found(
         bus, request_id, RequestRecord("chat", "demo", "", 1, True), "gateway-dead:a"
     )
     for path in ("", "/stream"):
-        told = await http.get(f"/v1/requests/{request_id}{path}")
-        assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
+        answer = await http.get(f"/v1/requests/{request_id}{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_a_broken_connection_does_not_cancel_a_request_that_continued_elsewhere(
@@ -316,10 +317,10 @@ async def test_a_broken_connection_does_not_cancel_a_request_that_continued_else
                         frozen.process.send_signal(signal.SIGCONT)
                     rest += line + "\n"
                 request_id = other.headers["x-request-id"]
-    told = events(rest)
-    assert told[-1][1] == "[DONE]"
-    assert "error" not in told[-2][1], told[-2]
-    assert events((await http.get(f"/v1/requests/{request_id}/stream")).text) == begun + told
+    chunks = events(rest)
+    assert chunks[-1][1] == "[DONE]"
+    assert "error" not in chunks[-2][1], chunks[-2]
+    assert events((await http.get(f"/v1/requests/{request_id}/stream")).text) == begun + chunks
 
 
 async def test_a_request_that_could_not_be_recorded_is_cancelled(
@@ -334,9 +335,7 @@ async def test_a_request_that_could_not_be_recorded_is_cancelled(
     finally:
         await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-    deadline = time.monotonic() + 10
-    while not cancels and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
+    await until(lambda: cancels, 10)
     assert [subjects.last_token(subject)[:9] for subject in cancels] == ["chatcmpl-"]
 
 

@@ -50,7 +50,7 @@ async def client(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_an_image_is_described_and_the_conversation_goes_on(client: AsyncOpenAI) -> None:
+async def test_an_image_is_described_and_the_conversation_continues(client: AsyncOpenAI) -> None:
     first = await client.responses.create(
         model="demo", input=IMAGE, temperature=0, metadata={"a": "b"}, instructions="Be brief."
     )
@@ -71,12 +71,12 @@ async def test_an_image_is_described_and_the_conversation_goes_on(client: AsyncO
         top_logprobs=2,
         max_output_tokens=8,
     )
-    shown = [event async for event in events]
-    final: Any = shown[-1]
-    assert [event.sequence_number for event in shown] == list(range(len(shown)))
+    stream = [event async for event in events]
+    final: Any = stream[-1]
+    assert [event.sequence_number for event in stream] == list(range(len(stream)))
     assert final.response.instructions is None
     (part,) = final.response.output[0].content
-    deltas = "".join(event.delta for event in shown if event.type == "response.output_text.delta")
+    deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     assert deltas == part.text
     assert len(part.logprobs) == final.response.usage.output_tokens
     assert len(part.logprobs[0].top_logprobs) == 2
@@ -85,7 +85,7 @@ async def test_an_image_is_described_and_the_conversation_goes_on(client: AsyncO
     stored = await client.responses.retrieve(final.response.id)
     assert stored == final.response
     again = await client.responses.retrieve(final.response.id, stream=True, starting_after=3)
-    assert [event async for event in again] == shown[4:]
+    assert [event async for event in again] == stream[4:]
     counted = await client.responses.input_tokens.count(
         model="demo", input="And now?", previous_response_id=first.id
     )
@@ -111,26 +111,26 @@ async def test_an_image_is_described_and_the_conversation_goes_on(client: AsyncO
 
 
 async def test_a_stored_file_is_an_item(client: AsyncOpenAI) -> None:
-    asked = {"type": "input_text", "text": "What colour is it?"}
+    question = {"type": "input_text", "text": "What colour is it?"}
     image = base64.b64decode(star_url().partition(",")[2])
     stored = await client.files.create(file=("star.png", image), purpose="vision")
     for part in ({"type": "input_image", "file_id": stored.id, "detail": "auto"}, FILE_PART):
-        content: Any = [part | {"file_id": stored.id}, asked]
-        made = await client.responses.create(
+        content: Any = [part | {"file_id": stored.id}, question]
+        response = await client.responses.create(
             model="demo", input=[{"role": "user", "content": content}], temperature=0
         )
-        assert "yellow" in made.output_text
+        assert "yellow" in response.output_text
         counted = await client.responses.input_tokens.count(
             model="demo", input=[{"role": "user", "content": content}]
         )
-        assert made.usage is not None
-        assert counted.input_tokens == made.usage.input_tokens
-    listed: Any = await client.responses.input_items.list(made.id)
+        assert response.usage is not None
+        assert counted.input_tokens == response.usage.input_tokens
+    listed: Any = await client.responses.input_items.list(response.id)
     assert listed.data[0].content[0].filename == "star.png"
     # A file of another kind, and one that is not there.
     text = await client.files.create(file=("notes.txt", b"What is red?"), purpose="user_data")
     for name, code in ((text.id, "unsupported_content"), (f"file-{'0' * 64}", "media_not_found")):
-        content = [FILE_PART | {"file_id": name}, asked]
+        content = [FILE_PART | {"file_id": name}, question]
         with pytest.raises(openai.APIStatusError) as refused:
             await client.responses.create(
                 model="demo", input=[{"role": "user", "content": content}]
@@ -138,24 +138,24 @@ async def test_a_stored_file_is_an_item(client: AsyncOpenAI) -> None:
         assert (refused.value.code, refused.value.param) == (code, "input[0].content[0].file_id")
 
 
-async def test_the_first_turn_of_a_response_has_no_step_of_its_own(
+async def test_the_first_turn_of_a_response_has_no_separate_step(
     client: AsyncOpenAI, bus: Bus
 ) -> None:
     name = secrets.token_hex(8)
-    made = [
+    responses = [
         await client.responses.create(model="demo", input="Hi", extra_headers=headers)
         for headers in ({}, {"X-Request-Id": name}, {"X-Request-Id": name})
     ]
-    assert made[1].id == made[2].id != made[0].id
-    for response in made:
+    assert responses[1].id == responses[2].id != responses[0].id
+    for response in responses:
         stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("", response.id))
         steps = [decode_step(message.data) for message in stored]
         assert [type(step) for step in steps] == [Begun, Answered, Ended]
 
 
 async def test_functions_are_called_and_their_results_are_used(client: AsyncOpenAI) -> None:
-    asked: Any = {"model": "demo", "input": "Add 3.", "tools": [ADD, NAME], "max_output_tokens": 90}
-    called = await client.responses.create(**asked, tool_choice={"type": "function", "name": "add"})
+    body: Any = {"model": "demo", "input": "Add 3.", "tools": [ADD, NAME], "max_output_tokens": 90}
+    called = await client.responses.create(**body, tool_choice={"type": "function", "name": "add"})
     (call,) = called.output
     assert call.type == "function_call"
     assert (call.name, called.status) == ("add", "completed")
@@ -176,13 +176,13 @@ async def test_functions_are_called_and_their_results_are_used(client: AsyncOpen
         model="demo", input=items, max_output_tokens=8, store=False, temperature=0
     )
     assert alone.output_text
-    # It is not stored, and a broken stream of it goes on all the same.
+    # It is not stored, but its broken stream can be continued.
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(alone.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.input_items.list(alone.id)
-    shown = [event async for event in await client.responses.retrieve(alone.id, stream=True)]
-    assert getattr(shown[-1], "response", None) == alone
+    stream = [event async for event in await client.responses.retrieve(alone.id, stream=True)]
+    assert getattr(stream[-1], "response", None) == alone
     choice: Any = {
         "type": "allowed_tools",
         "mode": "required",
@@ -190,13 +190,13 @@ async def test_functions_are_called_and_their_results_are_used(client: AsyncOpen
     }
     for _ in range(4):
         limited = await client.responses.create(
-            **asked, tool_choice=choice, temperature=2, parallel_tool_calls=False
+            **body, tool_choice=choice, temperature=2, parallel_tool_calls=False
         )
-        (made,) = limited.output
-        assert made.type == "function_call"
-        assert made.name == "name"
+        (function_call,) = limited.output
+        assert function_call.type == "function_call"
+        assert function_call.name == "name"
     single: Any = {"tool_choice": "required", "parallel_tool_calls": False}
-    async with client.responses.stream(**asked, **single) as events:
+    async with client.responses.stream(**body, **single) as events:
         async for _ in events:
             pass
         final = await events.get_final_response()
@@ -205,7 +205,7 @@ async def test_functions_are_called_and_their_results_are_used(client: AsyncOpen
     missing: Any = [items[0], items[1]]
     with pytest.raises(openai.BadRequestError, match="there is no output of the call"):
         await client.responses.create(model="demo", input=missing)
-    assert (await client.responses.create(**asked)).output
+    assert (await client.responses.create(**body)).output
 
 
 async def test_background_responses_are_followed_and_cancelled(client: AsyncOpenAI) -> None:
@@ -249,9 +249,9 @@ async def test_truncation_drops_the_oldest_items(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await client.responses.create(**long)
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
-    kept = await client.responses.create(**long, truncation="auto", max_output_tokens=5)
-    assert kept.usage is not None
-    assert 400 < kept.usage.input_tokens < 1024
+    response = await client.responses.create(**long, truncation="auto", max_output_tokens=5)
+    assert response.usage is not None
+    assert 400 < response.usage.input_tokens < 1024
     with pytest.raises(openai.BadRequestError):
         await client.responses.create(
             model="demo", input="a b " * 900, truncation="auto", max_output_tokens=5
@@ -322,8 +322,8 @@ async def test_tenants_do_not_find_each_other_and_quotas_hold(another: Start, bu
         assert (await http.get(url, headers=named)).json() == mine
         for foreign in (http.get(url, headers=bob), http.delete(url, headers=bob)):
             check_error((await foreign).content, "not_found", "id")
-        told = await http.post(PATH, json=body | {"previous_response_id": mine["id"]}, headers=bob)
-        check_error(told.content, "previous_response_not_found", "previous_response_id")
+        reply = await http.post(PATH, json=body | {"previous_response_id": mine["id"]}, headers=bob)
+        check_error(reply.content, "previous_response_not_found", "previous_response_id")
         # A deleted response leaves no message in any stream.
         assert (await http.delete(url, headers=named)).json()["deleted"] is True
         for stream in (subjects.STEPS_STREAM, subjects.TOKENS_STREAM):

@@ -44,14 +44,14 @@ async def test_scores_are_similarities_of_embeddings(
         body = {"model": "demo", "text_1": text_1, "text_2": DOCUMENTS}
         answer = await http.post(path, json=body)
         assert answer.status_code == 200, answer.text
-        found = answer.json()
-        assert set(found) == {"id", "object", "created", "model", "data", "usage"}
-        assert (found["object"], found["model"]) == ("list", "demo")
-        assert found["id"] == answer.headers["x-request-id"]
-        assert [entry["index"] for entry in found["data"]] == list(range(len(DOCUMENTS)))
-        assert {entry["object"] for entry in found["data"]} == {"score"}
-        assert [entry["score"] for entry in found["data"]] == pytest.approx(scores, abs=1e-5)
-        assert found["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        result = answer.json()
+        assert set(result) == {"id", "object", "created", "model", "data", "usage"}
+        assert (result["object"], result["model"]) == ("list", "demo")
+        assert result["id"] == answer.headers["x-request-id"]
+        assert [entry["index"] for entry in result["data"]] == list(range(len(DOCUMENTS)))
+        assert {entry["object"] for entry in result["data"]} == {"score"}
+        assert [entry["score"] for entry in result["data"]] == pytest.approx(scores, abs=1e-5)
+        assert result["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -60,16 +60,16 @@ async def test_documents_are_ranked(
 ) -> None:
     scores, num_tokens = expected
     body = {"model": "demo", "query": QUERY, "documents": DOCUMENTS, "top_n": 3}
-    found = (await http.post(path, json=body)).json()
-    assert set(found) == {"id", "model", "results", "usage"}
-    results = found["results"]
+    ranking = (await http.post(path, json=body)).json()
+    assert set(ranking) == {"id", "model", "results", "usage"}
+    results = ranking["results"]
     assert len(results) == 3
     order = [result["index"] for result in results]
     assert order[0] == 2, "the query itself"
     ranked = sorted(scores, reverse=True)[:3]
     assert [result["relevance_score"] for result in results] == pytest.approx(ranked, abs=1e-5)
     assert [result["document"] for result in results] == [{"text": DOCUMENTS[i]} for i in order]
-    assert found["usage"]["total_tokens"] == num_tokens
+    assert ranking["usage"]["total_tokens"] == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -127,30 +127,30 @@ async def test_a_repeated_id_has_the_same_answer_and_is_not_run_again(
         answers = []
         for _ in range(2):
             answers.append((await http.post(path, json=body, headers=headers)).json())
-            await bus.figures.sequence_range(subjects.REQUESTS_STREAM)  # behind the messages
+            await bus.figures.sequence_range(subjects.REQUESTS_STREAM)  # after the messages
             assert len(published) == len({QUERY, *DOCUMENTS})
         other = await http.post(path, json=body | {"cache_salt": "s"}, headers=headers)
-        shown = (await http.get(f"/v1/requests/{name}")).json()
-    assert answers[0] == answers[1] == shown["result"]
+        status = (await http.get(f"/v1/requests/{name}")).json()
+    assert answers[0] == answers[1] == status["result"]
     assert other.status_code == 422
 
 
-@pytest.mark.parametrize("kept", [{}, {"durable": True}, {"x-request-id": "ranked-documents"}])
+@pytest.mark.parametrize("fields", [{}, {"durable": True}, {"x-request-id": "ranked-documents"}])
 async def test_documents_are_stored_only_for_requests_that_are_answered_again(
-    http: httpx.AsyncClient, bus: Bus, kept: dict[str, Any]
+    http: httpx.AsyncClient, bus: Bus, fields: dict[str, Any]
 ) -> None:
-    headers = kept if "x-request-id" in kept else {}
+    headers = fields if "x-request-id" in fields else {}
     body = {"model": "demo", "query": QUERY, "documents": DOCUMENTS}
-    answer = await http.post("/v1/rerank", json=body if headers else body | kept, headers=headers)
+    answer = await http.post("/v1/rerank", json=body if headers else body | fields, headers=headers)
     assert all("document" in result for result in answer.json()["results"])
     request_id = answer.headers["x-request-id"]
     record = await request_registry.find(bus, request_id)
     assert record is not None
-    assert record.options.get("documents") == (DOCUMENTS if kept else None)
-    shown = (await http.get(f"/v1/requests/{request_id}")).json()["result"]["results"]
-    for result, again in zip(answer.json()["results"], shown, strict=True):
+    assert record.options.get("documents") == (DOCUMENTS if fields else None)
+    results = (await http.get(f"/v1/requests/{request_id}")).json()["result"]["results"]
+    for result, again in zip(answer.json()["results"], results, strict=True):
         without = {name: value for name, value in result.items() if name != "document"}
-        assert again == (result if kept else without)
+        assert again == (result if fields else without)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ CARD = ModelCard("m", 1024, 768, False, True, "hermes", call_signs=[None, None])
 
 @pytest.fixture(scope="module")
 def matcher() -> LLMatcher:
-    """A matcher whose tokens are bytes."""
+    """A matcher with one token for each byte."""
     definition = to_llguidance(StructuredOutputs(grammar=strict_grammar(TOOLS, [None, None])))
     matcher = compile_grammar(LLTokenizer("byte"), definition)
     assert not matcher.is_error(), matcher.get_error()
@@ -109,30 +109,30 @@ def take(matcher: LLMatcher, piece: bytes) -> bytes:
 def test_text_that_the_grammar_accepts_parses_as_calls_of_the_schemas(
     matcher: LLMatcher, steps: list[tuple[str, int]]
 ) -> None:
-    matcher, said = matcher.deep_copy(), b""
-    for piece, wanted in steps:
-        taken = take(matcher, piece.encode())
-        said += taken
-        if len(taken) < len(piece.encode()):  # Continue with a byte that is allowed.
+    matcher, data = matcher.deep_copy(), b""
+    for piece, choice in steps:
+        prefix = take(matcher, piece.encode())
+        data += prefix
+        if len(prefix) < len(piece.encode()):  # Continue with a byte that is allowed.
             mask = matcher.compute_bitmask()
             allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
             if allowed:
-                said += take(matcher, bytes([allowed[wanted % len(allowed)]]))
+                data += take(matcher, bytes([allowed[choice % len(allowed)]]))
     assert not matcher.is_error()
-    text = said.decode(errors="ignore")
+    text = data.decode(errors="ignore")
     parser = ToolParser("hermes", [tool.function.name for tool in TOOLS])
     pieces = parser.feed(text)
     if not matcher.is_accepting():
         return
     pieces += parser.end()
     calls: list[list[str]] = []
-    for found in pieces:
-        if not isinstance(found, Call):
-            assert "<tool_call>" not in found.text
-        elif found.name is not None:
-            calls.append([found.name, found.arguments])
+    for event in pieces:
+        if not isinstance(event, Call):
+            assert "<tool_call>" not in event.text
+        elif event.name is not None:
+            calls.append([event.name, event.arguments])
         else:
-            calls[found.index][1] += found.arguments
+            calls[event.index][1] += event.arguments
     for name, arguments in calls:
         assert VALID[name].is_valid(json.loads(arguments)), (name, arguments)
     inside = text.count('"<tool_call>"')

@@ -17,9 +17,9 @@ def status(state: State, stage: str, path: list[StageSpan], *attempts: Attempt) 
     return RequestStatus("req-1", state, stage, path=path, attempts=list(attempts))
 
 
-def seen(found: RequestStatus) -> list[tuple[str, int, bool]]:
+def seen(status: RequestStatus) -> list[tuple[str, int, bool]]:
     """Return the stage and attempt of each entry, and whether it ended there."""
-    entries = timeline_of(found)
+    entries = timeline_of(status)
     return [(entry.stage, entry.attempt, entry.ended_ms is not None) for entry in entries]
 
 

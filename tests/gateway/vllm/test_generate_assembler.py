@@ -51,12 +51,15 @@ def log_of(name: str) -> list[LogRecord]:
     choice = recorded("generate_image_sp")["choices"][0]
     texts = [event["choices"][0]["text"] for event in events("stream_text")[:8]]
     records: list[LogRecord] = []
-    for i, (token_id, told) in enumerate(
+    for i, (token_id, entry) in enumerate(
         zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
     ):
-        top = told["top_logprobs"]
+        top = entry["top_logprobs"]
         logprobs = TokenLogprobs(
-            told["logprob"], told["rank"], [t["token_id"] for t in top], [t["logprob"] for t in top]
+            entry["logprob"],
+            entry["rank"],
+            [t["token_id"] for t in top],
+            [t["logprob"] for t in top],
         )
         reason: Literal["length"] | None = "length" if i == 7 else None
         delta = ChoiceDelta(0, i, [token_id], texts[i], reason, None, [logprobs])
@@ -75,16 +78,16 @@ def token_bytes() -> dict[int, bytes]:
     texts = recorded("generate_image_text")["choices"][0]["logprobs"]["content"]
     spelt = {
         top["token_id"]: text["token"].encode()
-        for token, told in zip(tokens, texts, strict=True)
-        for top, text in zip(token["top_logprobs"], told["top_logprobs"], strict=True)
+        for token, entry in zip(tokens, texts, strict=True)
+        for top, text in zip(token["top_logprobs"], entry["top_logprobs"], strict=True)
     }
     return spelt | {113: b"\xe4"}
 
 
 def assembled(
-    asked: GenerateShape, log: list[LogRecord], created_s: int = 0
+    fields: GenerateShape, log: list[LogRecord], created_s: int = 0
 ) -> tuple[list[GenerateChunk], GenerateResponse]:
-    assembler = GenerateAssembler(Answering("", "m", created_s, asked, token_bytes()))
+    assembler = GenerateAssembler(Answering("", "m", created_s, fields, token_bytes()))
     chunks: list[GenerateChunk] = []
     for record in log:
         is_failure = isinstance(record, Failure)
@@ -110,17 +113,17 @@ def test_the_answer_equals_the_recording_byte_for_byte(name: str) -> None:
 
 
 def test_continuous_usage_counts_the_tokens_so_far() -> None:
-    asked = shape("generate_image_sp", continuous_usage=True)
-    chunks, _ = assembled(asked, log_of("generate_image_sp"))
-    told = [msgspec.to_builtins(chunk.usage) for chunk in chunks]
-    assert told[2] == {
+    fields = shape("generate_image_sp", continuous_usage=True)
+    chunks, _ = assembled(fields, log_of("generate_image_sp"))
+    usages = [msgspec.to_builtins(chunk.usage) for chunk in chunks]
+    assert usages[2] == {
         "prompt_tokens": 40,
         "total_tokens": 43,
         "completion_tokens": 3,
         "prompt_tokens_details": None,
         "completion_tokens_details": None,
     }
-    assert told[-1] == {"prompt_tokens": 40, "total_tokens": 48, "completion_tokens": 8}
+    assert usages[-1] == {"prompt_tokens": 40, "total_tokens": 48, "completion_tokens": 8}
 
 
 def test_an_event_has_one_choice() -> None:
@@ -160,11 +163,11 @@ def test_an_aborted_request_ends_with_its_tokens_so_far() -> None:
 
 
 def test_prompt_logprobs_list_the_prompt_token_first() -> None:
-    asked = GenerateShape(wire_id="w", num_prompt_tokens=3, prompt_token_ids=[5, 6, 7])
-    told = [TokenLogprobs(-3.0, 9, [1], [-0.5]), TokenLogprobs(-0.5, 1, [7], [-0.5])]
-    record = TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], "a", "length")], told)
+    fields = GenerateShape(wire_id="w", num_prompt_tokens=3, prompt_token_ids=[5, 6, 7])
+    logprobs = [TokenLogprobs(-3.0, 9, [1], [-0.5]), TokenLogprobs(-0.5, 1, [7], [-0.5])]
+    record = TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], "a", "length")], logprobs)
     spelling = {1: b"a", 5: b"e", 6: b"f", 7: b"g"}
-    assembler = GenerateAssembler(Answering("", "m", 0, asked, spelling))
+    assembler = GenerateAssembler(Answering("", "m", 0, fields, spelling))
     assembler.add(0, record)
     assembler.add(0, Finish(1, 1, Usage(3, 1), 1, []))
     whole = msgspec.json.decode(msgspec.json.encode(assembler.answer()))

@@ -62,10 +62,10 @@ def test_bodies_of_another_renderer_are_accepted_unchanged(rendered: dict[str, A
         if isinstance(body, str):
             body = rendered["response"]
         parsed = parse(msgspec.json.encode(body))
-        asked = rendered["request"]
+        request = rendered["request"]
         assert parsed.body.token_ids == body["token_ids"]
-        assert parsed.sampling["max_tokens"] == asked["max_tokens"]
-        assert parsed.sampling["temperature"] == asked.get("temperature", 1.0)
+        assert parsed.sampling["max_tokens"] == request["max_tokens"]
+        assert parsed.sampling["temperature"] == request.get("temperature", 1.0)
         assert parsed.items == []
 
 
@@ -204,23 +204,23 @@ def test_metadata_override_an_item_only_where_they_differ() -> None:
 def test_the_shape_has_only_what_the_answer_needs() -> None:
     plain = shape_of(parse(msgspec.json.encode(with_image())), "w")
     assert (plain.num_prompt_tokens, plain.prompt_token_ids, plain.placeholders) == (4, [], {})
-    asked = with_image() | {
+    body = with_image() | {
         "return_token_ids": True,
         "stream": True,
         "stream_options": {"continuous_usage_stats": True},
     }
-    shown = shape_of(parse(msgspec.json.encode(asked)), "w")
-    assert shown.prompt_token_ids == [1, 2, 2, 3]
-    assert shown.placeholders == {"image": [PlaceholderInfo(1, 2)]}
+    fields = shape_of(parse(msgspec.json.encode(body)), "w")
+    assert fields.prompt_token_ids == [1, 2, 2, 3]
+    assert fields.placeholders == {"image": [PlaceholderInfo(1, 2)]}
     # As in vLLM, the one has no effect without the other.
-    assert (shown.include_usage, shown.continuous_usage) == (False, False)
+    assert (fields.include_usage, fields.continuous_usage) == (False, False)
 
 
 @pytest.mark.parametrize("name", ["render_text", "render_completion"])
 def test_sampling_is_written_as_recorded(name: str) -> None:
     exchange = recorded(name)
-    asked, answers = exchange["request"], exchange["response"]
-    params = SamplingParams(temperature=float(asked.get("temperature", 1.0)))
-    written = write_sampling(params, asked["max_tokens"], stream=False)
+    request, answers = exchange["request"], exchange["response"]
+    params = SamplingParams(temperature=float(request.get("temperature", 1.0)))
+    written = write_sampling(params, request["max_tokens"], stream=False)
     for answer in answers if isinstance(answers, list) else [answers]:
         assert msgspec.json.encode(written) == msgspec.json.encode(answer["sampling_params"])
