@@ -66,8 +66,8 @@ def test_an_answer_ends_with_each_token_that_a_file_names(
 def test_codes_end_with_the_token_of_the_first_file(
     folder: Path, tmp_path: Path, config: Any, generation: Any, expected: set[int]
 ) -> None:
-    found = read(folder, tmp_path, config, generation, is_codec=True, eos_token="w8")
-    assert found == expected
+    settings = read(folder, tmp_path, config, generation, is_codec=True, eos_token="w8")
+    assert settings == expected
 
 
 def load_it(model: Path, **settings: Any) -> LoadedModel:

@@ -35,9 +35,9 @@ class Typist(TextOutput):
         self.num_readers = 0
 
     async def render(self, task: Task[EngineBody], progress: Progress) -> Rendered:
-        return Rendered(task, self.known(0), growth=self.growth())
+        return Rendered(task, self.spoken_text(0), growth=self.growth())
 
-    def known(self, number: int | None) -> SpokenText:
+    def spoken_text(self, number: int | None) -> SpokenText:
         return SpokenText([], [], None, None if number is None else len(PROMPT) - 1 + number)
 
     async def growth(self) -> AsyncGenerator[SpokenText]:
@@ -47,7 +47,7 @@ class Typist(TextOutput):
                 typed = await self.typed.get()
                 if isinstance(typed, Exception):
                     raise typed
-                yield self.known(typed)
+                yield self.spoken_text(typed)
                 if typed is None:
                     return
         finally:
@@ -124,8 +124,8 @@ async def test_a_request_goes_on_as_its_text_comes(
     assert isinstance(first, TokenChunk)
     assert len(first.choices[0].token_ids) == 1
     await rig.until_it_waits()
-    for known in (2, 2, 4, None):
-        rig.typist.typed.put_nowait(known)
+    for num_tokens in (2, 2, 4, None):
+        rig.typist.typed.put_nowait(num_tokens)
     async with asyncio.timeout(20):
         *chunks, last = [record async for record in reading]
     assert isinstance(last, Finish)

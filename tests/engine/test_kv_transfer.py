@@ -47,9 +47,9 @@ async def pair(bus: Bus) -> AsyncIterator[tuple[Blobs, Blobs]]:
 
 
 async def stored(owner: Blobs, request: EngineRequest) -> list[KVBlob]:
-    made: list[BlobRef] = []
-    kv = await kv_transfer.store(owner, LAYOUT, request.adapter, prefilled(request), 60, made)
-    assert [blocks.ref for blocks in kv] == made
+    refs: list[BlobRef] = []
+    kv = await kv_transfer.store(owner, LAYOUT, request.adapter, prefilled(request), 60, refs)
+    assert [blocks.ref for blocks in kv] == refs
     return kv
 
 

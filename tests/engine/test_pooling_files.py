@@ -37,8 +37,8 @@ def write(folder: Path, pooling: Any = None, steps: list[str] | None = None) -> 
 
 
 def modes(*names: str) -> dict[str, Any]:
-    known = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
-    flags = {f"pooling_mode_{name}": name in names for name in known}
+    all_modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
+    flags = {f"pooling_mode_{name}": name in names for name in all_modes}
     return {"word_embedding_dimension": 64, "include_prompt": True} | flags
 
 
@@ -145,8 +145,8 @@ def test_an_engine_pools_as_its_folder_says(tmp_path: Path) -> None:
     with torch.no_grad():
         states = reference.eval().model(torch.tensor([prompt])).last_hidden_state[0]
     right = states.double().mean(dim=0).numpy()
-    found = np.frombuffer(outputs[-1].embedding, "<f4")
-    assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+    embedding = np.frombuffer(outputs[-1].embedding, "<f4")
+    assert np.linalg.norm(embedding - right) <= 1e-5 * np.linalg.norm(right)
 
 
 def test_an_engine_does_not_start_with_a_pooling_that_it_lacks(tmp_path: Path) -> None:

@@ -267,12 +267,12 @@ async def test_a_talker_may_go_on_with_each_token_behind_which_there_is_another(
     assert rendered.growth is not None
     assert rendered.spoken is not None
     spoken = []
-    found = []
+    figures = []
     async for speech in rendered.growth:
-        found.append((speech.answer_token_ids, speech.num_inputs))
+        figures.append((speech.answer_token_ids, speech.num_inputs))
         # No more frames are made than there are tokens, until the text is whole.
         spoken.append([rendered.spoken(n) for n in range(len(speech.answer_token_ids))])
-    assert found == [
+    assert figures == [
         ([11], 2),
         ([11, 12, 13], 4),
         ([11, 12, 13], 4),

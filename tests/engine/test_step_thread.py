@@ -29,8 +29,10 @@ class SlowRunner(FakeRunner):
 def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     runner = SlowRunner()
     core = make_core(runner, BlockPool(64, 4), 100, max_model_len=128)
-    told: list[tuple[list[tuple[str, RequestOutput]], EngineStats]] = []
-    steps: StepThread[str] = StepThread(core, lambda o, s: told.append((o, s)), lambda error: None)
+    steps_done: list[tuple[list[tuple[str, RequestOutput]], EngineStats]] = []
+    steps: StepThread[str] = StepThread(
+        core, lambda o, s: steps_done.append((o, s)), lambda error: None
+    )
     sampling = SamplingParams(max_tokens=100, temperature=0.0)
     steps.add(EngineRequest("keep", [1, 2, 3], [], sampling), "keep")
     steps.add(EngineRequest("cancel", [4, 5, 6], [], sampling), "cancel")
@@ -43,7 +45,7 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     # The next step has been scheduled, without it.
     runner.go_on.release()
     runner.begun.acquire()
-    outputs, stats = told[1]
+    outputs, stats = steps_done[1]
     assert [owner for owner, _ in outputs] == ["keep"]
     assert stats.num_blocks - stats.num_free_blocks == 1
     assert stats.num_running == 1
@@ -51,7 +53,7 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     for _ in range(2):
         runner.go_on.release()
     deadline = time.monotonic() + 5
-    while told[-1][1].num_free_blocks != 64:
+    while steps_done[-1][1].num_free_blocks != 64:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert steps.step_s == 0

@@ -151,13 +151,13 @@ def test_a_generated_placeholder_is_no_part_of_an_item() -> None:
 
 @given(many, st.integers(6, 15), st.integers(1, 6), st.integers(1, 20), st.data())
 def test_other_requests_do_not_change_an_output(
-    wanted: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
+    batch: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
 ) -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner, 2 * half_blocks, max_num_seqs=max_seqs, max_num_batched_tokens=budget)
     outputs: list[RequestOutput] = []
     cancelled = set()
-    for request in wanted:
+    for request in batch:
         core.add(request)
         for _ in range(data.draw(st.integers(0, 4))):
             outputs += core.step()
@@ -167,7 +167,7 @@ def test_other_requests_do_not_change_an_output(
     outputs += finish_all(core)
     assert max(runner.batches, default=0) <= budget
     assert runner.is_empty
-    for request in wanted:
+    for request in batch:
         if request.request_id not in cancelled:
             assert answers_of(outputs, request) == answers_of(run_alone(request), request)
 
@@ -440,12 +440,12 @@ def test_another_image_shares_the_blocks_before_it() -> None:
 
 def test_blocks_of_another_tenant_are_not_found() -> None:
     core = make_core()
-    found = [
+    figures = [
         (cached_tokens(core, imaged(f"{i}", f"a of {tenant}", tenant)), core.stats())
         for i, tenant in enumerate(["x", "y", "", "x", "y", ""])
     ]
-    assert [num_tokens for num_tokens, _ in found] == [0, 0, 0, 8, 8, 8]
-    assert [stats.encoded_items for _, stats in found] == [1, 2, 3, 3, 3, 3]
+    assert [num_tokens for num_tokens, _ in figures] == [0, 0, 0, 8, 8, 8]
+    assert [stats.encoded_items for _, stats in figures] == [1, 2, 3, 3, 3, 3]
 
 
 def test_without_the_cache_all_is_computed() -> None:

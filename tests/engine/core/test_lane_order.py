@@ -211,9 +211,9 @@ def test_the_last_batch_sequence_is_preempted() -> None:
         request = EngineRequest(f"r{first}", prompt, [], SamplingParams(), lane=lane)
         sequences.append(Sequence(request, 0, 0, list(prompt), 9))
         scheduler.add(sequences[-1])
-    for wanted in (3, 2):
+    for num_scheduled in (3, 2):
         batch = scheduler.schedule()
-        assert len(batch.scheduled) == wanted
+        assert len(batch.scheduled) == num_scheduled
         for s in batch.scheduled:
             if s.samples:
                 s.sequence.token_ids.append(0)

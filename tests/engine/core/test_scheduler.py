@@ -39,12 +39,12 @@ def test_long_prompts_are_chunked_and_decodes_are_scheduled_first() -> None:
     short, long = make_sequence(1), make_sequence(7)
     scheduler.add(short)
     scheduler.add(long)
-    taken = []
+    steps = []
     for _ in range(3):
         batch = scheduler.schedule()
-        taken.append([(s.sequence is long, s.num_new_tokens, s.samples) for s in batch.scheduled])
+        steps.append([(s.sequence is long, s.num_new_tokens, s.samples) for s in batch.scheduled])
         advance(scheduler, batch)
-    assert taken == [
+    assert steps == [
         [(False, 1, True), (True, 3, False)],
         [(False, 1, True), (True, 3, False)],
         [(False, 1, True), (True, 1, True)],

@@ -91,11 +91,11 @@ def test_a_step_takes_as_long_as_it_should(
 
 
 def test_nothing_is_limited_without_decodes_or_a_limit_or_a_measured_step() -> None:
-    known, limit = cost_of(0.01, 1e-3, [1, 64]), PrefillLimit(0.02)
-    assert limit.max_tokens(known, 0) is None
+    cost, limit = cost_of(0.01, 1e-3, [1, 64]), PrefillLimit(0.02)
+    assert limit.max_tokens(cost, 0) is None
     assert limit.max_tokens(StepCost(), 5) is None
-    assert PrefillLimit().max_tokens(known, 5) is None
-    assert limit.max_tokens(known, 5) == MIN_CHUNK
+    assert PrefillLimit().max_tokens(cost, 5) is None
+    assert limit.max_tokens(cost, 5) == MIN_CHUNK
 
 
 def make_scheduler(limit: PrefillLimit, num_blocks: int = 600) -> Scheduler:

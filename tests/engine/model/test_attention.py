@@ -236,8 +236,10 @@ TINY: dict[str, Any] = {
 def test_what_a_layer_asks_of_attention_is_never_ignored(
     name: str, config: dict[str, Any], argument: str
 ) -> None:
-    made = getattr(transformers, f"{name}Config")(**config)
-    model = FlatModel(LanguageAdapter(getattr(transformers, f"{name}ForCausalLM")(made).eval()))
+    model_config = getattr(transformers, f"{name}Config")(**config)
+    model = FlatModel(
+        LanguageAdapter(getattr(transformers, f"{name}ForCausalLM")(model_config).eval())
+    )
     with pytest.raises(NotImplementedError, match=f"{argument} of .*Attention is not supported"):
         warm_up(model, 8)
 

@@ -166,9 +166,11 @@ def reference_answer(model: Any, case: Case, **options: bool) -> list[int]:
         seconds = torch.stack([v["second_per_grid_ts"] for v in videos])
         inputs["video_second_per_grid"] = seconds
     if isinstance(case, HeardCase) and case.sounds:
-        heard = [extract(EXTRACTOR, sound) for sound in case.sounds]
-        inputs["input_features"] = torch.from_numpy(np.stack([features for features, _ in heard]))
-        frames = torch.tensor([num_frames for _, num_frames in heard])
+        inputs_of_sounds = [extract(EXTRACTOR, sound) for sound in case.sounds]
+        inputs["input_features"] = torch.from_numpy(
+            np.stack([features for features, _ in inputs_of_sounds])
+        )
+        frames = torch.tensor([num_frames for _, num_frames in inputs_of_sounds])
         mask = torch.arange(EXTRACTOR.nb_max_frames) < frames[:, None]
         inputs["feature_attention_mask"] = mask.long()
     answer = model.generate(
@@ -181,8 +183,8 @@ def reference_answer(model: Any, case: Case, **options: bool) -> list[int]:
         max_new_tokens=14,
         pad_token_id=0,
     )
-    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return told
+    answer_ids: list[int] = answer[0, token_ids.shape[1] :].tolist()
+    return answer_ids
 
 
 def make_twins(model: Any) -> Twins:

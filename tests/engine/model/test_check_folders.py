@@ -27,8 +27,8 @@ def test_an_error_without_a_message_has_its_type(
         raise error
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
-    what = "no" if error.args else type(error).__name__
-    reason = f"config.json cannot be read: {what}"
+    detail = "no" if error.args else type(error).__name__
+    reason = f"config.json cannot be read: {detail}"
     assert check_folders.examine(DEMO) == FolderReport(reason=reason)
 
 

@@ -271,8 +271,8 @@ def reference_answer(model: Any, case: Case) -> list[int]:
         max_new_tokens=max_tokens,
         pad_token_id=0,
     )
-    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return told
+    answer_ids: list[int] = answer[0, token_ids.shape[1] :].tolist()
+    return answer_ids
 
 
 # -- any schedule gives the same tokens -----------------------------------------------------------
@@ -481,9 +481,11 @@ def from_afar(case: Case, tower: Tower) -> Case:
     items = []
     for item in case.request.items:
         (embedding,) = tower.encode([item.fields])
-        _, (sent,) = envelope.decode(envelope.encode(_Nothing(), [from_torch(embedding)]), _Nothing)
+        _, (received,) = envelope.decode(
+            envelope.encode(_Nothing(), [from_torch(embedding)]), _Nothing
+        )
         metadata = {name: item.fields[name] for name in tower.adapter.metadata}
-        items.append(replace(item, fields=metadata, embedding=to_torch(sent)))
+        items.append(replace(item, fields=metadata, embedding=to_torch(received)))
     return Case(replace(case.request, items=items), case.images)
 
 

@@ -161,9 +161,9 @@ def test_a_repeated_request_recomputes_no_block_and_no_image(twins: Twins) -> No
 
 def test_another_image_of_equal_size_shares_no_block_behind_it(twins: Twins) -> None:
     engine = Engine(twins)
-    one, other = case_of(1, "wide", 2), case_of(1, "wide too", 2)
-    assert one.request.prompt_token_ids == other.request.prompt_token_ids
-    engine.run(one.request)
+    case, other = case_of(1, "wide", 2), case_of(1, "wide too", 2)
+    assert case.request.prompt_token_ids == other.request.prompt_token_ids
+    engine.run(case.request)
     (answer,) = engine.run(other.request).values()
     assert answer.cached_tokens == 8, "seven words, and what begins a picture"
     assert answer.token_ids == {0: reference_answer(twins.reference, other)}
@@ -172,11 +172,11 @@ def test_another_image_of_equal_size_shares_no_block_behind_it(twins: Twins) -> 
 
 def test_blocks_are_found_by_their_own_tenant_only(twins: Twins) -> None:
     engine = Engine(twins, embedding_cache_bytes=2**20)
-    found = []
+    figures = []
     for tenant in ("a", "b", "a", "b"):
         (answer,) = engine.run(case_of("wide", 1, tenant=tenant).request).values()
-        found.append((answer.cached_tokens > 0, engine.runner.encoded_items))
-    assert found == [(False, 1), (False, 2), (True, 2), (True, 2)]
+        figures.append((answer.cached_tokens > 0, engine.runner.encoded_items))
+    assert figures == [(False, 1), (False, 2), (True, 2), (True, 2)]
 
 
 def test_an_image_of_several_prompts_is_encoded_once_while_cached(twins: Twins) -> None:

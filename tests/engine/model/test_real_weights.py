@@ -50,13 +50,13 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=48)
     for i, prompt in enumerate(prompts):
         core.add(EngineRequest(str(i), prompt, [], params))
-    found: list[list[int]] = [[] for _ in prompts]
+    token_ids: list[list[int]] = [[] for _ in prompts]
     while core.has_work:
         for output in core.step():
             assert output.error is None
             for delta in output.choices:
-                found[int(output.request_id)] += delta.token_ids
-    return found
+                token_ids[int(output.request_id)] += delta.token_ids
+    return token_ids
 
 
 @pytest.mark.parametrize("kernels", ["measured", "torch"])

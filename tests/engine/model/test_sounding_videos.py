@@ -150,12 +150,12 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def answers(model: Twins, cases: list[Case]) -> dict[str, list[int]]:
-    found = {
+    answers = {
         case.request.request_id: reference_answer(model.reference, case, use_audio_in_video=True)
         for case in cases
     }
-    assert all(len(set(answer)) > 3 for answer in found.values())
-    return found
+    assert all(len(set(answer)) > 3 for answer in answers.values())
+    return answers
 
 
 def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) -> None:
@@ -163,7 +163,9 @@ def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) ->
         items = case.request.items
         videos = [item.fields for item in items if "video_grid_thw" in item.fields]
         images = [f.fields["image_grid_thw"] for f in items if "image_grid_thw" in f.fields]
-        heard = [item.fields["audio_frames"] for item in items if "audio_frames" in item.fields]
+        audio_frames = [
+            item.fields["audio_frames"] for item in items if "audio_frames" in item.fields
+        ]
         ids = torch.tensor([case.request.prompt_token_ids])
         expected, deltas = model.reference.get_rope_index(  # type: ignore[operator]
             ids,
@@ -171,7 +173,7 @@ def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) ->
             torch.stack([fields["video_grid_thw"] for fields in videos]),
             torch.ones_like(ids),
             True,
-            torch.stack(heard),
+            torch.stack(audio_frames),
             torch.stack([fields["second_per_grid_ts"] for fields in videos]),
         )
         located = model.served.family.locate(case.request)
@@ -215,8 +217,8 @@ def test_another_sound_of_the_same_video_changes_the_answer(
     changed = replace(item, mm_hash="other", fields={**item.fields, **other})
     request = replace(case.request, items=[changed])
     schedule = RandomSchedule(random.Random(0), 96, 16, 400, 0.0)
-    told = run_schedule(model, [replace(case, request=request)], schedule)
-    assert told["equal"] != answers["equal"]
+    others = run_schedule(model, [replace(case, request=request)], schedule)
+    assert others["equal"] != answers["equal"]
 
 
 def test_the_layout_places_tokens_as_transformers_does(model: Twins) -> None:
@@ -256,8 +258,8 @@ def broken(item: Item, how: str) -> Item:
             seconds = torch.tensor(float("nan"))
             return replace(item, fields={**item.fields, "second_per_grid_ts": seconds})
         case "missing":
-            kept = {k: v for k, v in item.fields.items() if k != "second_per_grid_ts"}
-            return replace(item, fields=kept)
+            fields = {k: v for k, v in item.fields.items() if k != "second_per_grid_ts"}
+            return replace(item, fields=fields)
         case _:
             return replace(item, placeholder=replace_mask(place, mask))
 

@@ -32,7 +32,7 @@ def new_compiler(max_held: int = 64) -> GrammarCompiler:
 
 async def compile_with(
     compiler: GrammarCompiler,
-    wanted: StructuredOutputs,
+    form: StructuredOutputs,
     tenant: str = "",
     lane: str = "interactive",
 ) -> Grammar:
@@ -40,7 +40,7 @@ async def compile_with(
         pass
 
     async with asyncio.timeout(60):
-        return await compiler.compile(wanted, tenant, no_progress, lane)
+        return await compiler.compile(form, tenant, no_progress, lane)
 
 
 def on_each_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
@@ -200,9 +200,9 @@ async def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(grammars_module, "MAX_REFUSAL_BYTES", 1000)
     compiler = new_compiler()
     large = [StructuredOutputs(choice=[f"{i}" + "y" * 100_000]) for i in range(4)]
-    for wanted in (*large, large[-1], large[0]):
+    for form in (*large, large[-1], large[0]):
         with pytest.raises(InvalidGrammar):
-            await compile_with(compiler, wanted)
+            await compile_with(compiler, form)
     assert len(tried) == 5
     assert 0 < compiler._refused.num_bytes <= 1000
 

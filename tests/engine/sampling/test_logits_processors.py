@@ -106,8 +106,8 @@ def test_all_but_the_allowed_tokens_are_suppressed(logits: Tensor, allowed: list
 
 
 def test_lists_of_allowed_tokens_hold_each_for_its_rows() -> None:
-    one, other = [0, 7, VOCAB_SIZE - 1], [5]
-    lists = [one, None, other, one]
+    token_ids, other = [0, 7, VOCAB_SIZE - 1], [5]
+    lists = [token_ids, None, other, token_ids]
     sequences = [sequence_of(SamplingParams(allowed_token_ids=allowed)) for allowed in lists]
     logits = random_logits(3)[0]
     for _ in range(2):

@@ -34,16 +34,20 @@ def units_of(weights: list[float]) -> list[int]:
 def draw_plainly(logits: Tensor, params: SamplingParams, point: float) -> int:
     """Return the token that the filters, one after the other, and the point choose."""
     weights = weights_of(logits, params)
-    kept = [w for w in weights if w >= float(torch.tensor(params.min_p))]
-    kept.sort(reverse=True)
+    candidates = [w for w in weights if w >= float(torch.tensor(params.min_p))]
+    candidates.sort(reverse=True)
     if params.top_k:
-        kept = [w for w in kept if w >= kept[min(params.top_k, len(kept)) - 1]]
+        candidates = [
+            w for w in candidates if w >= candidates[min(params.top_k, len(candidates)) - 1]
+        ]
     if params.top_p < 1:
-        units = units_of(kept)
+        units = units_of(candidates)
         target = min(math.ceil(float(sum(units)) * params.top_p), sum(units))
-        nucleus = next(i for i in range(len(kept)) if sum(units[: i + 1]) >= target)
-        kept = [w for w in kept if w >= kept[nucleus]]
-    units = [u if w >= kept[-1] else 0 for w, u in zip(weights, units_of(weights), strict=True)]
+        nucleus = next(i for i in range(len(candidates)) if sum(units[: i + 1]) >= target)
+        candidates = [w for w in candidates if w >= candidates[nucleus]]
+    units = [
+        u if w >= candidates[-1] else 0 for w, u in zip(weights, units_of(weights), strict=True)
+    ]
     offset = min(int(sum(units) * point), sum(units) - 1)
     return next(i for i in range(len(units)) if sum(units[: i + 1]) > offset)
 

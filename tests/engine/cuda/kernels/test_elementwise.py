@@ -95,9 +95,9 @@ def test_rotation_is_that_of_transformers_and_lands_in_its_slots(
     norm = None
     if norms_heads:
         norms = [LlamaRMSNorm(head_dim, EPS).to(device, dtype) for _ in range(2)]
-        for one in norms:
-            one.weight.data.uniform_(-2, 2)
-        norm = HeadNorm(torch.stack([one.weight.data for one in norms]), EPS)
+        for head_norm in norms:
+            head_norm.weight.data.uniform_(-2, 2)
+        norm = HeadNorm(torch.stack([item.weight.data for item in norms]), EPS)
         query, key = norms[0](query), norms[1](key)
     module = module.to(device)
     cos, sin = module(query, positions if num_axes == 1 else positions[:, None])
