@@ -86,8 +86,8 @@ async def test_a_consumer_of_an_older_version_is_joined_and_keeps_its_limit_on_p
     await put(bus, model, "a")
     consumer = await consume(bus, model, ack_wait_s=9.0)
     assert (await consumer.next()).data == b"a"
-    found = (await jetstream.consumer_info(stream, durable)).config
-    assert (found.ack_wait, found.max_waiting) == (9.0, 512)
+    settings = (await jetstream.consumer_info(stream, durable)).config
+    assert (settings.ack_wait, settings.max_waiting) == (9.0, 512)
     # The older version still joins it.
     await jetstream.add_consumer(stream, older)
 
@@ -155,10 +155,10 @@ async def test_no_more_messages_are_in_flight_than_the_capacity(bus: Bus, model:
 
 
 async def test_two_workers_share_the_work(bus: Bus, model: str) -> None:
-    one, two = await consume(bus, model, capacity=1), await consume(bus, model, capacity=1)
+    consumer, two = await consume(bus, model, capacity=1), await consume(bus, model, capacity=1)
     await put(bus, model, "a")
     await put(bus, model, "b")
-    first = await asyncio.wait_for(one.next(), 5)
+    first = await asyncio.wait_for(consumer.next(), 5)
     second = await asyncio.wait_for(two.next(), 5)
     assert {first.data, second.data} == {b"a", b"b"}
     await first.ack()
@@ -178,9 +178,9 @@ async def test_the_logs_under_a_subject_are_measured(bus: Bus, model: str) -> No
     last = await bus.append(subjects.append(model, "one"), bytes(20), last)
     last = await bus.append(subjects.append(model, "two"), bytes(5), 0)
     logs = subjects.TOKENS_STREAM, subjects.tokens(model, "*")
-    found = await StreamMeter(bus).measure_logs(*logs, LogUse())
-    assert found == LogUse(num_logs=2, num_bytes=35, next_sequence=last + 1)
-    assert await StreamMeter(bus).measure_logs(*logs, found) == found
+    use = await StreamMeter(bus).measure_logs(*logs, LogUse())
+    assert use == LogUse(num_logs=2, num_bytes=35, next_sequence=last + 1)
+    assert await StreamMeter(bus).measure_logs(*logs, use) == use
 
 
 async def test_a_message_over_the_limit_is_refused(bus: Bus, model: str) -> None:

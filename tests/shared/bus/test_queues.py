@@ -109,8 +109,8 @@ async def test_requests_are_delivered_again_when_their_tasks_are_lost(
     await put_off.retry(3600)
     await own_bus.connection.sync_clock()  # The broker has the acknowledgements.
     restart(own_broker)
-    found = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
-    assert found == {b"put-off", b"new"}
+    messages = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
+    assert messages == {b"put-off", b"new"}
 
 
 @pytest.mark.parametrize("storage", [api.StorageType.FILE, api.StorageType.MEMORY])

@@ -90,21 +90,21 @@ async def test_what_a_full_owner_cannot_take_is_stolen_at_once(
     for number in range(5):
         await put(bus, model, str(number), 2)
     stolen = [(await take(thief)).data for _ in range(3)]
-    kept = [(await take(owner)).data for _ in range(2)]
-    assert sorted(stolen + kept) == [b"0", b"1", b"2", b"3", b"4"]
+    own = [(await take(owner)).data for _ in range(2)]
+    assert sorted(stolen + own) == [b"0", b"1", b"2", b"3", b"4"]
 
 
 async def test_what_exceeds_the_credit_is_handed_back(bus: Bus, other: Bus, model: str) -> None:
     """The pulls that wait are more than the credit, because most queues are empty."""
-    one = await consume(bus, model, owned=SLOTS, capacity=1)
+    owner = await consume(bus, model, owned=SLOTS, capacity=1)
     for slot in SLOTS:
         await put(bus, model, str(slot), slot)
-    kept = await take(one)
-    await until(lambda: one.num_in_flight == 1)
+    delivery = await take(owner)
+    await until(lambda: owner.num_in_flight == 1)
     two = await consume(other, model, owned=[])
-    taken = [(await take(two)).data for _ in range(3)]
-    assert sorted([kept.data, *taken]) == [b"0", b"1", b"2", b"3"]
-    assert one.num_in_flight == 1
+    others = [(await take(two)).data for _ in range(3)]
+    assert sorted([delivery.data, *others]) == [b"0", b"1", b"2", b"3"]
+    assert owner.num_in_flight == 1
 
 
 async def test_an_owner_sends_its_next_pull_before_the_last_one_ends(bus: Bus, model: str) -> None:
@@ -113,7 +113,7 @@ async def test_an_owner_sends_its_next_pull_before_the_last_one_ends(bus: Bus, m
     before = [queue.pull for queue in owner.queues.values()]
     await asyncio.sleep(0.8 * WAIT_S)
     after = [queue.pull for queue in owner.queues.values()]
-    assert all(one < other for one, other in zip(before, after, strict=True))
+    assert all(earlier < other for earlier, other in zip(before, after, strict=True))
 
 
 async def test_a_hot_queue_is_asked_for_as_much_as_there_is_room_for(bus: Bus, model: str) -> None:
@@ -133,16 +133,16 @@ async def test_a_backlog_is_taken_as_credit_becomes_free(bus: Bus, model: str) -
     for number in range(10):
         await put(bus, model, str(number), number % 4 if number < 8 else None)
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]
-    stream, found = subjects.STAGES_STREAM, set[bytes]()
+    stream, messages = subjects.STAGES_STREAM, set[bytes]()
     consumer = await bus.queues.consume_slots(stream, queues, 2, 30.0, lambda: 0.0)
     for _ in range(10):
         delivery = await take(consumer)
         # Nothing was asked for beyond the credit, and so handed back.
         assert delivery.attempt == 1
         assert consumer.num_in_flight <= 2
-        found.add(delivery.data)
+        messages.add(delivery.data)
         await delivery.ack()
-    assert len(found) == 10
+    assert len(messages) == 10
 
 
 async def test_nothing_is_pulled_without_credit(bus: Bus, model: str) -> None:
@@ -167,11 +167,11 @@ async def test_a_frozen_owner_loses_its_slots_after_the_ack_wait(
     names = {str(number).encode() for number in range(12)}
     for name in names:
         await put(bus, model, name.decode(), int(name) % 4)
-    found = set[bytes]()
+    messages = set[bytes]()
     async with asyncio.timeout(ack_wait_s + 2):
-        while found < names:
+        while messages < names:
             delivery = await thief.next()
-            found.add(delivery.data)
+            messages.add(delivery.data)
             await delivery.ack()
     assert frozen.num_in_flight > 0
 

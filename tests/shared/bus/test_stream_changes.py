@@ -50,8 +50,8 @@ async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
         await other.streams.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
     assert await num_stored(own_bus) == 1500
     (event,) = [entry for entry in logs if entry["event"] == "stream_differs"]
-    told = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
-    assert told == {
+    difference = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
+    assert difference == {
         "stream": "TOKENS",
         "setting": "max_bytes",
         "value": "1 MiB",
@@ -115,8 +115,8 @@ async def test_the_streams_of_an_older_version_work_until_they_are_changed(
 ) -> None:
     """What the commit before tenants had made: no subjects of theirs, and no steps."""
     await jetstream.delete_stream(subjects.STEPS_STREAM)
-    found = (await jetstream.stream_info(subjects.CANCELS_STREAM)).config
-    await jetstream.update_stream(found.evolve(subjects=["pm.cancel.*"]))
+    settings = (await jetstream.stream_info(subjects.CANCELS_STREAM)).config
+    await jetstream.update_stream(settings.evolve(subjects=["pm.cancel.*"]))
     with capture_logs() as logs:
         await own_bus.streams.prepare(NATS, DeliveryConfig())
     assert [

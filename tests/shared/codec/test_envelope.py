@@ -70,15 +70,15 @@ SAMPLE = encode(
 
 
 @given(heads, st.lists(tensors, max_size=5))
-def test_encoding_round_trips(head: Head, sent: list[TensorData]) -> None:
-    assert decode(encode(head, sent), Head) == (head, sent)
+def test_encoding_round_trips(head: Head, buffers: list[TensorData]) -> None:
+    assert decode(encode(head, buffers), Head) == (head, buffers)
 
 
 @given(heads, st.lists(tensors, max_size=5))
 def test_buffers_are_aligned_views_that_cannot_be_written(
-    head: Head, sent: list[TensorData]
+    head: Head, buffers: list[TensorData]
 ) -> None:
-    data = encode(head, sent)
+    data = encode(head, buffers)
     assert len(data) % 64 == 0
     start = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     for tensor in decode(data, Head)[1]:
@@ -99,8 +99,8 @@ def test_decoding_copies_no_buffer() -> None:
 
 
 def test_each_content_has_one_encoding() -> None:
-    head, sent = decode(SAMPLE, Head)
-    assert encode(head, sent) == SAMPLE
+    head, buffers = decode(SAMPLE, Head)
+    assert encode(head, buffers) == SAMPLE
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,10 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     wrapper.write_text(WRAPPER.format(folder=tmp_path, compiler=COMPILER))
     wrapper.chmod(0o755)
     (tmp_path / "small.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    made = Machine(tmp_path)
-    yield made
-    made.go()
-    for process in made.processes:
+    build = Machine(tmp_path)
+    yield build
+    build.go()
+    for process in build.processes:
         process.kill()
         process.communicate()
 

@@ -129,19 +129,19 @@ def test_without_a_folder_choices_are_measured_and_not_kept(cache: Path) -> None
 def test_a_process_waits_for_the_one_that_measures_and_takes_its_choice(cache: Path) -> None:
     cache.mkdir(mode=0o700)
     counted = Counted()
-    found: list[dict[str, Option]] = []
+    results: list[dict[str, Option]] = []
 
     def run() -> None:
-        found.append(select([counted.trial], "measured", KEY, LONG_S))
+        results.append(select([counted.trial], "measured", KEY, LONG_S))
 
     thread = threading.Thread(target=run)
     with library.only_process(cache):
         thread.start()
         thread.join(0.2)
-        assert found == []
+        assert results == []
         write_record(cache, KEY, {counted.trial: Option("torch")})
     thread.join(60)
-    assert found == [{counted.operation.name: Option("torch")}]
+    assert results == [{counted.operation.name: Option("torch")}]
     assert counted.num_prepared == 0
 
 

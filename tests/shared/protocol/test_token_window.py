@@ -48,7 +48,7 @@ def read_in_parts(
     return texts
 
 
-def told(parts: list[list[int]], prompt: list[int]) -> str:
+def read_parts(parts: list[list[int]], prompt: list[int]) -> str:
     return "".join(read_in_parts(parts, prompt))
 
 
@@ -59,7 +59,7 @@ def test_text_in_parts_is_the_text_in_one(text: str, cuts: list[int], prompt: li
         answer.insert(min(place, len(answer)), CONTROL)
     edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
     parts = [answer[a:b] for a, b in itertools.pairwise(edges)]
-    assert told(parts, [*prompt, ord("\n")]) == text
+    assert read_parts(parts, [*prompt, ord("\n")]) == text
 
 
 @given(st.text(alphabet="aé€😀", max_size=12), st.integers(1, 7))
@@ -81,4 +81,4 @@ def test_invalid_bytes_are_not_held_for_ever() -> None:
 
 
 def test_an_unfinished_character_comes_at_the_end() -> None:
-    assert told([[ord("a"), 0xE4]], []) == "a\N{REPLACEMENT CHARACTER}"
+    assert read_parts([[ord("a"), 0xE4]], []) == "a\N{REPLACEMENT CHARACTER}"

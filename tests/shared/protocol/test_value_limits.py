@@ -96,13 +96,13 @@ def test_valid_json_is_whole(value: Any, indent: int | None, ascii_only: bool) -
 
 @given(ANY)
 def test_values_of_json_are_counted_one_by_one(value: Any) -> None:
-    data, wanted = json.dumps([value]).encode(errors="replace"), num_values([value])
-    assert walk_json(data, wanted)
-    with pytest.raises(msgspec.ValidationError, match=f"at most {wanted - 1} values"):
-        walk_json(data, wanted - 1)
+    data, num = json.dumps([value]).encode(errors="replace"), num_values([value])
+    assert walk_json(data, num)
+    with pytest.raises(msgspec.ValidationError, match=f"at most {num - 1} values"):
+        walk_json(data, num - 1)
     # The quick count does not miss what the walk would refuse.
     with pytest.raises(msgspec.ValidationError):
-        check_json(data, wanted - 1)
+        check_json(data, num - 1)
 
 
 def num_values(value: Any) -> int:
@@ -187,8 +187,8 @@ def test_what_passes_can_become_a_task(value: Any, write: Any) -> None:
     messages = [{"role": "user", "content": "a"}]
     data = write({"model": "x", "template_kwargs": {"a": value}, "messages": messages})
     prompt = prompt_of(json_or_msgpack(GenerateRequest)(data))
-    sent = envelope.encode(Task(TaskHeader("r", "m", "batch"), RenderBody(prompt)), [])
-    assert envelope.decode(sent, Task[RenderBody])[0].body.prompt == prompt
+    message = envelope.encode(Task(TaskHeader("r", "m", "batch"), RenderBody(prompt)), [])
+    assert envelope.decode(message, Task[RenderBody])[0].body.prompt == prompt
 
 
 @given(

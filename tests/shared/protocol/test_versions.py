@@ -124,12 +124,12 @@ def test_what_is_new_since_the_last_release_is_marked_with_a_version() -> None:
     `since(1)`; for all else WIRE_VERSION is raised once after a release, and they are marked with
     it. In a Struct that forbids unknown fields nothing may be ignored.
     """
-    known = json.loads(RECORD.read_text())
+    fields_by_kind = json.loads(RECORD.read_text())
     for kind, fields in wire_fields(2).items():
-        assert kind in known, f"{kind} is new"
+        assert kind in fields_by_kind, f"{kind} is new"
         for field, values in fields.items():
-            assert field in known[kind], f"{kind}.{field} is new"
-            assert set(values) <= set(known[kind][field]), f"{kind}.{field} has new values"
+            assert field in fields_by_kind[kind], f"{kind}.{field} is new"
+            assert set(values) <= set(fields_by_kind[kind][field]), f"{kind}.{field} has new values"
 
 
 def test_headers_of_versions() -> None:

@@ -97,5 +97,5 @@ async def test_a_worker_starts_whatever_is_answered(
         await compare_settings(bus, "engine-1", CONFIG, structlog.get_logger())
     assert [line["other_value"] for line in lines] == [logged]
     json.dumps(lines)
-    for one in (liar, bus):
-        await one.close()
+    for connection in (liar, bus):
+        await connection.close()

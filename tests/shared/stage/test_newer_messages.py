@@ -65,7 +65,7 @@ async def put(bus: Bus, header: TaskHeader, data: bytes) -> None:
 
 async def attempts(bus: Bus, header: TaskHeader) -> list[AttemptRecord]:
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(header.request_id))
-    return [found for m in stored if (found := decode_attempt(m.data)) is not None]
+    return [attempt for m in stored if (attempt := decode_attempt(m.data)) is not None]
 
 
 async def has_dead_letter(bus: Bus, header: TaskHeader) -> bool:
@@ -96,9 +96,9 @@ async def test_what_an_older_worker_cannot_read_stays_in_its_queue(
             return max((a.number for a in await attempts(bus, header)), default=0) >= MANY
 
         await until(was_left_often)
-    found = await attempts(bus, header)
-    assert {a.outcome for a in found} == {"requeued"}
-    assert all("version" in a.unread and "this worker reads" in a.unread for a in found)
+    records = await attempts(bus, header)
+    assert {a.outcome for a in records} == {"requeued"}
+    assert all("version" in a.unread and "this worker reads" in a.unread for a in records)
     assert await is_queued(bus, header.request_id)
     assert await read_log(bus, header.request_id) == []
     assert not await has_dead_letter(bus, header)

@@ -87,7 +87,7 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "log_len", "dead", "wanted"),
+    ("records", "log_len", "dead", "expected"),
     [
         ([], 0, set(), History(0, 0)),
         ([attempt("a")], 0, set(), History(1, 0)),
@@ -111,9 +111,9 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
     ],
 )
 def test_recounting(
-    records: list[AttemptRecord], log_len: int, dead: set[str], wanted: History
+    records: list[AttemptRecord], log_len: int, dead: set[str], expected: History
 ) -> None:
-    assert recount(records, "engine", log_len, dead) == wanted
+    assert recount(records, "engine", log_len, dead) == expected
 
 
 attempts = st.builds(

@@ -133,12 +133,12 @@ async def dead_letter(bus: Bus, request_id: str) -> DeadLetter | None:
 
 async def attempts(bus: Bus, request_id: str) -> list[AttemptRecord]:
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    found = []
+    records = []
     for message in stored:
         attempt = decode_attempt(message.data)
         assert attempt is not None
-        found.append(attempt)
-    return found
+        records.append(attempt)
+    return records
 
 
 async def test_what_comes_again_during_its_acknowledgement_is_let_go(
@@ -284,17 +284,17 @@ async def test_a_stage_counts_what_becomes_of_its_work(
         await stage.fail(job, RuntimeError("twice"))
     await put(bus, model, f"{request_id}-2")
     await stage.fail(await next_job(stage, inbox), InvalidMedia("no picture"))
-    told = samples_of(stage.metrics.snapshot())
+    samples = samples_of(stage.metrics.snapshot())
     counts = {
-        name: total(told, name, model=model)
+        name: total(samples, name, model=model)
         for name in ("stage_redeliveries_total", "stage_retries_total", "stage_dead_letters_total")
     }
     assert counts == dict.fromkeys(counts, 1)
-    assert total(told, "stage_retries_total", code="worker_failure") == 1
-    assert total(told, "request_errors_total", code="worker_failure") == 1
-    assert total(told, "request_errors_total", code="invalid_media") == 1
-    assert total(told, "stage_queue_seconds_bucket", model=model, le="inf") == 2
-    assert total(told, "stage_handling_seconds_bucket", model=model, le="inf") == 2
+    assert total(samples, "stage_retries_total", code="worker_failure") == 1
+    assert total(samples, "request_errors_total", code="worker_failure") == 1
+    assert total(samples, "request_errors_total", code="invalid_media") == 1
+    assert total(samples, "stage_queue_seconds_bucket", model=model, le="inf") == 2
+    assert total(samples, "stage_handling_seconds_bucket", model=model, le="inf") == 2
 
 
 async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
@@ -686,5 +686,5 @@ async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
     await stage.rerender(job, BlobLost("gone"))
     rendering, _ = tasks.decode((await again.next()).data, RenderBody)
     assert rendering.body.prompt.messages == decode_request(request).messages
-    found = rendering.header
-    assert (found.sampling, found.adapter, found.round) == (sampling, "tuned", 1)
+    task_header = rendering.header
+    assert (task_header.sampling, task_header.adapter, task_header.round) == (sampling, "tuned", 1)

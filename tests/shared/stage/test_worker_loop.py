@@ -294,8 +294,8 @@ async def test_a_crash_requeues_what_it_cannot_be_blamed_on(
 
     async def outcomes(request_id: str) -> list[str]:
         stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-        found = [decode_attempt(message.data) for message in stored]
-        return [a.outcome for a in found if isinstance(a, AttemptRecord)]
+        records = [decode_attempt(message.data) for message in stored]
+        return [a.outcome for a in records if isinstance(a, AttemptRecord)]
 
     assert await outcomes(header.request_id) == ["open", "requeued"]
     assert await outcomes(running.request_id) == ["open"]

@@ -84,13 +84,13 @@ async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str
     with pytest.raises(Fenced):
         await zombie.tokens(delta(0))
     await successor.tokens(delta(1))
-    seen = []
+    records = []
     while (message := await listener.next(0.3)) is not None:
         record = decode_record(message.data)
         assert record is not None
-        seen.append(record)
+        records.append(record)
     await bus.unsubscribe(listener)
-    assert [(record.index, record.attempt) for record in seen] == [(0, 2), (1, 2)]
+    assert [(record.index, record.attempt) for record in records] == [(0, 2), (1, 2)]
 
 
 async def test_an_append_whose_ack_was_lost_is_recognised_as_our_own(

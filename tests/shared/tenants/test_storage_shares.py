@@ -100,8 +100,8 @@ def test_tenants_need_not_be_told_apart_in_a_stream_that_is_rather_empty(
 
 def test_shares_follow_weights_and_are_told() -> None:
     use = StreamUse("S", MAX, 700, {"big": 600, "small": 100})
-    (told,) = exceeded_shares(use, {})
-    assert (told.tenant, told.num_bytes, told.max_bytes) == ("big", 600, 400)
+    (share,) = exceeded_shares(use, {})
+    assert (share.tenant, share.num_bytes, share.max_bytes) == ("big", 600, 400)
     assert not exceeded_shares(use, {"big": 4.0})
 
 

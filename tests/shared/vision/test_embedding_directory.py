@@ -44,9 +44,9 @@ def test_what_others_have_written_is_read(tmp_path: Path) -> None:
     (tmp_path / A).mkdir()
     written = embedding().to(torch.bfloat16)
     save_file({TENSOR: written}, tmp_path / A / FILE)
-    found = opened(tmp_path).get(A)
-    assert found is not None
-    assert torch.equal(found, written)
+    tensor = opened(tmp_path).get(A)
+    assert tensor is not None
+    assert torch.equal(tensor, written)
     assert opened(tmp_path).get(B) is None
 
 
@@ -87,17 +87,17 @@ def test_what_has_expired_is_written_again(tmp_path: Path) -> None:
     directory.put(A, embedding())
     age(tmp_path, A, 61)
     directory.put(A, embedding(1))
-    found = directory.get(A)
-    assert found is not None
-    assert torch.equal(found, embedding(1))
+    tensor = directory.get(A)
+    assert tensor is not None
+    assert torch.equal(tensor, embedding(1))
 
 
 def test_what_was_read_does_not_hang_on_its_file(tmp_path: Path) -> None:
     """A mapping would: of a file that another machine has removed, pages may be gone."""
     directory = opened(tmp_path)
     directory.put(A, embedding())
-    found = directory.get(A)
-    assert found is not None
+    tensor = directory.get(A)
+    assert tensor is not None
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 

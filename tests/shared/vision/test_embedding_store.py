@@ -77,10 +77,10 @@ async def test_what_one_has_made_another_has(start: Start) -> None:
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
     assert await consumer.get(key_of(mm_hash), mm_hash) is None
-    made = torch.randn(9, 192).to(torch.bfloat16)
-    await producer.put(key_of(mm_hash), mm_hash, made)
+    tensor = torch.randn(9, 192).to(torch.bfloat16)
+    await producer.put(key_of(mm_hash), mm_hash, tensor)
     held = await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
-    assert torch.equal(held.embedding, made)
+    assert torch.equal(held.embedding, tensor)
     held.close()
 
 
