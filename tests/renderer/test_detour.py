@@ -33,9 +33,10 @@ AGAIN: Any = SimpleNamespace(delivery=SimpleNamespace(attempt=2))
 
 
 def context_of(bus: Bus, model: str, **changes: Any) -> Context:
-    made = ModelConfig("nowhere", prefill="prefill", min_prefill_tokens=100)
+    settings = ModelConfig("nowhere", prefill="prefill", min_prefill_tokens=100)
     config = Config(
-        {model: msgspec.structs.replace(made, **changes)}, delivery=DeliveryConfig(ack_wait_s=2.0)
+        {model: msgspec.structs.replace(settings, **changes)},
+        delivery=DeliveryConfig(ack_wait_s=2.0),
     )
     name = f"renderer-{secrets.token_hex(4)}"
     return Context("renderer", name, None, config, bus, structlog.get_logger())
@@ -128,8 +129,8 @@ async def test_requests_of_one_model_leave_room_for_those_of_another(bus: Bus, m
     context = context_of(bus, model)
     context.config.models[both[1]] = context.config.models[model]
     context.pipelines = pipelines_of(context.config)
-    for one in both:
-        await beat(bus, one)
+    for name in both:
+        await beat(bus, name)
     detours = Detours(context, both)
     went = [await detours.suits(header_of(model), LONG, FIRST) for _ in range(8)]
     assert went == [True] * detour.MAX_SENT + [False] * (8 - detour.MAX_SENT)

@@ -32,13 +32,13 @@ def media_of(lane: str) -> list[ImagePart | VideoPart]:
 async def test_media_are_processed_at_the_priority_of_their_lane(
     broker: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[tuple[str, str], int] = {}
+    priorities: dict[tuple[str, str], int] = {}
     lane, process = "", Processor.process
 
     def note(self: Processor, *args: Any) -> Any:
         image = process(self, *args)
         # The niceness of this thread alone.
-        seen[lane, image.modality] = os.nice(0)
+        priorities[lane, image.modality] = os.nice(0)
         return image
 
     model = new_model()
@@ -48,10 +48,10 @@ async def test_media_are_processed_at_the_priority_of_their_lane(
             task = task_for(bus, model, [Message("user", [*media_of(lane)])])
             await publish(bus, replace(task, header=replace(task.header, lane=lane)))
             async with asyncio.timeout(30):
-                while (lane, VIDEO) not in seen:  # noqa: ASYNC110
+                while (lane, VIDEO) not in priorities:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
     patient = min(19, os.nice(0) + BATCH_NICENESS)
-    assert seen == {
+    assert priorities == {
         ("interactive", IMAGE): os.nice(0),
         ("interactive", VIDEO): os.nice(0),
         ("batch", IMAGE): patient,

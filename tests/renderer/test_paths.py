@@ -244,8 +244,8 @@ async def test_an_answer_that_does_not_fit_is_an_error(
 def _with_little_room(worker: RendererWorker) -> Any:
     render = worker.preview_path.render
 
-    async def in_50_kb(processor: Processor, asked: Prompt, _: int, tenant: str) -> Any:
-        return await render(processor, asked, 50_000, tenant)
+    async def in_50_kb(processor: Processor, prompt: Prompt, _: int, tenant: str) -> Any:
+        return await render(processor, prompt, 50_000, tenant)
 
     return in_50_kb
 
@@ -362,10 +362,10 @@ async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
     rendered = 0
     encode = envelope.encode
 
-    def fail(*what: Any) -> None:
+    def fail(*args: Any) -> None:
         nonlocal rendered
         rendered += 1
-        encode(*what)
+        encode(*args)
         if rendered == 3:
             raise RuntimeError("planted")
 

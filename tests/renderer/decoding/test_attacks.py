@@ -326,8 +326,8 @@ def test_packets_are_read_up_to_the_limit_on_the_duration(monkeypatch: pytest.Mo
     noted = []
     note = packet_video._note_packets
 
-    def noting(*asked: Any) -> Any:
-        noted.append(note(*asked))
+    def noting(*args: Any) -> Any:
+        noted.append(note(*args))
         return noted[-1]
 
     monkeypatch.setattr(packet_video, "_note_packets", noting)

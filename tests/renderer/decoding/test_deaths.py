@@ -35,7 +35,7 @@ def dying() -> Iterator[Reader]:
 
 
 @pytest.fixture
-def given(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def decoder_jobs(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The jobs for which a decoder was started."""
     jobs: list[object] = []
     fork = dying.pool.forks.fork
@@ -57,9 +57,9 @@ def decoders(pool: DecoderPool) -> list[int]:
 def only_decoder(pool: DecoderPool) -> int:
     """Return the decoder at work, once those of earlier tests have ended."""
     until = time.monotonic() + 60
-    while len(found := decoders(pool)) != 1 and time.monotonic() < until:
+    while len(pids := decoders(pool)) != 1 and time.monotonic() < until:
         time.sleep(0.01)
-    [decoder] = found
+    [decoder] = pids
     return decoder
 
 
@@ -76,24 +76,24 @@ def only_decoder(pool: DecoderPool) -> int:
     ],
 )
 def test_a_file_that_ends_its_decoder_is_refused_and_remembered(
-    dying: Reader, given: list[object], data: bytes, message: str
+    dying: Reader, decoder_jobs: list[object], data: bytes, message: str
 ) -> None:
     for _ in range(100):
         with pytest.raises(InvalidMedia, match=message) as raised:
             dying.video(data, [0])
         assert raised.value.field == FIELD
-    assert len(given) == 1
+    assert len(decoder_jobs) == 1
     dying.video(SEQUENCE, [0])
 
 
 def test_a_refused_file_is_tried_again_after_some_time(
-    dying: Reader, given: list[object], monkeypatch: pytest.MonkeyPatch
+    dying: Reader, decoder_jobs: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pools, "REMEMBERED_S", 0.0)
     for _ in range(2):
         with pytest.raises(InvalidMedia, match="signal 6"):
             dying.video(b"abort:later", [0])
-    assert len(given) == 2
+    assert len(decoder_jobs) == 2
 
 
 def test_a_costly_use_of_a_file_is_refused_and_not_the_file(

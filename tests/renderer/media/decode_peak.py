@@ -18,9 +18,9 @@ from workers.renderer.media.image_decoder import decode_image
 
 def peak_kib() -> int:
     status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+)", status)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"VmHWM:\s+(\d+)", status)
+    assert match is not None
+    return int(match[1])
 
 
 def outcome_of(data: bytes) -> tuple[str, str]:

@@ -275,7 +275,7 @@ def test_a_redirect_to_a_host_that_is_not_listed_is_not_followed(
 def test_a_name_that_turns_inside_is_dialled_where_it_was_checked(
     canary: Canary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = resolve_as(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
+    hosts = resolve_as(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
     dialled = []
 
     async def unreachable(self: object, host: str, *_: object) -> None:
@@ -283,12 +283,12 @@ def test_a_name_that_turns_inside_is_dialled_where_it_was_checked(
         raise httpcore2.ConnectError
 
     monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", unreachable)
-    one = fetcher()
+    reader = fetcher()
     with pytest.raises(InvalidMedia):
-        one.fetch(canary.url(host="rebind.example"), FIELD)
-    assert (asked, dialled) == (["rebind.example"], ["93.184.216.34"])
+        reader.fetch(canary.url(host="rebind.example"), FIELD)
+    assert (hosts, dialled) == (["rebind.example"], ["93.184.216.34"])
     with pytest.raises(MediaBlocked):
-        one.fetch(canary.url(host="rebind.example"), FIELD)
+        reader.fetch(canary.url(host="rebind.example"), FIELD)
     assert dialled == ["93.184.216.34"]
 
 
@@ -352,43 +352,43 @@ def test_the_deadline_is_for_the_whole_and_not_for_each_byte(
 
 @pytest.mark.parametrize("beginning", [OK + b"X: ", OK + b"Content-Length: ", b"HTTP/1.1 200 "])
 def test_headers_without_an_end_are_given_up(canary: Canary, beginning: bytes) -> None:
-    sent = 0
+    num_bytes = 0
 
     def flood(handler: BaseHTTPRequestHandler) -> None:
-        nonlocal sent
+        nonlocal num_bytes
         handler.wfile.write(beginning)
         while True:
-            sent += handler.wfile.write(b"1" * 2**16)
+            num_bytes += handler.wfile.write(b"1" * 2**16)
 
     canary.answers["/a.png"] = flood
     with pytest.raises(InvalidMedia):
         fetcher(LOOPBACK, fetch_timeout_s=30.0).fetch(canary.url(), FIELD)
-    assert sent < 2**24, "by their size, and not by the deadline"
+    assert num_bytes < 2**24, "by their size, and not by the deadline"
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": str(2**40)}, {"Content-Length": "10"}])
 def test_no_length_that_is_said_gets_more_than_the_limit(
     canary: Canary, headers: dict[str, str]
 ) -> None:
-    sent = 0
+    num_bytes = 0
 
     def endless(handler: BaseHTTPRequestHandler) -> None:
-        nonlocal sent
+        nonlocal num_bytes
         handler.send_response(200)
         for name, value in headers.items():
             handler.send_header(name, value)
         handler.end_headers()
-        while sent < 2**26:
-            sent += handler.wfile.write(bytes(2**16))
+        while num_bytes < 2**26:
+            num_bytes += handler.wfile.write(bytes(2**16))
 
     canary.answers["/a.png"] = endless
-    one = fetcher(LOOPBACK, max_image_bytes=2**20, fetch_timeout_s=30.0)
+    reader = fetcher(LOOPBACK, max_image_bytes=2**20, fetch_timeout_s=30.0)
     if headers.get("Content-Length") == "10":
-        assert one.fetch(canary.url(), FIELD) == bytes(10)
+        assert reader.fetch(canary.url(), FIELD) == bytes(10)
     else:
         with pytest.raises(MediaTooLarge, match=str(2**20)):
-            one.fetch(canary.url(), FIELD)
-    assert sent < 2**26
+            reader.fetch(canary.url(), FIELD)
+    assert num_bytes < 2**26
 
 
 @pytest.mark.parametrize("length", ["-1", "1, 2", "a", "0x10", "9" * 5000])
@@ -424,6 +424,6 @@ def test_what_follows_an_answer_is_not_the_next_one(canary: Canary) -> None:
         handler.wfile.write(OK + b"Content-Length: 5\r\n\r\nfirst" + hidden)
 
     canary.answers["/a.png"] = smuggle
-    one = fetcher(LOOPBACK)
-    assert one.fetch(canary.url("/a.png"), FIELD) == b"first"
-    assert one.fetch(canary.url("/b.png"), FIELD) == b"picture"
+    reader = fetcher(LOOPBACK)
+    assert reader.fetch(canary.url("/a.png"), FIELD) == b"first"
+    assert reader.fetch(canary.url("/b.png"), FIELD) == b"picture"

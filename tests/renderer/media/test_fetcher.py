@@ -32,8 +32,8 @@ FIELD = "messages[0].content[0].image_url"
 
 
 def test_an_allowed_place_gives_its_image(canary: Canary) -> None:
-    found = fetcher(LOOPBACK).fetch(canary.url("/a.png?size=2"), FIELD)
-    assert found == b"picture"
+    data = fetcher(LOOPBACK).fetch(canary.url("/a.png?size=2"), FIELD)
+    assert data == b"picture"
     assert canary.paths == ["/a.png?size=2"]
 
 
@@ -125,9 +125,9 @@ def test_what_is_checked_is_what_is_dialled() -> None:
 
 def test_a_name_is_resolved_once(canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second answer, for the connection, would be the attacker's to give."""
-    asked = resolve_as(monkeypatch, ["127.0.0.1"], ["10.9.9.9"])
+    hosts = resolve_as(monkeypatch, ["127.0.0.1"], ["10.9.9.9"])
     assert fetcher(LOOPBACK).fetch(canary.url(host="rebind.example"), FIELD) == b"picture"
-    assert asked == ["rebind.example"]
+    assert hosts == ["rebind.example"]
 
 
 def test_mixed_answers_are_refused(canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ async def test_many_at_once_fetch_once(canary: Canary) -> None:
 
     canary.answers["/a.png"] = slow
     media = MediaLoader(config(LOOPBACK), in_thread)
-    found = await asyncio.gather(*(media.read(canary.url(), FIELD, "") for _ in range(8)))
-    assert found == [b"picture"] * 8
+    files = await asyncio.gather(*(media.read(canary.url(), FIELD, "") for _ in range(8)))
+    assert files == [b"picture"] * 8
     assert await media.read(canary.url(), FIELD, "") == b"picture"
     assert len(canary.paths) == 1
 

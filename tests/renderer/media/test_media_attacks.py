@@ -219,7 +219,7 @@ NAMES = {"EPS": "PostScript", "FITS": "FITS", "PSD": "Photoshop", "ICNS": "ICNS"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tried_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which of Pillow's readers were tried."""
     Image.init()
     tried: list[str] = []
@@ -246,12 +246,12 @@ def test_the_list_of_other_formats_is_that_of_pillow() -> None:
 
 
 @pytest.mark.parametrize("fmt", MAGIC)
-def test_no_other_reader_of_pillow_is_asked(asked: list[str], fmt: str) -> None:
+def test_no_other_reader_of_pillow_is_asked(tried_readers: list[str], fmt: str) -> None:
     for data in (MAGIC[fmt], MAGIC[fmt] + bytes(4096), MAGIC[fmt] + b"\xff" * 4096):
         with pytest.raises(InvalidMedia) as caught:
             decode_image(data, LIMITS, FIELD)
         assert NAMES.get(fmt, "JPEG, PNG or WEBP") in caught.value.message
-    assert set(asked) <= {"JPEG", "PNG", "WEBP"}
+    assert set(tried_readers) <= {"JPEG", "PNG", "WEBP"}
 
 
 # -- S19: images of strange sizes, all the way ---------------------------------------------------

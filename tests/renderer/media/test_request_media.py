@@ -217,9 +217,9 @@ async def test_one_stored_image_in_many_requests(
     async with renderer(broker.url, config_for(model)) as worker:
         for _ in range(3):
             await publish(bus, task_for(bus, model, messages_with([url, url])))
-        found = [(await sink.next())[0] for _ in range(3)]
+        tasks = [(await sink.next())[0] for _ in range(3)]
         assert worker.render_path.images.counters.processed == 1
-    assert len({item.mm_hash for task in found for item in task.items}) == 1
+    assert len({item.mm_hash for task in tasks for item in task.items}) == 1
 
 
 @pytest.mark.parametrize(
@@ -287,9 +287,9 @@ async def test_of_two_workers_one_decides(
 async def test_who_has_fetched_the_same_may_go_on(
     attempt: Callable[[], RequestMedia], canary: Canary
 ) -> None:
-    one, other = attempt(), attempt()
-    assert await read_all(one, canary) == await read_all(other, canary)
-    await one.pin()
+    first, other = attempt(), attempt()
+    assert await read_all(first, canary) == await read_all(other, canary)
+    await first.pin()
     await other.pin()
 
 

@@ -107,8 +107,8 @@ def text_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> BaseImageProcessor:
     """transformers' own image processor, in its ordinary use."""
-    found: BaseImageProcessor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    return found
+    processor: BaseImageProcessor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return processor
 
 
 def loaded(size: tuple[int, int] = (60, 40), seed: int = 0, mode: str = "RGB") -> DecodedImage:

@@ -40,10 +40,10 @@ def processor() -> Processor:
 @pytest.fixture(scope="module")
 def decoders() -> Iterator[MediaDecoders]:
     in_thread: Any = None  # these tests decode in their own thread
-    made = MediaDecoders(RendererConfig(), in_thread)
-    made.start()
-    yield made
-    made.close()
+    pool = MediaDecoders(RendererConfig(), in_thread)
+    pool.start()
+    yield pool
+    pool.close()
 
 
 def file_of(name: str) -> bytes:
