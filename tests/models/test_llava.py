@@ -68,21 +68,21 @@ class Road:
             max_new_tokens=max_tokens,
             pad_token_id=0,
         )
-        told: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
-        return told
+        answer_ids: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
+        return answer_ids
 
     @functools.cache  # noqa: B019
     def cases(self) -> tuple[list[Case], dict[str, list[int]]]:
         """At most 64 tokens each, and what transformers answers."""
-        asked = {
+        questions = {
             "text": ("Who?", [], 24),
             "one": ("See?", [llava.draw_image(1, 90, 60)], 20),
             "two": ("é", [llava.draw_image(2, 42, 120), llava.draw_image(3, 33, 21)], 12),
             "short": ("", [], 30),
         }
-        answers = {name: self.expected(*question) for name, question in asked.items()}
+        answers = {name: self.expected(*question) for name, question in questions.items()}
         assert all(len(set(answer)) > 5 for answer in answers.values()), "or it would prove little"
-        return [self.case(name, *question) for name, question in asked.items()], answers
+        return [self.case(name, *question) for name, question in questions.items()], answers
 
 
 SETTINGS = {
@@ -296,8 +296,10 @@ def test_weights_by_the_names_of_published_folders(tmp_path: Path) -> None:
 def test_a_missing_projector_is_named(tmp_path: Path) -> None:
     llava.write_model(tmp_path)
     file = tmp_path / "model.safetensors"
-    kept = {name: w for name, w in load_file(file).items() if "multi_modal_projector" not in name}
-    save_file(kept, file, metadata={"format": "pt"})
+    weights = {
+        name: w for name, w in load_file(file).items() if "multi_modal_projector" not in name
+    }
+    save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="multi_modal_projector"):
         load_from(tmp_path)
 

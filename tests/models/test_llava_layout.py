@@ -224,8 +224,8 @@ def test_lines_are_refused_before_they_are_scaled(plain: Path, size: tuple[int, 
 def changed(folder: Path, name: str, **values: Any) -> None:
     """`None` takes a value away."""
     settings = json.loads((folder / name).read_text()) | values
-    kept = {key: value for key, value in settings.items() if value is not None}
-    (folder / name).write_text(json.dumps(kept))
+    present = {key: value for key, value in settings.items() if value is not None}
+    (folder / name).write_text(json.dumps(present))
 
 
 @pytest.mark.parametrize(

@@ -100,14 +100,14 @@ def test_the_size_of_patches_is_in_the_fingerprint(tmp_path: Path) -> None:
 
 def test_eight_frames_are_taken_from_the_first_to_the_last(tmp_path: Path) -> None:
     layout = open_layout(tmp_path)
-    for total, asked, expected in (
+    for total, sampling, expected in (
         (100, FrameSampling(), np.linspace(0, 99, 8)),
         (5, FrameSampling(), np.arange(5)),
         (100, FrameSampling(num_frames=3), [0, 49, 99]),
         (100, FrameSampling(fps=0.5), np.linspace(0, 99, 5)),
         (100, FrameSampling(max_frames=2), [0, 99]),
     ):
-        plan = layout.plan(VideoProbe(total, 10.0, 100, 60), asked, "field")
+        plan = layout.plan(VideoProbe(total, 10.0, 100, 60), sampling, "field")
         assert list(plan.indexes) == np.array(expected).astype(int).tolist()
 
 

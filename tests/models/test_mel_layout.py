@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_extractor(folder: Path, **settings: Any) -> Path:
-    given = {"feature_size": NUM_BINS, "chunk_length": WINDOW_S, **settings}
-    transformers.WhisperFeatureExtractor(**given).save_pretrained(folder)
+    params = {"feature_size": NUM_BINS, "chunk_length": WINDOW_S, **settings}
+    transformers.WhisperFeatureExtractor(**params).save_pretrained(folder)
     return folder
 
 
@@ -85,11 +85,11 @@ def test_features_of_any_sound_are_those_of_transformers(
 
 def check_features(layout: Qwen2AudioLayout, extractor: Any, samples: Samples) -> None:
     fields = process(layout, samples)
-    wanted, num_frames = extract(extractor, samples)
+    expected, num_frames = extract(extractor, samples)
     features, told_frames = layout.restore(fields)
     assert told_frames == num_frames
     assert to_numpy(fields["input_features"]).shape[1] <= num_frames + 3
-    assert np.array_equal(features, wanted)
+    assert np.array_equal(features, expected)
 
 
 @pytest.mark.parametrize(("window_s", "seconds"), [(30, 2.5), (300, 0.7)])
@@ -137,12 +137,12 @@ def test_items_of_other_servers_have_the_same_fields(
     for each in (layout, omni):
         fields = process(each, draw_sound(3, 20_000))
         wire = each.to_wire(fields)
-        told, num_tokens = each.from_wire(wire, "item")
+        decoded, num_tokens = each.from_wire(wire, "item")
         assert num_tokens == count_tokens(int(to_numpy(fields["audio_frames"])))
-        num_frames = int(to_numpy(told["audio_frames"]))
+        num_frames = int(to_numpy(decoded["audio_frames"]))
         assert num_frames == 125
-        sent, received = (to_numpy(item["input_features"]) for item in (fields, told))
-        assert np.array_equal(sent[:, :num_frames], received[:, :num_frames])
+        ours, received = (to_numpy(item["input_features"]) for item in (fields, decoded))
+        assert np.array_equal(ours[:, :num_frames], received[:, :num_frames])
         with pytest.raises(InvalidRequest, match="features"):
             each.from_wire(spoilt(wire), "item")
 

@@ -134,8 +134,8 @@ def expected_answer(twins: Twins, request: EngineRequest) -> list[int]:
     ):
         fields = [item.fields for item in request.items if item.modality == modality]
         if fields:
-            inputs[pixels] = torch.cat([restore(one) for one in fields])
-            inputs[grids] = torch.stack([one[grids] for one in fields])
+            inputs[pixels] = torch.cat([restore(item) for item in fields])
+            inputs[grids] = torch.stack([item[grids] for item in fields])
     located = twins.served.family.locate(request)
     token_ids = torch.tensor([request.prompt_token_ids])
     num_tokens, delta = token_ids.shape[1], 0
