@@ -145,8 +145,8 @@ async def test_a_worker_that_stops_leaves_the_rest_to_another_one(bus: Bus, mode
         context.shutdown.begin()
         stopping.may_go_on.release(10)
     assert stopping.batches == [[5]]
-    (made,) = await audio_of(bus, header)
-    assert made.num_samples == 1
+    (first_chunk,) = await audio_of(bus, header)
+    assert first_chunk.num_samples == 1
     next_one = CountingVocoder()
     next_one.may_go_on.release(10)
     async with serving(bus, model, next_one, VocoderThread(next_one, 1)):

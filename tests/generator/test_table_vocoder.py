@@ -32,10 +32,10 @@ def vocoder(tmp_path_factory: pytest.TempPathFactory) -> Vocoder:
 
 
 def in_chunks(vocoder: Vocoder, codes: Codes, spec: ChunkSpec) -> Samples:
-    made = [
+    parts = [
         vocoder.synthesize([cut(vocoder, codes, window)])[0] for window in windows(spec, len(codes))
     ]
-    return np.concatenate(made)
+    return np.concatenate(parts)
 
 
 @given(spec=SPECS, num_frames=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))

@@ -60,9 +60,9 @@ def test_the_first_chunks_are_small() -> None:
 
 @given(SPECS, st.integers(0, 80))
 def test_chunks_cover_a_speech_without_a_gap(spec: ChunkSpec, num_frames: int) -> None:
-    found = list(windows(spec, num_frames))
-    assert [frame for w in found for frame in range(w.start, w.end)] == list(range(num_frames))
-    for window in found:
+    chunks = list(windows(spec, num_frames))
+    assert [frame for w in chunks for frame in range(w.start, w.end)] == list(range(num_frames))
+    for window in chunks:
         assert window.first == max(0, window.start - spec.left)
         assert window.last == min(num_frames, window.end + spec.right)
 
@@ -72,22 +72,22 @@ def test_a_window_is_the_same_whenever_its_frames_arrive(
     spec: ChunkSpec, num_frames: int, data: st.DataObject
 ) -> None:
     arrivals = data.draw(st.lists(st.integers(0, num_frames), max_size=12).map(sorted))
-    found: list[Window] = []
+    chunks: list[Window] = []
     for num_there in arrivals:
-        while (w := window_at(spec, _next(found), num_there, is_complete=False)) is not None:
+        while (w := window_at(spec, _next(chunks), num_there, is_complete=False)) is not None:
             assert w.last <= num_there
-            found.append(w)
-    found += windows(spec, num_frames, _next(found))
-    assert found == list(windows(spec, num_frames))
+            chunks.append(w)
+    chunks += windows(spec, num_frames, _next(chunks))
+    assert chunks == list(windows(spec, num_frames))
 
 
 @given(SPECS, st.integers(1, 80), st.data())
 def test_an_attempt_goes_on_at_the_chunks_of_the_one_before(
     spec: ChunkSpec, num_frames: int, data: st.DataObject
 ) -> None:
-    found = list(windows(spec, num_frames))
-    num_made = data.draw(st.integers(0, len(found)))
-    assert list(windows(spec, num_frames, _next(found[:num_made]))) == found[num_made:]
+    chunks = list(windows(spec, num_frames))
+    num_made = data.draw(st.integers(0, len(chunks)))
+    assert list(windows(spec, num_frames, _next(chunks[:num_made]))) == chunks[num_made:]
 
 
 @given(SPECS, st.integers(0, 200))
@@ -98,5 +98,5 @@ def test_a_chunk_ends_behind_each_of_its_frames(spec: ChunkSpec, start: int) -> 
     assert {end_of(spec, frame) for frame in range(start, end)} == {end}
 
 
-def _next(found: list[Window]) -> int:
-    return found[-1].end if found else 0
+def _next(chunks: list[Window]) -> int:
+    return chunks[-1].end if chunks else 0
