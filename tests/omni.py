@@ -252,14 +252,16 @@ def reference_qwen25(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
 def user_prompt(text: str) -> list[int]:
     """The tokens of a question, and of the beginning of its answer."""
     prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    found: list[int] = TOKENIZER.encode(prompt).ids
-    return found
+    token_ids: list[int] = TOKENIZER.encode(prompt).ids
+    return token_ids
 
 
 def pcm(sound: torch.Tensor) -> NDArray[np.int16]:
     """Samples as 16-bit integers."""
-    found: NDArray[np.int16] = np.rint(sound.double().numpy() * 32767).reshape(-1).astype(np.int16)
-    return found
+    samples: NDArray[np.int16] = (
+        np.rint(sound.double().numpy() * 32767).reshape(-1).astype(np.int16)
+    )
+    return samples
 
 
 class SpokenAnswer(NamedTuple):

@@ -62,8 +62,8 @@ def _check_folders(
     folders: Sequence[Path], poolings: Sequence[PoolingMode | None] = ()
 ) -> list[Report]:
     pairs = itertools.zip_longest(folders, poolings)
-    said = [check_folders.examine(folder or Path(), pooling) for folder, pooling in pairs]
-    return msgspec.convert(said, list[Report], from_attributes=True)
+    reports = [check_folders.examine(folder or Path(), pooling) for folder, pooling in pairs]
+    return msgspec.convert(reports, list[Report], from_attributes=True)
 
 
 def _main() -> None:

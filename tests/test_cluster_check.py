@@ -22,11 +22,13 @@ def respond(request: httpx.Request) -> httpx.Response:
 
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
-    made = Door(1)
-    await made._client.aclose()
-    made._client = httpx.AsyncClient(base_url="http://door", transport=httpx.MockTransport(respond))
-    yield made
-    await made.close()
+    instance = Door(1)
+    await instance._client.aclose()
+    instance._client = httpx.AsyncClient(
+        base_url="http://door", transport=httpx.MockTransport(respond)
+    )
+    yield instance
+    await instance.close()
 
 
 async def test_a_streamed_refusal_is_an_error_and_nobody_waits_for_its_answer(door: Door) -> None:

@@ -50,13 +50,13 @@ def read(name: str) -> dict[str, Any]:
 
 
 def services() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
-    return found | {name: found.get(name, {}) | s for name, s in scaling_services().items()}
+    base: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
+    return base | {name: base.get(name, {}) | s for name, s in scaling_services().items()}
 
 
 def scaling_services() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = read("docker-compose.autoscale.yml")["services"]
-    return found
+    scaling: dict[str, dict[str, Any]] = read("docker-compose.autoscale.yml")["services"]
+    return scaling
 
 
 def workers() -> dict[str, dict[str, Any]]:
@@ -211,8 +211,8 @@ def test_the_keys_of_all_roles_get_into_volumes_of_their_own() -> None:
     }
     assert read("docker-compose.yml")["volumes"].keys() == {*BROKERS, "secrets", *volumes}
     # A volume whose mount point the image does not have would belong to root.
-    (made,) = re.findall(r'^ARG KEYS="(.*)"$', (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
-    assert {f"keys-{name}" for name in made.split()} == volumes
+    (roles,) = re.findall(r'^ARG KEYS="(.*)"$', (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    assert {f"keys-{name}" for name in roles.split()} == volumes
 
 
 def test_images_for_gpus_change_what_uses_torch_alone() -> None:
@@ -294,9 +294,9 @@ async def test_a_member_asks_for_a_key(member: int, tmp_path: Path) -> None:
     url = f"nats://127.0.0.1:{member}"
     bus = await Bus.connect(Login(url, "engine", seed_file(tmp_path / "keys", "engine")), "test")
     await bus.close()
-    for given in (url, url.replace("//", "//pagemill:pm12e45@")):
+    for login in (url, url.replace("//", "//pagemill:pm12e45@")):
         with pytest.raises(Unavailable, match="refuses this login"):
-            await Bus.connect(Login(given), "test", 0.3)
+            await Bus.connect(Login(login), "test", 0.3)
 
 
 # -- the acceptance test --------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_the_image_has_all_files_of_the_wheel() -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     copied = re.findall("^COPY (.+) ", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
     sources = [Path(source) for line in copied for source in line.split()]
-    sent = re.findall("^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    names = re.findall("^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     for name in [*wheel["packages"], *wheel["force-include"]]:
         assert any(Path(name).is_relative_to(source) for source in sources), name
-        assert name in sent
+        assert name in names

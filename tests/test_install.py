@@ -37,12 +37,12 @@ def test_the_users_own_choice_of_torch_stays(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_uv_gets_the_index_and_the_folders_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = (
+    listing = (
         ":env:.find-links='/own/wheels /more'\n"
         "global.find-links='/all/wheels'\n"
         "global.index-url='https://mirror.example/simple'\n"
     )
-    answer = subprocess.CompletedProcess([], 0, stdout=said)
+    answer = subprocess.CompletedProcess([], 0, stdout=listing)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)

@@ -62,9 +62,9 @@ def test_workers_are_not_given_the_password_as_an_argument(tmp_path: Path) -> No
     config = load(tmp_path, "s3cret")
     workers = [WorkerSpec("coordinator")]
     assert LocalCluster(config, None, workers).processes.url is None
-    given = LocalCluster(config, None, workers, "nats://127.0.0.1:4222")
-    assert given.processes.url == given.url
-    assert given.url == "nats://127.0.0.1:4222"
+    cluster = LocalCluster(config, None, workers, "nats://127.0.0.1:4222")
+    assert cluster.processes.url == cluster.url
+    assert cluster.url == "nats://127.0.0.1:4222"
 
 
 async def test_a_broker_that_does_not_answer_is_named_without_its_password() -> None:

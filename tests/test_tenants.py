@@ -120,10 +120,10 @@ def test_the_key_differs_between_tenants_and_not_between_requests(
 
 def test_there_are_no_other_caches() -> None:
     """A new one belongs into the table above."""
-    found = [
+    caches = [
         str(file.relative_to(ROOT))
         for folder in ("shared", "workers")
         for file in sorted((ROOT / folder).rglob("*.py"))
         for _ in KEEPS.findall(file.read_text())
     ]
-    assert sorted(found) == sorted([*NOT_OF_REQUESTS, *(module for module, _ in CACHES.values())])
+    assert sorted(caches) == sorted([*NOT_OF_REQUESTS, *(module for module, _ in CACHES.values())])

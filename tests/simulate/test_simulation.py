@@ -48,27 +48,27 @@ def test_cells_have_exactly_these_figures(num_cells: int) -> None:
 
 
 def test_no_engine_of_another_cell_gets_a_request() -> None:
-    given: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     requests = bursty_chat(400, 60.0, 1)
     simulation = Simulation(requests, Cells(4), 8)
     give = simulation.give
 
     def watched(engine: Engine, request: Request) -> None:
-        given.append((engine.number % 4, cell_of(request, 4)))
+        pairs.append((engine.number % 4, cell_of(request, 4)))
         give(engine, request)
 
     simulation.give = watched  # type: ignore[method-assign]
     assert simulation.run().num_ended == 400
-    assert len(given) == 400
-    assert all(cell == slot for cell, slot in given)
+    assert len(pairs) == 400
+    assert all(cell == slot for cell, slot in pairs)
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_a_scaled_pool_has_exactly_these_figures(scaler: str) -> None:
     figures = run_scaler(scaler, 5000, 16, seed=1)
     assert figures.num_ended == 5000
-    found = quantile(figures.ttft_s, 0.5), round(figures.engine_s / 5000, 3), figures.num_started
-    assert found == EXPECTED_SCALED[scaler]
+    values = quantile(figures.ttft_s, 0.5), round(figures.engine_s / 5000, 3), figures.num_started
+    assert values == EXPECTED_SCALED[scaler]
 
 
 @pytest.mark.parametrize("router", ROUTERS)

@@ -132,15 +132,15 @@ def test_paraphrases_are_what_their_expressions_say() -> None:
 def test_the_judge_draws_files_in_three_formats_and_of_the_sizes_that_it_names() -> None:
     formats, questions = set(), 0
     for kind in MAKERS:
-        for one in asked(kind, seed=1, share=0.04):
+        for item in asked(kind, seed=1, share=0.04):
             questions += 1
-            for file in one.case.files:
+            for file in item.case.files:
                 image = Image.open(io.BytesIO(file))
                 formats.add(image.format)
                 assert min(image.size) >= 40
                 assert max(image.size) <= 400
-                if one.case.media == "video":
-                    assert len(sampled_frames(image)) in (4, 6, 8), one.row
+                if item.case.media == "video":
+                    assert len(sampled_frames(image)) in (4, 6, 8), item.row
     assert formats == {"PNG", "JPEG", "WEBP", "GIF"}
     assert questions > 70
     images = sum(MAKERS[kind][0] for kind in ("plain", "shape", "count", "character", "where"))
@@ -184,27 +184,27 @@ def test_questions_about_one_picture_do_not_see_one_another() -> None:
 
 
 def test_clips_show_what_their_scenes_say() -> None:
-    seen = set()
+    changes = set()
     for seed in range(60):
         frames, scene = draw_clip(random.Random(seed), (84, 84))
         assert len(frames) in (4, 6, 8)
         first, last = (np.asarray(frames[n], dtype=np.int16) for n in (0, -1))
         changed = np.abs(first - last).sum(axis=2) > 60
         if scene.motion and changed.any():
-            seen.add(scene.motion)
+            changes.add(scene.motion)
         if scene.change:
-            seen.add(scene.change)
+            changes.add(scene.change)
         if scene.colour is None:
             assert scene.last_colour is not None
             assert not np.array_equal(first, last)
-    assert seen == {"left", "right", "up", "down", "grows", "shrinks"}
+    assert changes == {"left", "right", "up", "down", "grows", "shrinks"}
 
 
 @pytest.mark.parametrize("kind", ["plain", "shape", "count", "where", "character"])
 def test_the_same_numbers_draw_the_same_picture(kind: str) -> None:
-    one, scene = draw_scene(random.Random(7), kind, (84, 112))
+    picture, scene = draw_scene(random.Random(7), kind, (84, 112))
     again, same = draw_scene(random.Random(7), kind, (84, 112))
-    assert (np.asarray(one) == np.asarray(again)).all()
+    assert (np.asarray(picture) == np.asarray(again)).all()
     assert scene == same
 
 
@@ -212,8 +212,8 @@ def test_a_call_in_training_is_one_that_the_judge_reads() -> None:
     tool = add_tool(random.Random(2))
     call = parse_call(tool.call(3, 4))
     assert call == (tool.name, dict(zip(tool.arguments, (3, 4), strict=True)))
-    told = definition((tool.name, tool.arguments, tool.text))
-    assert told == tool.definition()
+    tool_definition = definition((tool.name, tool.arguments, tool.text))
+    assert tool_definition == tool.definition()
     assert parse_call("7") is None
     assert parse_call("<tool_call>\n{}\n</tool_call>") is None
 

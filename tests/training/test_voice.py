@@ -72,8 +72,8 @@ def test_the_tokenizer_is_the_demo_models_with_the_codes_behind_it() -> None:
     assert tokenizer.encode(text) == demo.encode(text)
     assert tokenizer.convert_tokens_to_ids("<|code_0|>") == talker.CODE_OFFSET
     assert tokenizer.convert_tokens_to_ids("<|code_1023|>") == talker.CODE_OFFSET + 1023
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
-    assert asked == talker.prompt_of(tokenizer, text)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
+    assert prompt == talker.prompt_of(tokenizer, text)
 
 
 def test_the_table_says_how_each_code_sounds() -> None:
