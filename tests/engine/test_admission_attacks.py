@@ -150,7 +150,7 @@ FIELDS: dict[str, Change] = {
 
 @pytest.fixture
 def tower_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many items the model was asked to look at."""
+    """Numbers of items in the calls of the tower."""
     runner: Any = core._runner
     tower: Tower = runner._tower
     calls: list[int] = []

@@ -21,7 +21,7 @@ SLOTS = 4
 
 
 async def publish(bus: Bus, model: str, request_id: str, num_slots: int) -> None:
-    """Publish a task whose beginning is that of all others."""
+    """Publish a task with the same beginning as all others."""
     ticket = RequestTicket(bus.now_ms(), bus.now_ms() + 60_000, 1, "pm.test.receipt")
     sampling = SamplingParams(max_tokens=2, temperature=0)
     header = TaskHeader(request_id, model, "interactive", ticket, sampling)

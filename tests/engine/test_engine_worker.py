@@ -1,5 +1,7 @@
-"""A whole engine worker, whose steps are let go one by one: which lane goes first when it is full,
-and how many tokens share a record."""
+"""A whole engine worker with steps that a test releases one by one.
+
+When it is full, the interactive lane comes first. Tokens share records.
+"""
 
 import asyncio
 import itertools
@@ -206,7 +208,7 @@ async def test_a_grammar_that_is_not_tried_is_a_fault_that_only_the_client_retri
 
 
 async def test_speeches_that_wait_leave_room_for_one_that_others_wait_for(bus: Bus) -> None:
-    """Else the stages behind, full of such speeches, wait for this engine and it for them."""
+    """Otherwise the next stages, full of such speeches, and this engine wait for each other."""
     lead = CodeLead({"audio": ChunkSpec(max_ahead=1)})
     *ahead, needed = (f"ahead-{secrets.token_hex(8)}" for _ in range(4))
     async with serving_engine(bus, "ahead", EngineConfig(max_num_seqs=1), lead=lead) as rig:
@@ -264,7 +266,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
         )
         async with asyncio.timeout(20):
             (record,) = [record async for record in follow(bus, request_id)]
-            # What is waited for happens at the broker.
+            # The broker removes the tasks, and reports nothing here.
             while await bus.read_last(*tasks):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert isinstance(record, Failure)

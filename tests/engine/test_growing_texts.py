@@ -28,7 +28,7 @@ NUM_TOKENS = 6
 
 
 class Typist(TextOutput):
-    """Each number that is put into the queue is how many tokens can go on; None is the end."""
+    """Each number in the queue is the number of tokens that can be spoken; None is the end."""
 
     def __init__(self) -> None:
         self.typed: asyncio.Queue[int | Exception | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""A task's items: whatever becomes of them, their owner's memory is given back."""
+"""Items of a task: their owner's memory is released in every case."""
 
 import asyncio
 import gc

@@ -32,7 +32,7 @@ LAYOUT = KVLayout(["model"], {None: "", "a": "adapter"})
 
 @pytest.fixture
 async def pair(bus: Bus) -> AsyncIterator[tuple[Blobs, Blobs]]:
-    """The blobs of a prefill worker, and those of an engine on the same machine."""
+    """The blobs of a prefill worker, and of an engine on the same machine."""
     both = []
     for role in ("prefill", "engine"):
         worker = f"{role}-{secrets.token_hex(4)}"
@@ -151,7 +151,7 @@ FOREIGN: list[tuple[Callable[[list[KVBlob]], list[KVBlob]], int]] = [
     (repeated, 12),
     (in_another_order, 6),
     (without_the_second, 6),
-    # Ranges that end behind the prompt, before they begin, or where they begin.
+    # Ranges that end after the prompt, before they begin, or where they begin.
     (lambda kv: [*kv[:3], renamed(kv[3], 9, 100)], 18),
     (lambda kv: [kv[0], renamed(kv[1], 3, -3)], 6),
     (lambda kv: [kv[0], renamed(kv[1], 3, 0), *kv[1:]], 6),
@@ -178,7 +178,7 @@ async def test_blobs_that_do_not_fit_the_prompt_are_not_read(
     num_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those before the first such blob are used, and the log says why no others are."""
+    """Only the blobs before the first such blob are used, and the log has the reason."""
     owner, reader = pair
     request, read, get = request_of(), list[int](), reader.get
     kv = change(await stored(owner, request))

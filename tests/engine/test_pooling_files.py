@@ -1,4 +1,4 @@
-"""Pooling as sentence-transformers writes it beside a model."""
+"""Pooling in the files that sentence-transformers stores with a model."""
 
 import json
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, content: str) -> None:
 
 
 def demo_folder(folder: Path, *names: str) -> Path:
-    """Return a folder of the demo model whose pooling has these modes."""
+    """Return a folder of the demo model with these modes of pooling."""
     for file in Path(DEMO_MODEL).iterdir():
         (folder / file.name).symlink_to(file)
     return write(folder, modes(*names), WHOLE[:2])

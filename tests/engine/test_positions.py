@@ -49,7 +49,7 @@ def video() -> DecodedVideo:
 def request(
     processor: Processor, name: str, *seconds: float, max_tokens: int | None = 8
 ) -> EngineRequest:
-    """A question about videos whose pairs of frames have so many seconds each."""
+    """A question about videos, with the seconds of each pair of frames by video."""
     token_ids, items = [5, 6, 7], []
     for number, value in enumerate(seconds):
         processed = processor.process(video(), "field", "")

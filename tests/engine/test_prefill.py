@@ -181,7 +181,7 @@ def envelope_of_item() -> bytes:
 
 
 async def test_a_task_that_comes_again_goes_straight_on(bus: Bus) -> None:
-    """A worker has died with it, and nobody knows why."""
+    """A worker has died with it, for an unknown reason."""
     model = new_model()
     first = await consume(bus, "prefill", model)
     name = await put(bus, model, PROMPT)
@@ -207,7 +207,7 @@ async def test_a_prompt_that_cannot_be_computed_goes_straight_on(rig: Rig) -> No
 async def test_an_encoder_is_not_waited_for_as_long_as_the_engine_waits(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that wait for no encoder are behind this one."""
+    """Prompts that wait for no encoder are queued after this one."""
 
     async def wait(key: str, mm_hash: str, progress: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -254,7 +254,7 @@ async def test_a_request_that_has_ended_is_not_forwarded(rig: Rig) -> None:
 
 
 def hold_steps(rig: Rig) -> tuple[asyncio.Event, threading.Event]:
-    """Have steps wait. The events say that one has begun, and let all of them go on."""
+    """Hold all steps. The first event is set when a step has begun; the second releases them."""
     runner, began, go_on = rig.engine.runner, asyncio.Event(), threading.Event()
     run, loop = runner.run, asyncio.get_running_loop()
 

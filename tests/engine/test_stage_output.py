@@ -1,4 +1,4 @@
-"""What an engine writes for its stage: the settings that it refuses, and the logs of codes."""
+"""Outputs of an engine for its stage: refused settings, and the logs of codes."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -196,7 +196,7 @@ def test_logged_frames_are_the_tokens_that_were_sampled() -> None:
 
 
 class _Talker:
-    """What an output asks of a talker: four codebooks, and a prompt as long as the text."""
+    """Stands in for a talker: four codebooks, and a prompt as long as the text."""
 
     codes = range(90)
     end_token_ids = frozenset([96])

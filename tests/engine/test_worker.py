@@ -1,4 +1,4 @@
-"""What lies between the steps and the log: merging outputs, and reading a log for a resume."""
+"""Merging the outputs of steps for the log, and reading a log for a resume."""
 
 from hypothesis import given
 from hypothesis import strategies as st

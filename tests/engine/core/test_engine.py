@@ -545,7 +545,7 @@ def test_the_logged_part_of_a_resumed_output_is_cached() -> None:
 
 
 def test_an_embedding_ends_with_its_prompt_and_fails_alone() -> None:
-    """In chunks, beside an answer and beside a request that poisons its batch."""
+    """In chunks, in one batch with an answer and with a request that fails its batch."""
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner, max_num_batched_tokens=4)
     embedded = replace(make_request("e", [1, 2, 3, 4, 5, 6]), embedding=EmbeddingParams())

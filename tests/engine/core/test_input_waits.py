@@ -53,7 +53,7 @@ class Speech:
 
     @property
     def expected_frames(self) -> list[int]:
-        """What a plain loop over the whole text says."""
+        """Frames of a plain loop over the whole text."""
         spoken = replace(self.request, speech=SpokenText([], self.text, None), logged=[])
         sequence = Sequence(spoken, 0, 0, [*spoken.prompt_token_ids], MAX_FRAMES)
         sequence.speech = spoken.speech
@@ -96,7 +96,7 @@ def step(core: EngineCore, speeches: dict[str, Speech]) -> None:
 
 
 def test_a_speech_depends_on_its_text_alone_however_it_comes() -> None:
-    """Also under preemption, after cancellations, and behind frames that are in the log."""
+    """Also under preemption, after cancellations, and after frames that are in the log."""
     num_waits = num_preemptions = num_cached = 0
     for seed in range(40):
         rng = random.Random(seed)

@@ -271,7 +271,7 @@ def test_others_advance_while_a_long_prompt_is_restored(monkeypatch: pytest.Monk
         outputs = engine.core.step()
         new = {output.request_id: output.choices[0].token_ids for output in outputs}
         steps.append((sum(written), new))
-    # The first token is that of the step before which the last blocks were restored.
+    # The first token comes from the step before which the last blocks were restored.
     assert [(num, sorted(new)) for num, new in steps[:4]] == [
         *[(16 // BLOCK_SIZE, ["running"])] * 3,
         (7, ["r", "running"]),

@@ -64,7 +64,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.pool, max_seqs, budget, MAX_MODEL_LEN, prefix_caching, drafting
         )
-        # The second is that of a token.
+        # Time of a step without tokens. Each token takes another second.
         self.base_s = base_s
         self.rng = random.Random(seed)
         self.max_seqs, self.budget = max_seqs, budget
@@ -292,7 +292,7 @@ def test_no_item_of_the_batch_lane_is_encoded_in_a_step_with_interactive_sequenc
     for _ in range(3):
         assert run_step(scheduler, 0) == {"i99": 1}
     scheduler.remove(scheduler.running[0])
-    # One item in each step, whoever has it.
+    # One item in each step, whichever sequence has it.
     assert run_step(scheduler, 0) == {"b0": 5}
     assert run_step(scheduler, 0) == {"b0": 4}
     assert run_step(scheduler, 0) == {"b0": 1, "b1": 12}

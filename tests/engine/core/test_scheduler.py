@@ -81,7 +81,7 @@ def test_the_last_sequence_is_preempted_and_readmitted_first() -> None:
 
 
 def test_none_is_admitted_in_the_step_of_a_preemption() -> None:
-    """Although there is room for it, and its priority is better than that of the preempted one."""
+    """Although there is room for it, and its priority is higher than the preempted one's."""
     pool = BlockPool(8, BLOCK_SIZE)
     scheduler = Scheduler(pool, 4, 32, MAX_MODEL_LEN)
     first, last, late = make_sequence(8), make_sequence(8, first=99, lane="batch"), make_sequence(1)

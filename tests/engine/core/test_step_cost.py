@@ -1,4 +1,4 @@
-"""The time of a step by its tokens, and what follows from it for prompts beside decodes."""
+"""The time of a step by its tokens, and the limit on prompts in a step with decodes."""
 
 import math
 import random

@@ -121,7 +121,7 @@ class Served:
         self.tables = [[7, 2, 5], [0], [4, 9, 1, 10]]
 
     def step(self, owners: list[int], token_ids: list[list[int]], pasts: list[int]) -> list[int]:
-        """The most likely token behind each."""
+        """The most likely next token of each sequence."""
         device = self.model.device
         starts = [0]
         for ids in token_ids:

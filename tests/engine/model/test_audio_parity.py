@@ -103,7 +103,7 @@ def sound_item(sound: Samples, offset: int) -> Item:
 
 @dataclass(frozen=True)
 class Clip:
-    """A video of noise, of which all frames are taken."""
+    """A video of noise; all of its frames are used."""
 
     num_frames: int
     fps: float
@@ -115,7 +115,7 @@ RATES: Any = SimpleNamespace(
 )
 
 Content = int | tuple[int, int] | Clip
-"""A sound of so many samples, an image of this size, or a video."""
+"""A number of samples of a sound, the size of an image, or a video."""
 
 
 def video_item(clip: Clip, offset: int, seed: int) -> Item:

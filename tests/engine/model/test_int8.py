@@ -159,7 +159,7 @@ def test_each_full_weight_is_dropped_before_the_next_is_read(
 
 
 def test_a_weight_is_rounded_in_parts() -> None:
-    """Its float32 copies are not as large as the weight, and the result is that of the whole."""
+    """Its float32 copies are smaller than the weight, and the result equals rounding it at once."""
     sizes = []
 
     class Watch(TorchDispatchMode):

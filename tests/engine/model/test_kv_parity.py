@@ -33,7 +33,7 @@ SAMPLED = SamplingParams(temperature=1.2, max_tokens=16, ignore_eos=True, seed=1
 
 
 class Engine:
-    """An engine of its own memory; models are shared, because they hold no state."""
+    """An engine with separate memory; models are shared, because they hold no state."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from workers.engine.model.talker import Talker
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # That the penalty sees no prompt is what is wanted of the talker in transformers.
+    # The talker in transformers intends a penalty that sees no prompt.
     pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`"),
 ]
 
@@ -230,7 +230,7 @@ def test_a_text_outside_of_the_vocabulary_is_not_spoken(models: dict[str, Omni],
 
 
 def test_a_talker_that_reads_while_it_speaks_says_the_same(models: dict[str, Omni]) -> None:
-    """However the text comes, in small chunks, with preemption, and behind logged frames."""
+    """For every arrival of the text, in small chunks, with preemption, and after logged frames."""
     model = models["3"]
     expected = {question: answer.frames for question, answer in model.answers.items()}
     nothing: Spoken = {question: [] for question in QUESTIONS}

@@ -383,7 +383,7 @@ def test_any_schedule_yields_the_tokens_of_generate(
 
 
 def test_images_change_the_output(seeing: Twins) -> None:
-    """Other images with the same words change the output, also that of the reference."""
+    """Other images with the same words change the output, also the reference's."""
     case = make_case("seen", [(90, 60)], 9, 12)
     image = draw_image(999, 90, 60)
     offset = case.request.items[0].placeholder.offset
@@ -398,8 +398,7 @@ def test_images_change_the_output(seeing: Twins) -> None:
 
 
 class CountingRunner(ModelRunner):
-    """Counts how often each request did not go on where it was: more than once a choice after a
-    preemption."""
+    """Counts the starts of each request: more than one for each choice after a preemption."""
 
     def __init__(
         self, twins: Twins, num_blocks: int, block_size: int, embedding_cache_bytes: int = 0
@@ -528,7 +527,7 @@ def test_preempted_requests_yield_the_tokens_of_generate(twins: Twins, budget: i
 def run_sampled(
     twins: Twins, requests: list[EngineRequest], num_blocks: int, budget: int, seed: int
 ) -> tuple[dict[tuple[str, int], list[int]], CountingRunner]:
-    """Tokens of every choice, from a pool whose blocks are scattered by `seed`."""
+    """Tokens of every choice, from a pool with blocks in an order drawn from `seed`."""
     runner = CountingRunner(twins, num_blocks, 4)
     core = make_core(
         runner,

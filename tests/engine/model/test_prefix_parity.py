@@ -1,4 +1,4 @@
-"""Outputs with caches against those of transformers' `generate`, and of runs without caches."""
+"""Outputs with caches equal the outputs of transformers' `generate` and of runs without caches."""
 
 import random
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Videos that are heard: tokens, positions and answers are those of transformers."""
+"""Videos with sound: tokens, positions and answers equal the results of transformers."""
 
 import importlib
 import random
@@ -61,7 +61,7 @@ class Sounding:
 
 
 Content = Sounding | int | tuple[int, int]
-"""A video with its sound, a sound of so many samples, or an image of this size."""
+"""A video with its sound, a number of samples of a sound, or the size of an image."""
 
 
 def transformers_tokens(grid: list[int], seconds: float, num_heard: int) -> list[int]:
@@ -131,7 +131,7 @@ CASES: dict[str, list[Content]] = {
     "mute": [Sounding(Clip(12, 4.0), 1_100)],
     # Frames so far apart that chunks are without any.
     "sparse": [Sounding(Clip(6, 0.4), 20_011)],
-    # transformers finds a video whose sound is longer than its frames, too.
+    # In transformers, too, the sound of a video may be longer than its frames.
     "long": [Sounding(Clip(2, 2.0), 32_000)],
     "two": [Sounding(Clip(4, 3.0), 9_000), Sounding(Clip(5, 1.0), 12_345)],
     "mixed": [3_217, Sounding(Clip(4, 2.0), 20_011), (60, 120), Sounding(Clip(2, 1.0), 3_200)],

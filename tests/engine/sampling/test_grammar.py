@@ -96,7 +96,7 @@ def make_rig(folder: Path) -> Rig:
 
 
 def write_random_model(folder: Path, vocab_size: int) -> Path:
-    """Its tokens have nothing to do with each other, nor with those of the demo's tokenizer."""
+    """Its outputs are unrelated to each other and to the tokens of the demo's tokenizer."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -222,7 +222,7 @@ SCHEMAS = st.recursive(
 @settings(max_examples=10)
 @given(SCHEMAS, st.integers(0, 2**31))
 def test_outputs_follow_any_schema(rig: Rig, schema: dict[str, Any], seed: int) -> None:
-    """A model with random weights has no mind of its own to follow it."""
+    """A model with random weights would not follow it by itself."""
     for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": seed}):
         (delta,) = say(rig, StructuredOutputs(json_schema=schema), max_tokens=450, **params)
         assert delta.finish_reason == "stop"
@@ -403,7 +403,7 @@ def test_grammars_that_do_not_compile_are_rejected(
 
 
 class Counting:
-    """In place of the trial in a process of its own."""
+    """Replaces the trial in a separate process, and counts calls."""
 
     def __init__(self, outcome: str | Exception = "") -> None:
         self.tried: list[str] = []

@@ -1,4 +1,4 @@
-"""Logits processors against those of transformers and against published formulas."""
+"""Logits processors equal transformers' processors and published formulas."""
 
 from typing import Any
 

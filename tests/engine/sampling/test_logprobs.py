@@ -86,7 +86,7 @@ def run(core: EngineCore, *cases: Case) -> dict[str, list[RequestOutput]]:
 
 
 def reference(twins: Twins, case: Case, answer: list[int]) -> Tensor:
-    """Log probabilities behind each token: [num_tokens, vocab_size]."""
+    """Log probabilities after each token: [num_tokens, vocab_size]."""
     token_ids = torch.tensor([case.request.prompt_token_ids + answer])
     inputs = {}
     if case.images:

@@ -1,4 +1,4 @@
-"""Draws from ranked tokens are those of a plain definition, which sorts all tokens."""
+"""Draws from ranked tokens equal the draws of a plain definition, which sorts all tokens."""
 
 import math
 
@@ -64,7 +64,7 @@ def make_row(size: int, num_levels: int, has_gap: bool, seed: int) -> Tensor:
     row = 2 * torch.randn(size, generator=generator)
     if num_levels:
         row = torch.randint(num_levels, (size,), generator=generator).float()
-    # Tokens so far behind have no units.
+    # Tokens with such low logits have no units.
     row[torch.rand(size, generator=generator) < 0.7 * has_gap] -= 60
     return row
 

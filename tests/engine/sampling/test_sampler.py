@@ -271,7 +271,7 @@ def test_points_are_uniform() -> None:
     assert distance < 1.63 / len(points) ** 0.5
 
 
-# The values that chi-square with so many degrees of freedom exceeds in one of 1,000 draws.
+# Degrees of freedom, and the value that chi-square exceeds in one of 1,000 draws.
 CRITICAL = {2: 13.82, 3: 16.27, 4: 18.47, 19: 43.82, 31: 61.10}
 NUM_DRAWS = 4000
 

@@ -149,7 +149,7 @@ def test_accepted_drafts_save_steps_and_are_cached() -> None:
     stats = core.stats()
     assert stats.num_steps < 12
     assert stats.num_accepted_tokens == stats.num_draft_tokens == 12 - stats.num_steps
-    # Fifteen tokens, of which the last was never computed: seven blocks.
+    # The last of the fifteen tokens was never computed: seven blocks.
     assert len(core._pool._block_by_hash) == 7
 
 
