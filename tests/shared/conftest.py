@@ -22,7 +22,7 @@ class StartBlobs(Protocol):
 
 @pytest.fixture
 async def start(bus: Bus) -> AsyncIterator[StartBlobs]:
-    """Start a worker's blobs, and tell of them as its heartbeat would."""
+    """Start a worker's blobs, and publish a heartbeat with their address."""
     started: list[Blobs] = []
 
     async def start(

@@ -277,7 +277,7 @@ def run(script: str, *args: object) -> "asyncio.Future[subprocess.CompletedProce
 async def test_a_hundred_killed_readers_leave_nothing(start: StartBlobs) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     ref = put(owner, b"a" * MIB)
-    gc.collect()  # What tests before this one have left is not counted.
+    gc.collect()  # Garbage of earlier tests is not counted.
     names, before = set(os.listdir("/dev/shm")), (memory_files(), sockets())
     await run(READERS, owner.address.local, ref.key.hex(), ref.num_bytes, KILLS)
     await owner.release(ref)
@@ -313,7 +313,7 @@ for _ in range(int(sys.argv[1])):
 async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
     start: StartBlobs, bus: Bus
 ) -> None:
-    gc.collect()  # What tests before this one have left is not counted.
+    gc.collect()  # Garbage of earlier tests is not counted.
     names, before = set(os.listdir("/dev/shm")), (memory_files(), sockets(), len(mappings("r--")))
     reader = await start()
     owners = await asyncio.create_subprocess_exec(
@@ -329,7 +329,7 @@ async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
         with await reader.get(BlobRef(name, bytes.fromhex(key), MIB)) as blob:
             os.kill(int(pid), 9)
             assert bytes(blob.data) == b"a" * MIB
-        # Only the present owner's memory, without that of all dead ones.
+        # Only the present owner's memory is mapped, and no dead owner's.
         assert len(mappings("r--")) <= before[2] + 1
     assert await owners.wait() == 0
     await reader.close()

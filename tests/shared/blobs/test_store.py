@@ -357,7 +357,7 @@ async def test_a_release_reaches_an_owner_that_was_frozen(
 async def test_no_release_is_repeated_for_an_owner_that_has_exited(
     broker: EmbeddedServer, start: StartBlobs
 ) -> None:
-    """What waits for the release would wait for nobody."""
+    """Work that waits for the release would wait for a process that is gone."""
     reader = await start()
     with run(OWNER, broker.url) as owner:
         assert owner.stdout is not None

@@ -218,7 +218,7 @@ async def test_requests_survive_a_connection_that_is_being_lost(broker: Embedded
 
 
 async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedServer) -> None:
-    """nats-py's reader task would fail on a pong whose future was cancelled."""
+    """nats-py's reader task would fail on a pong after its future was cancelled."""
     bus = await Bus.connect(broker.url, "test-deaf")
     await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     nc = bus.connection.nc

@@ -1,4 +1,4 @@
-"""The connection to a broker: what messages tell of its URL, and its end amid a reconnection."""
+"""The connection to a broker: its URL in messages, and its end during a reconnection."""
 
 import asyncio
 import signal

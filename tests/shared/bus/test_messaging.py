@@ -1,4 +1,4 @@
-"""Calls of newer versions at a group of responders, of which some are older."""
+"""Calls of newer versions to a group of responders, some of them older."""
 
 import secrets
 

@@ -1,4 +1,4 @@
-"""What becomes of queues when a broker that runs alone has lost its memory."""
+"""Queues are restored when a broker that runs alone has lost its memory."""
 
 import asyncio
 import math

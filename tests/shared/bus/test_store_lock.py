@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def orphan(store: Path) -> Iterator[int]:
-    """The process of a server whose parent was killed."""
+    """The process of a server after its parent was killed."""
     command = [sys.executable, "-c", ORPHAN, str(store)]
     pid = int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
     yield pid

@@ -1,4 +1,4 @@
-"""A start never changes a stream; the differences are told, and their effects are counted."""
+"""A start never changes a stream; the differences are logged, and their effects are counted."""
 
 import pytest
 from nats.js import JetStreamContext, api
@@ -113,7 +113,7 @@ async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own_bus: Bu
 async def test_the_streams_of_an_older_version_work_until_they_are_changed(
     own_bus: Bus, jetstream: JetStreamContext
 ) -> None:
-    """What the commit before tenants had made: no subjects of theirs, and no steps."""
+    """The streams of the commit before tenants have no tenants' subjects, and no steps."""
     await jetstream.delete_stream(subjects.STEPS_STREAM)
     settings = (await jetstream.stream_info(subjects.CANCELS_STREAM)).config
     await jetstream.update_stream(settings.evolve(subjects=["pm.cancel.*"]))

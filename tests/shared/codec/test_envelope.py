@@ -37,7 +37,7 @@ def envelope(
     header_len: int | None = None,
     body_offset: int | None = None,
 ) -> bytes:
-    """Build an envelope by hand, in which any number can be false."""
+    """Build an envelope by hand. Any of its numbers can be wrong."""
     true_offset = -(-(16 + len(header)) // 64) * 64
     length = len(header) if header_len is None else header_len
     offset = true_offset if body_offset is None else body_offset

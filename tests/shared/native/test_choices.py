@@ -48,7 +48,7 @@ def times_of(draw: st.DrawFn, operation: Operation) -> Times:
 
 
 def disturb(data: st.DataObject, times: Times, most: float) -> Times:
-    """Multiply each time by a factor of its own, at most `most` or its inverse."""
+    """Multiply each time by a separate factor, at most `most` or its inverse."""
     factor = st.floats(1 / most, most)
     return {
         implementation: {rows: s * data.draw(factor) for rows, s in by_rows.items()}
@@ -57,7 +57,7 @@ def disturb(data: st.DataObject, times: Times, most: float) -> Times:
 
 
 def cost(operation: Operation, times: Times, option: Option) -> float:
-    """How many times as long an option takes as the fastest implementation, at worst."""
+    """Largest ratio of an option's time to the time of the fastest implementation."""
     fastest = {rows: min(by_rows[rows] for by_rows in times.values()) for rows in operation.rows}
     return max(times[option.at(rows)][rows] / fastest[rows] for rows in operation.rows)
 

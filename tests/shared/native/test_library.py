@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no compiler, or no AVX-512")
 
-# It counts its calls, and the first ones go on when they may.
+# It counts its calls, and waits for the file `go`.
 WRAPPER = """#!/bin/sh
 case "$*" in
 *" -o "*)
@@ -114,7 +114,7 @@ def test_a_process_that_dies_while_it_compiles_keeps_nobody_waiting(machine: Mac
     second = machine.start()
     first.send_signal(signal.SIGKILL)
     first.wait()
-    # Its compiler goes on, without the lock.
+    # Its compiler continues, without the lock.
     machine.wait_for_calls(2)
     os.kill(machine.calls()[0], 0)
     machine.go()

@@ -1,4 +1,4 @@
-"""Text read from parts of an answer, whatever the parts are."""
+"""Text read from parts of an answer does not depend on the parts."""
 
 import itertools
 

@@ -118,7 +118,7 @@ def test_parameters_that_are_given_apart_count_too() -> None:
 
 
 def test_what_is_new_since_the_last_release_is_marked_with_a_version() -> None:
-    """An older worker must be able to tell what it cannot read.
+    """An older worker must be able to detect messages that it cannot read.
 
     A failure names fields or values that version 2 does not know. What may be ignored is marked
     `since(1)`; for all else WIRE_VERSION is raised once after a release, and they are marked with

@@ -1,4 +1,4 @@
-"""What an older reader must understand of a message: the fields that are not marked as newer."""
+"""Fields of a message that an older reader must understand: all without a newer version."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from shared.protocol.task_messages import TaskBody, TaskHeader
 
 try:
     from shared.protocol.versions import mark_of
-except ImportError:  # The code of version 2, of which the record was made.
+except ImportError:  # The code of version 2, which the record describes.
 
     def mark_of(_: Any) -> None:  # type: ignore[misc]
         return None

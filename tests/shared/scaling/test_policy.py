@@ -99,7 +99,7 @@ def test_starts_never_lead_beyond_the_budget_but_for_a_min(
 
 
 class Pool:
-    """An actuator of one pool: it starts and stops what it is told, after a cold start."""
+    """An actuator of one pool: it follows decisions, after a cold start."""
 
     def __init__(self, settings: PoolSettings, cold_s: float, num_running: int = 0) -> None:
         self.settings = ScalingSettings({"engine": settings})

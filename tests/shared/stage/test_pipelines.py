@@ -136,7 +136,7 @@ REFUSED = [
         "writes no output",
         {"prefill": DETOUR | {"output": {"name": "speech", "kind": "audio"}}},
     ),
-    # Its workers forward what they get, and would acknowledge it with no stage behind them.
+    # Its workers forward tasks, and would acknowledge them without a next stage.
     ("stages.engine.role", "no task edge begins", {"engine": {"role": "prefill"}}),
     ("stages.engine.role", "no task edge begins", {"engine": {"role": "renderer"}}),
     (

@@ -1,4 +1,4 @@
-"""What a worker's metrics listener answers to health checks."""
+"""Answers of a worker's metrics listener to health checks."""
 
 import asyncio
 import urllib.error

@@ -1,4 +1,4 @@
-"""Queues of slots: tasks are published there, owners change, and no queue is left behind."""
+"""Queues of slots: tasks are published there, owners change, and no queue remains unread."""
 
 import asyncio
 import contextlib
@@ -124,7 +124,7 @@ async def test_coordinators_make_the_consumers_of_all_slots(bus: Bus, model: str
 async def test_tasks_of_another_number_of_slots_are_not_left_behind(
     bus: Bus, model: str, before: int, after: int
 ) -> None:
-    """Queues are those of the configuration before, and some tasks come from a renderer of it."""
+    """The queues and some of the tasks come from the earlier configuration."""
     await create_queues(make_context(bus, model, before))
     names = [f"{model}-{number}" for number in range(24)]
     for number, name in enumerate(names[:12]):
@@ -144,7 +144,7 @@ async def test_tasks_of_another_number_of_slots_are_not_left_behind(
 
 
 class Fleet:
-    """A coordinator, two renderers and two engines, each with a number of slots of its own."""
+    """A coordinator, two renderers and two engines, each with a separate number of slots."""
 
     def __init__(self, bus: Bus, model: str, num_slots: int) -> None:
         self.done: list[str] = []

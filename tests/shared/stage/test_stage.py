@@ -1,4 +1,4 @@
-"""Settling: hand over once, retry what is ours, keep what is given up, always tell the client."""
+"""Settling: forward once, retry our own failures, store dead letters, always answer the client."""
 
 import asyncio
 import secrets
@@ -390,7 +390,7 @@ async def test_a_request_in_hand_at_two_deaths_is_poison(
 
 
 async def two_suspects(bus: Bus, model: str) -> Consumer:
-    """A worker has died with two requests in hand, and only one of them can be at fault."""
+    """A worker has died with two requests in flight, and only one of them can be at fault."""
     inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
     first = make_stage(bus, "renderer-one")
     for number in range(2):
@@ -447,7 +447,7 @@ async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
 async def test_a_request_that_cannot_be_acknowledged_leaves_its_job(
     bus: Bus, model: str, request_id: str
 ) -> None:
-    """Otherwise nobody would acknowledge the request before its deadline."""
+    """Otherwise no worker would acknowledge the request before its deadline."""
     await put(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await stage.finish(
@@ -587,7 +587,7 @@ async def test_payloads_that_were_not_handed_over_are_taken_back(
 async def test_a_payload_is_released_before_its_task_even_if_its_owner_is_away_for_a_moment(
     bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that dies behind its acknowledgement leaves no reference to anybody."""
+    """A worker that dies after its acknowledgement leaves no reference to the payload."""
     stage = make_stage(bus)
     stage.blobs = reader = Blobs(bus, "renderer", "renderer-test", BlobsConfig(arena_mib=1))
     # As after a restart of the broker, which has lost all heartbeats: this one is yet to return.
@@ -654,7 +654,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
     assert await stage.claim(lost) is not None
     other = await consume(bus, "renderer", model)
     async with asyncio.timeout(10):
-        # The message that this worker has in hand is another's meanwhile, who settles it.
+        # Another worker gets the message meanwhile, and settles it.
         await (await other.next()).ack()
         await other.stop()
         await put(bus, model, request_id, b"made again")

@@ -47,7 +47,7 @@ async def test_an_end_that_is_noted_again_changes_nothing(bus: Bus, request_id: 
     assert again == first
     assert not output_ends.is_complete(again)
     assert output_ends.is_complete(await output_ends.add(bus, request_id, "audio", OutputSummary()))
-    # A stage whose acknowledgement was lost finds the list complete, and ends the request again.
+    # A stage that lost its acknowledgement reads a complete list, and ends the request again.
     assert output_ends.is_complete(await output_ends.add(bus, request_id, "text", OutputSummary()))
 
 

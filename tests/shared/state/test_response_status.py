@@ -1,4 +1,4 @@
-"""What an operator is told of a response, and its dead letter."""
+"""Status of a response for an operator, and its dead letter."""
 
 import secrets
 

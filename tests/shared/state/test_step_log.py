@@ -52,7 +52,7 @@ async def test_a_writer_does_not_take_anothers_call_for_its_own(bus: Bus) -> Non
     await logs[0].append(Sending(0, 0, 0, 0, "k", "d", "one"))
     with pytest.raises(Fenced):
         await logs[1].append(Sending(0, 0, 0, 0, "k", "d", "other"))
-    # A step that has been stored, and whose ack was lost, is recognised.
+    # A stored step is recognised when its ack was lost.
     again = StepLog(bus, "t", name)
     stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("t", name))
     for message in stored[:-1]:

@@ -142,7 +142,7 @@ def lose_unread(reader: LogReader) -> None:
 async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
     own_broker: EmbeddedServer, request_id: str
 ) -> None:
-    """It looks into the new log behind the last message that it has read of the lost one."""
+    """It reads the new log from the position at which it has stopped in the lost log."""
     bus = await Bus.connect(own_broker.url, "test")
     await bus.streams.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
     for position in range(8):

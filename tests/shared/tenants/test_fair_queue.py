@@ -1,4 +1,4 @@
-"""The queue is fair to tenants, whatever number of requests each of them sends."""
+"""The queue is fair to tenants that send any number of requests."""
 
 from collections import Counter
 

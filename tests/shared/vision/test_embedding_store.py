@@ -1,5 +1,4 @@
-"""Embeddings between workers: found by whoever needs them, made again when lost, never waited for
-in vain."""
+"""Embeddings between workers: shared, computed again when lost, never waited for in vain."""
 
 import asyncio
 import contextlib
