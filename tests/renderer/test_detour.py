@@ -114,7 +114,7 @@ async def test_a_worker_of_another_model_or_stage_gets_none(bus: Bus, model: str
 async def test_a_burst_does_not_go_to_one_worker(
     bus: Bus, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next heartbeat tells how much work it has."""
+    """Its next heartbeat has its amount of work."""
     monkeypatch.setattr(detour, "BEATS_TTL_S", 600.0)
     await beat(bus, model)
     await beat(bus, model)

@@ -1,4 +1,4 @@
-"""Renderers beside other servers: what they tell, and images that these have processed."""
+"""Renderers with other servers: model cards, tokens, and images that other servers processed."""
 
 import hashlib
 import json

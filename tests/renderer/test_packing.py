@@ -26,7 +26,7 @@ TTL_S = 60.0
 
 @pytest.fixture
 def model() -> str:
-    """A model name of its own, so that tasks of other tests do not interfere."""
+    """A unique model name, so that tasks of other tests do not interfere."""
     return f"m{secrets.token_hex(4)}"
 
 

@@ -311,7 +311,7 @@ async def test_tokens_are_counted_while_a_recording_is_split(
 async def test_a_burst_of_one_tenant_leaves_room_for_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others get half of the places and every other turn, whatever the length of the burst."""
+    """The others get half of the places and every other turn, for a burst of any length."""
     monkeypatch.setattr(rpc, "MAX_HELD", 8)
     request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
     order: list[str] = []

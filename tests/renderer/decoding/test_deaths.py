@@ -55,7 +55,7 @@ def decoders(pool: DecoderPool) -> list[int]:
 
 
 def only_decoder(pool: DecoderPool) -> int:
-    """Return the decoder at work, once those of earlier tests have ended."""
+    """Return the decoder at work, after the decoders of earlier tests have ended."""
     until = time.monotonic() + 60
     while len(pids := decoders(pool)) != 1 and time.monotonic() < until:
         time.sleep(0.01)

@@ -55,7 +55,7 @@ def test_encoders_of_the_tests_make_no_real_time_process() -> None:
 
 
 def test_a_frame_is_decoded_from_the_key_frame_before_it(reader: Reader) -> None:
-    # All frames but the first, and those of the last two key frames, are damaged.
+    # All frames are damaged, except the first and the frames from the last two key frames on.
     data = bytearray(files.video())
     with av.open(io.BytesIO(bytes(data))) as opened:
         packets = [packet for packet in opened.demux(video=0) if packet.size]

@@ -1,6 +1,6 @@
-"""Decode files in a process of its own, and print what each did to the most memory ever used.
+"""Decode files in a separate process, and print what each did to the most memory ever used.
 
-The peak is that of /proc: `ru_maxrss` begins with what the parent had.
+The peak is read from /proc, because `ru_maxrss` begins with the parent's memory.
 """
 
 import io

@@ -75,7 +75,7 @@ def spellings(text: str) -> Iterator[str]:
 def assert_not_asked(url: str, networks: list[str] | None = None) -> None:
     with pytest.raises((MediaBlocked, InvalidMedia)) as caught:
         fetcher(networks).fetch(url, FIELD)
-    # The error differs from that of a connection that was tried and failed.
+    # A connection that was tried and failed has another error.
     assert "in time" not in caught.value.message
     assert caught.value.field == FIELD
 
@@ -332,7 +332,7 @@ DRIBBLES = {
 def test_the_deadline_is_for_the_whole_and_not_for_each_byte(
     canary: Canary, dribble: tuple[bytes, bytes]
 ) -> None:
-    """A limit on the pause between bytes would let each of these go on for ever."""
+    """With only a limit on the pause between bytes, each of these would never end."""
     beginning, endless = dribble
     given_up = threading.Event()
 
@@ -416,7 +416,7 @@ def test_a_compressed_body_is_not_unpacked_and_so_no_image(canary: Canary, encod
 
 
 def test_what_follows_an_answer_is_not_the_next_one(canary: Canary) -> None:
-    """Bytes behind the declared length must not answer another request."""
+    """Bytes after the declared length must not answer another request."""
     hidden = OK + b"Content-Length: 6\r\n\r\nhidden"
 
     def smuggle(handler: BaseHTTPRequestHandler) -> None:

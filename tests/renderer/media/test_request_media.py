@@ -1,4 +1,4 @@
-"""A retry sees the images that the first attempt saw, whatever their URLs have become."""
+"""A retry uses the same images as the first attempt, even if their URLs have changed."""
 
 import asyncio
 import os

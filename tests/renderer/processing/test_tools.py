@@ -223,7 +223,7 @@ def test_the_template_says_how_calls_are_written(
 
 
 def with_start(folder: Path) -> Processor:
-    """A tokenizer that begins with a token of its own."""
+    """A processor with a tokenizer that adds a start token."""
     processor = model(folder)
     start = SPECIALS[1]
     processor.tokenizer._encoder.post_processor = processors.TemplateProcessing(

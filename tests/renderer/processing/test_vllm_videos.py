@@ -72,7 +72,7 @@ def test_items_and_hashes_are_those_of_vllm_to_the_byte(
     assert item.num_tokens == recorded["placeholder"]["length"]
     file = file_of(name).removeprefix(SEQUENCE_HEAD)
     assert vllm_kwargs.mm_hash(VIDEO, file, MODEL_ID, item.video) == recorded["mm_hash"]
-    # What vLLM sends is what was made of the file itself.
+    # The item that vLLM sends equals the item from the file.
     received = processor.decode_item(VIDEO, data, item.mm_hash, "field")
     assert received.num_tokens == item.num_tokens
     assert received.fields.keys() == item.fields.keys()
