@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video: pixels as recorded from its processor, answers as those of `generate`."""
+"""LLaVA-NeXT-Video: pixels as recorded from its processor, answers equal to `generate`."""
 
 import copy
 import hashlib

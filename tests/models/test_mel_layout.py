@@ -1,4 +1,4 @@
-"""Features of sounds, bit for bit those of transformers, and the sounds that are refused."""
+"""Features of sounds equal transformers' features bit for bit; sounds that are refused."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The pixels that the engine restores are those of transformers' own processor, bit for bit.
+"""The pixels that the engine restores equal the pixels of transformers' processor bit for bit.
 
 Files of every mode, images of every size, and processors of other models and settings.
 """

@@ -1,7 +1,7 @@
 """A family that exists in this file only: one declaration is all that the workers need.
 
-The toy model looks at a raster in a CLIP tower with a bias of its own, has a placeholder token of
-its own name, and gives all tokens of an image one position. It answers token for token as
+The toy model encodes a raster in a CLIP tower with an added bias, has a placeholder token with
+another name, and gives all tokens of an image one position. It answers token for token as
 transformers' `generate` does.
 """
 

@@ -1,7 +1,7 @@
-"""Answers about videos are those of transformers' forward, token for token.
+"""Answers about videos equal the answers of transformers' forward, token for token.
 
-transformers' own `generate` places the text behind a video wrongly, so that its forward is given
-the positions of the original rule, which tests/models/test_mrope.py holds to a recorded reference.
+`generate` of transformers gives wrong positions to the text after a video. Its forward therefore
+gets the positions of the original rule, which tests/models/test_mrope.py checks on a recording.
 """
 
 import json
