@@ -60,7 +60,7 @@ async def serving(
     max_tasks: int = 64,
     results: ImageResults | None = None,
 ) -> AsyncIterator[Context]:
-    """Run a worker until the end of the block, in which the test may have stopped it."""
+    """Run a worker until the end of the block. The test may stop it earlier."""
     config = Config(
         {model: ModelConfig("nowhere", stages=msgspec.convert(STAGES, dict[str, StageConfig]))},
         delivery=DeliveryConfig(ack_wait_s=5.0, drain_s=5.0),
@@ -83,7 +83,7 @@ async def serving(
 async def publish_request(
     bus: Bus, model: str, prompt: str, params: PaintParams, lane: str = "interactive"
 ) -> TaskHeader:
-    """The header of a request for images, whose generator has its task."""
+    """Publish the task of a request for images, and return its header."""
     request_id = f"t-{secrets.token_hex(6)}"
     ticket = await accept(bus, model, request_id)
     await output_ends.begin(bus, request_id, ["image"])

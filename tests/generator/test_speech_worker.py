@@ -71,7 +71,7 @@ def make_context(bus: Bus, model: str, **changes: Any) -> Context:
 async def serving(
     bus: Bus, model: str, vocoder: CountingVocoder, thread: VocoderThread
 ) -> AsyncIterator[Context]:
-    """Run a worker until the end of the block, in which the test may have stopped it."""
+    """Run a worker until the end of the block. The test may stop it earlier."""
     context = make_context(bus, model)
     chunks = ChunkSpec(size=1, left=0, right=0)
     running = asyncio.create_task(SpeechWorker(context, model, thread, chunks, vocoder).serve())
@@ -85,7 +85,7 @@ async def serving(
 
 
 async def spoken(bus: Bus, model: str, codes: list[int], *, ended: bool = True) -> TaskHeader:
-    """The header of a request with these codes, whose generator has its task."""
+    """Publish the task of a request with these codes, and return its header."""
     request_id = f"t-{secrets.token_hex(6)}"
     ticket = await accept(bus, model, request_id)
     await output_ends.begin(bus, request_id, OUTPUTS)

@@ -18,7 +18,7 @@ BAD = 13
 
 
 class CountingVocoder:
-    """A vocoder whose samples are the codes. It waits until it is let on."""
+    """A vocoder that returns the codes as samples. It waits until the test releases it."""
 
     sample_rate, samples_per_frame, num_codebooks, num_codes = 1, 1, 1, 100
     min_left, min_right, num_missing = 0, 0, 0

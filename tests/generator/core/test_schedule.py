@@ -1,4 +1,4 @@
-"""The schedule of chunks: a function of positions, whatever the order in which frames arrive."""
+"""The schedule of chunks depends on positions, and not on the order in which frames arrive."""
 
 from collections.abc import Iterator
 
