@@ -66,7 +66,7 @@ LONG = (
     "tests/bench/test_peers.py",
 )
 COMPUTING = "tests/engine/"
-# Files with one of these beginnings share a cluster, and those of the page a browser.
+# Files with one of these beginnings share a cluster, and the files of the page a browser.
 GROUPS = (
     "tests/gateway/http/",
     "tests/gateway/routes/test_page",

@@ -49,7 +49,7 @@ class ShakyDrafter:
 
 
 class FakeRunner:
-    """Runner whose tokens are hashes of the preceding tokens, with a KV store of such hashes.
+    """Runner with hashes of the preceding tokens as tokens, and a KV store of such hashes.
 
     Like keys and values, the content of a slot depends on the token, on the slots before it and on
     the image at its position. All slots of a sequence are verified before every sample.

@@ -1,4 +1,4 @@
-"""Tiny random omni models, in folders like those of Qwen3-Omni and Qwen2.5-Omni."""
+"""Tiny random omni models, in folders laid out like Qwen3-Omni and Qwen2.5-Omni."""
 
 import functools
 import importlib
@@ -265,7 +265,7 @@ def pcm(sound: torch.Tensor) -> NDArray[np.int16]:
 
 
 class SpokenAnswer(NamedTuple):
-    """What transformers answers, greedily."""
+    """Greedy answer of transformers."""
 
     token_ids: list[int]
     frames: list[list[int]]

@@ -159,7 +159,7 @@ def test_roles_of_stages_are_named_in_the_roles_and_the_default_pipeline_only() 
     names = set(stage_roles())
     assert names >= {"renderer", "encoder", "engine"}
     homes = ("workers/roles.py", "shared/stage/pipelines.py", "shared/stage/graphs.py")
-    # What these roles may do beyond workers of any stage.
+    # Permissions of these roles beyond the permissions of all stages.
     permissions = "shared/protocol/permissions.py"
     allowed = {
         # Labels of metrics in the catalog.

@@ -48,7 +48,7 @@ async def test_texts_are_put_together(door: Door) -> None:
 
 
 class MadeUp(Compose):
-    """A project whose containers are created with the image of the moment, and stay."""
+    """A project that creates containers with the current image, and keeps them."""
 
     def __init__(self) -> None:
         super().__init__("test", {"PORT": "1"}, ["compose"])
@@ -73,7 +73,7 @@ def test_an_older_image_runs_beside_the_new_one() -> None:
     step = start_beside(compose, "pagemill:old", "pagemill:new")
     assert compose.made == {role: ["pagemill:old", "pagemill:new"] for role in MIXED_ROLES}
     assert step.figures.endswith("of pagemill:new and pagemill:old")
-    # What is started later is new.
+    # Containers that are started later are new.
     assert compose.env["IMAGE"] == "pagemill:new"
 
 

@@ -1,4 +1,4 @@
-"""The compose cluster keeps its promises, as far as its text tells without containers."""
+"""The compose cluster keeps its promises, checked on its files without containers."""
 
 import os
 import re
@@ -37,9 +37,9 @@ TALKER = "talker"
 """An engine for a second stage of its model."""
 POOL_ROLES = "${POOL_ROLES:-engine}"
 COMMANDS = {TALKER: ["engine", "--stage", TALKER], POOL: [POOL, "--roles", POOL_ROLES]}
-"""Arguments of workers whose services are not named like their role alone."""
+"""Arguments of workers in services with other names than their role."""
 POOL_GRACE_S = 40.0
-# What ends between the drain and the process, such as transfers of payloads.
+# Time between the end of the drain and of the process, such as transfers of payloads.
 AFTER_DRAIN_S = 5.0
 
 

@@ -145,7 +145,7 @@ def test_troubleshooting_has_a_row_for_every_error_code() -> None:
 def _errors(cls: type[PagemillError]) -> Iterator[type[PagemillError]]:
     yield cls
     for below in cls.__subclasses__():
-        # Tests define errors of their own.
+        # Tests define further errors.
         if below.__module__.startswith(("shared.", "workers.")):
             yield from _errors(below)
 

@@ -22,7 +22,7 @@ RULES = [
 ]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "ops/monitoring/dashboard.json").read_text())
 RUNBOOKS = (ROOT / "docs/operate/runbooks.md").read_text()
-# What Grafana puts into an expression.
+# Values that Grafana puts into an expression.
 VARIABLES = {"$__rate_interval": "5m", "$model": "demo"}
 SUFFIXES = ("_bucket", "_sum", "_count")
 ADDED_LABELS = {"le", "lane", "job", "instance"}

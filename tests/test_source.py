@@ -1,4 +1,4 @@
-"""What no module may do, read from the source itself: rows S03, S13, S23 and S41."""
+"""Rules on modules, checked in their source: rows S03, S13, S23 and S41."""
 
 import ast
 import builtins
@@ -100,10 +100,10 @@ ALLOWED = {
     "shared.bus.login": {".read_bytes"},
     "workers.keyring": {".read_bytes", "os.open"},
     "workers.cli.commands.keys": {".read_bytes", ".read_text"},  # the server's process id, /proc
-    # What the operator pulls, from the hub of HF_ENDPOINT; no other module downloads.
+    # Models that the operator pulls from the hub of HF_ENDPOINT; no other module downloads.
     "workers.cli.models.hub": {"huggingface_hub", "httpx2"},
     "workers.cli.models.download": {"huggingface_hub", "httpx2", "os.open", ".open"},
-    # Its cache is read; nothing is asked of the hub.
+    # It reads the hub's cache, and sends no request to the hub.
     "workers.cli.models.local": {"huggingface_hub"},
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
@@ -151,7 +151,7 @@ def names_used(tree: ast.AST) -> Iterator[str]:
             if root in aliases or hasattr(builtins, root):
                 yield ".".join([aliases.get(root, root), *path])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            # Others have methods of this name, too; that of a file takes a mode.
+            # Other objects have methods of this name, too. The method of a file takes a mode.
             is_file = node.func.attr != "open" or _is_mode(node.args)
             yield f".{node.func.attr}" if is_file else ".open of something else"
 
@@ -318,7 +318,7 @@ def test_hard_sentences_are_found(text: str, number: int) -> None:
 
 
 def hard_sentences(prose: str) -> list[str]:
-    """Return the words of each match of HARD, whose paragraphs are lines."""
+    """Return the words of each match of HARD in prose with one paragraph a line."""
     return [match[0] for pattern in HARD for match in re.finditer(pattern, prose, re.MULTILINE)]
 
 

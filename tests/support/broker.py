@@ -10,7 +10,7 @@ from shared.bus.embedded_server import EmbeddedServer
 
 @contextlib.contextmanager
 def running_broker(folder: Path, **settings: Any) -> Iterator[EmbeddedServer]:
-    """Run a server that stores in a folder; `settings` are those of EmbeddedServer."""
+    """Run a server that stores in a folder. `settings` are arguments of EmbeddedServer."""
     server = EmbeddedServer(folder, **settings)
     server.start()
     try:

@@ -110,7 +110,7 @@ class EngineRig:
             await asyncio.sleep(0.001)
 
     async def until_held(self, count: int = 1) -> None:
-        """Wait until so many requests have begun here."""
+        """Wait until `count` requests have begun here."""
         await until(lambda: self.load()["held"] >= count)
 
     async def put(

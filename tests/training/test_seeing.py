@@ -160,7 +160,7 @@ def test_the_text_behind_a_long_clip_goes_on_behind_its_largest_position() -> No
 
 
 def test_questions_about_one_picture_do_not_see_one_another() -> None:
-    """A row of separate questions gives each answer the loss that it has in a row of its own."""
+    """A row of separate questions gives each answer the same loss as a separate row."""
     torch.manual_seed(0)
     model = Qwen2VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32)
     model.set_attn_implementation("eager")
