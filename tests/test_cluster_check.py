@@ -1,6 +1,7 @@
 """Parts of `make cluster`, before a door and an engine that are made up."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 
 import httpx
@@ -21,12 +22,10 @@ def respond(request: httpx.Request) -> httpx.Response:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def door(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
+    answering = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(respond))
+    monkeypatch.setattr(httpx, "AsyncClient", answering)
     instance = Door(1)
-    await instance._client.aclose()
-    instance._client = httpx.AsyncClient(
-        base_url="http://door", transport=httpx.MockTransport(respond)
-    )
     yield instance
     await instance.close()
 

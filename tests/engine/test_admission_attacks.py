@@ -271,7 +271,8 @@ def test_token_ids_out_of_range_are_rejected_by_add(
 def test_the_first_id_out_of_range_is_the_vocabularys_size(
     core: EngineCore, good: EngineRequest
 ) -> None:
-    size = core._factory.vocab_size
+    config = msgspec.json.decode((DEMO_MODEL / "config.json").read_bytes())
+    size = config["text_config"]["vocab_size"]
     with pytest.raises(InvalidRequest, match=f"from 0 to {size - 1}"):
         core.add(EngineRequest("r", [size], [], good.sampling))
     answers, errors = run(core, [EngineRequest("r", [size - 1], [], good.sampling)])

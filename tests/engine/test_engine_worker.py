@@ -52,8 +52,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
             """No step before the last one's tokens are in the log, or wait to be gathered."""
             for _ in range(num_tokens):
                 await rig.step()
-                opened = rig.worker._requests.get(request_id)
-                while opened and opened.pending and rig.worker._pacer._timer is None:  # noqa: ASYNC110
+                while rig.num_gathered(request_id) and rig.pacer._timer is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
         async with asyncio.timeout(20):
@@ -85,8 +84,7 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
         first = await anext(follow(bus, late))
         assert isinstance(first, TokenChunk)
         assert len(first.choices[0].token_ids) == 1
-        pending = rig.worker._requests[early].pending
-        assert len(pending) == 4, "the others' go on being gathered"
+        assert rig.num_gathered(early) == 4, "tokens of the others are still gathered"
         rig.runner.go_on.release(1000)
         for request_id in (early, late):
             _ = [record async for record in follow(bus, request_id)]
@@ -100,7 +98,7 @@ async def test_there_is_one_timer_for_what_is_gathered(
     loop = asyncio.get_running_loop()
     call_later = loop.call_later
     async with serving_engine(bus, "timer", GATHERS) as rig, asyncio.timeout(20):
-        pacer = rig.worker._pacer
+        pacer = rig.pacer
 
         def watched(
             delay_s: float, callback: Callable[..., object], *args: Any
@@ -240,7 +238,7 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
         # For this one there is a slot, but not blocks enough.
         await rig.put(waiting, [2] * 400)
         await step_until(lambda: rig.load()["waiting"] == 1)
-        interactive, batch = rig.worker._loop.consumers.values()
+        interactive, batch = rig.loop.consumers.values()
         assert (interactive.capacity, batch.capacity) == (2, batch.num_in_flight)
         for request_id in late:
             await rig.put(request_id, [3], lane="interactive", max_tokens=2)
@@ -274,8 +272,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
         assert await request_queue.queued_request(bus, accepted.sequence) is None
         letter = await dead_letters.find(bus, request_id)
         assert letter.request == b"what the client wrote"
-        consumers = rig.worker._loop.consumers.values()
-        assert all(consumer.num_in_flight == 0 for consumer in consumers)
+        assert all(consumer.num_in_flight == 0 for consumer in rig.loop.consumers.values())
     await requests.stop()
 
 
@@ -304,7 +301,7 @@ async def test_a_request_that_ends_while_its_blocks_are_read_is_not_begun(bus: B
         while name not in rig.worker._ended:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         go_on.set()
-        while rig.worker._loop.num_claimed:
+        while rig.loop.num_claimed:
             assert rig.load()["held"] == 0
             await asyncio.sleep(0)
         assert rig.num_steps == 0

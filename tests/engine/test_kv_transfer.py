@@ -101,9 +101,10 @@ async def test_a_damaged_blob_and_those_behind_it_are_not_used(pair: tuple[Blobs
     owner, reader = pair
     request = request_of()
     kv = await stored(owner, request)
-    slot = owner._server.open(kv[1].ref.key, "test")
+    server = owner._server
+    slot = server.open(kv[1].ref.key, "test")
     assert slot is not None
-    owner._server.arena._view[slot.offset + 5] ^= 1
+    server.arena._view[slot.offset + 5] ^= 1
     assert await num_read(reader, request, kv) == 6
 
 

@@ -302,15 +302,16 @@ async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
     assert (await rig.next()).body.kv
 
 
-async def test_the_age_of_the_oldest_task_is_reported(rig: Rig) -> None:
+async def test_the_age_of_the_oldest_task_is_reported(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = asyncio.Event()
 
     async def hold(*task: Any) -> Any:
         held.set()
         await asyncio.Event().wait()
 
-    handle = rig.worker._prefill
-    rig.worker._prefill = hold  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(rig.worker, "_prefill", hold)
     assert rig.load()["oldest_s"] == 0
     await rig.put(PROMPT)
     await asyncio.wait_for(held.wait(), 10)
@@ -320,7 +321,7 @@ async def test_the_age_of_the_oldest_task_is_reported(rig: Rig) -> None:
     (job,) = rig.worker._jobs
     job.delivery.stored_ms -= 5000
     assert rig.load()["oldest_s"] > 5
-    rig.worker._prefill = handle  # type: ignore[method-assign]
+    monkeypatch.undo()
     rig.context.shutdown.begin()
     assert rig.load()["draining"] == 1
     rig.context.shutdown.hurry.set()

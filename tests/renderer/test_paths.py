@@ -42,6 +42,7 @@ from tests.renderer.rig import (
     task_for,
 )
 from tests.support.media import data_url, png
+from tests.support.waiting import until
 from workers.renderer import rpc, warmup
 from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.processing.processor import Processor
@@ -56,6 +57,7 @@ class Rig:
         self.bus = bus
         self.model = model
         self.worker = worker
+        self.blobs = worker.render_path.images._blobs
         self._sink = sink
 
     async def engine(self, messages: list[Message]) -> tuple[EngineBody, list[TensorData]]:
@@ -77,7 +79,7 @@ class Rig:
         pictures, fetched = self.worker.render_path.images, self.worker._loader._fetched[IMAGE]
         return {
             "counters": (pictures.counters.hits, pictures.counters.processed),
-            "pictures": list(pictures._blobs._server.arena.slots._slots),
+            "pictures": list(self.blobs._server.arena.slots._slots),
             "files": [url for *_, url in fetched._entries],
             "file counters": (fetched.hits, fetched.misses),
         }
@@ -149,10 +151,9 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
     counted = await rig.tokenize(messages)
     assert prompt.prompt_token_ids == engine_task.prompt_token_ids == counted.token_ids
     assert counted.count == len(counted.token_ids) < counted.max_model_len
-    blobs = rig.worker.render_path.images._blobs
     for ours, theirs in zip(prompt.items, engine_task.items, strict=True):
         assert (ours.mm_hash, ours.placeholder) == (theirs.mm_hash, theirs.placeholder)
-        fields, blob = await mm_items.open_item(blobs, theirs, engine_tensors)
+        fields, blob = await mm_items.open_item(rig.blobs, theirs, engine_tensors)
         assert fields.keys() == ours.fields.keys()
         for name, tensor in fields.items():
             other = tensors[ours.fields[name]]
@@ -175,11 +176,8 @@ async def test_a_request_that_fails_holds_none_of_its_images(rig: Rig) -> None:
         async with asyncio.timeout(20):
             records = [record async for record in client.follow(rig.bus, task.header.request_id)]
         assert isinstance(records[-1], Failure)
-        slots = rig.worker.render_path.images._blobs._server.arena.slots
-        assert len(slots) == 1
-        async with asyncio.timeout(30):
-            while slots.num_pinned:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        assert len(rig.caches()["pictures"]) == 1
+        await until(lambda: not rig.blobs.num_pinned, 30)
 
 
 async def test_a_text_is_taken_as_it_is(rig: Rig) -> None:
@@ -255,26 +253,31 @@ async def test_a_call_for_another_model_has_no_responder(rig: Rig) -> None:
         await client.render(rig.bus, GenerateRequest("nobodys", [Message("user", "?")]))
 
 
-async def test_a_burst_leaves_threads_to_the_engines_work(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many ask, one of the two threads is not theirs."""
-    most, now = 0, 0
-    path = rig.worker.preview_path
+def hold_previews(rig: Rig, monkeypatch: pytest.MonkeyPatch, may_go_on: asyncio.Event) -> list[int]:
+    """Hold the work for calls. Return the numbers of calls at work, counted at each beginning."""
+    path, now, numbers = rig.worker.preview_path, 0, list[int]()
     in_thread = path._in_thread
-    all_have_come = asyncio.Event()
 
-    async def counted(function: Any, *args: Any) -> Any:
-        nonlocal most, now
+    async def held(function: Any, *args: Any) -> Any:
+        nonlocal now
         now += 1
-        most = max(most, now)
-        await all_have_come.wait()
+        numbers.append(now)
+        await may_go_on.wait()
         try:
             return await in_thread(function, *args)
         finally:
             now -= 1
 
-    monkeypatch.setattr(path, "_in_thread", counted)
+    monkeypatch.setattr(path, "_in_thread", held)
+    return numbers
+
+
+async def test_a_burst_leaves_threads_to_the_engines_work(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ask, one of the two threads is not theirs."""
+    all_have_come = asyncio.Event()
+    held = hold_previews(rig, monkeypatch, all_have_come)
     monkeypatch.setattr(rpc, "MAX_HELD", 16)
     request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
     burst = [asyncio.create_task(client.render(rig.bus, request)) for _ in range(24)]
@@ -286,7 +289,7 @@ async def test_a_burst_leaves_threads_to_the_engines_work(
     all_have_come.set()
     answers = await asyncio.gather(*burst, return_exceptions=True)
     refused = [type(answer) for answer in answers if isinstance(answer, Exception)]
-    assert most == 1
+    assert set(held) == {1}
     assert refused == [Overloaded] * 8
 
 
@@ -315,13 +318,8 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
     monkeypatch.setattr(rpc, "MAX_HELD", 8)
     request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
     order: list[str] = []
-    in_thread, all_have_come = rig.worker.preview_path._in_thread, asyncio.Event()
-
-    async def held(function: Any, *args: Any) -> Any:
-        await all_have_come.wait()
-        return await in_thread(function, *args)
-
-    monkeypatch.setattr(rig.worker.preview_path, "_in_thread", held)
+    all_have_come = asyncio.Event()
+    hold_previews(rig, monkeypatch, all_have_come)
 
     async def ask(tenant: str) -> str:
         try:
@@ -350,8 +348,8 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
     config = config_for(model)
     request = GenerateRequest(model, messages_with([data_url(png(1))]))
     async with renderer(broker.url, config), renderer(broker.url, config) as second:
-        roads = second.render_path.images._blobs._transports
-        assert roads == {}, "the warm-up has left a connection to the first"
+        transports = second.render_path.images._blobs._transports
+        assert transports == {}, "the warm-up has left a connection to the first"
         await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
     with pytest.raises(Unavailable):
         await client.render(bus, request)

@@ -15,6 +15,7 @@ from tests.fakes import FakeRunner
 from tests.support import engine
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
+from workers.engine.core.request_state import Decode
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
@@ -39,6 +40,7 @@ def make_core(
     runner: FakeRunner | None = None,
     num_blocks: int = 64,
     prefix_caching: bool = True,
+    decode: Decode = decode,
     **limits: int,
 ) -> EngineCore:
     return engine.make_core(
@@ -306,8 +308,7 @@ def test_a_log_that_cannot_be_replayed_leaves_no_state() -> None:
     def fails(token_ids: list[int], **kwargs: object) -> str:
         raise RuntimeError("no text for these")
 
-    core = make_core()
-    core._factory = replace(core._factory, decode=fails)
+    core = make_core(decode=fails)
     bad = replace(make_request("bad"), logged=[LoggedChoice([5], False)])
     with pytest.raises(RuntimeError):
         core.add(bad)
@@ -408,14 +409,15 @@ def cached_tokens(core: EngineCore, request: EngineRequest) -> int:
 
 def test_the_cost_of_tokens_is_not_learned_from_steps_that_encode() -> None:
     core = make_core()
+    step_cost = core._scheduler.step_cost
     core.add(imaged("first"))
     core.step()
     assert core.stats().encoded_items == 1
     core.observe_time(5.0)
-    assert not core._scheduler.step_cost.is_known
+    assert not step_cost.is_known
     core.step()
     core.observe_time(0.5)
-    assert core._scheduler.step_cost.line() == (0.0, 0.5)
+    assert step_cost.line() == (0.0, 0.5)
 
 
 def test_a_repeated_prompt_and_its_image_are_not_recomputed() -> None:

@@ -133,14 +133,17 @@ async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_grammar(
     forks.close()
 
 
-async def test_sandboxes_are_started_after_their_server_was_killed() -> None:
-    compiler = new_compiler()
+async def test_sandboxes_are_started_after_their_server_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler, forks = new_compiler(), Forks("workers.engine.sampling.grammar_sandbox")
+    monkeypatch.setattr(grammar_trial, "_sandboxes", forks)
     for name in ("before", "after"):
         assert isinstance(await compile_with(compiler, named(name)), Grammar)
-        server = grammar_trial._sandboxes.pid
-        assert server is not None
-        os.kill(server, signal.SIGKILL)
-        await asyncio.to_thread(os.waitid, os.P_PID, server, os.WEXITED | os.WNOWAIT)
+        assert forks.pid is not None
+        os.kill(forks.pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, forks.pid, os.WEXITED | os.WNOWAIT)
+    forks.close()
 
 
 async def test_a_sandbox_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

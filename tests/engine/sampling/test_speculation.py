@@ -143,14 +143,16 @@ def test_drafting_continues_after_a_resume_at_any_token(request: EngineRequest, 
 def test_accepted_drafts_save_steps_and_are_cached() -> None:
     request = test_engine.make_request(max_tokens=12, ignore_eos=True)
     alone = run_alone(request)
-    core = drafting_core(shaky(whole_answers(request, alone), 8, 0, share=1.0))
+    (whole,) = whole_answers(request, alone)
+    core = drafting_core(shaky([whole], 8, 0, share=1.0))
     core.add(request)
     assert answers_of(finish(core), request) == answers_of(alone, request)
     stats = core.stats()
     assert stats.num_steps < 12
     assert stats.num_accepted_tokens == stats.num_draft_tokens == 12 - stats.num_steps
     # The last of the fifteen tokens was never computed: seven blocks.
-    assert len(core._pool._block_by_hash) == 7
+    following = test_engine.make_request("following", [*whole, 1], max_tokens=1)
+    assert test_engine.cached_tokens(core, following) == 14
 
 
 def test_a_failing_run_fails_only_its_request_with_drafts() -> None:

@@ -225,10 +225,10 @@ def test_the_template_says_how_calls_are_written(
 def with_start(folder: Path) -> Processor:
     """A processor with a tokenizer that adds a start token."""
     processor = model(folder)
-    start = SPECIALS[1]
-    processor.tokenizer._encoder.post_processor = processors.TemplateProcessing(
+    start, encoder = SPECIALS[1], processor.tokenizer._encoder
+    encoder.post_processor = processors.TemplateProcessing(
         single=f"{start} $A",
-        special_tokens=[(start, processor.tokenizer._encoder.token_to_id(start))],
+        special_tokens=[(start, encoder.token_to_id(start))],
     )
     return processor
 

@@ -172,7 +172,7 @@ async def lie(start: StartBlobs) -> AsyncIterator[Lie]:
             return replace(address, local=name, tcp=None)
 
         owner = await start(advertise=advertise)
-        return owner, BlobRef(owner._worker, bytes(32), 100)
+        return owner, BlobRef(put(owner, b"").worker, bytes(32), 100)
 
     yield lie
     for task in tasks:

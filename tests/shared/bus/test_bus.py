@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from typing import Any
 
 import pytest
 from nats.aio.client import Client as NatsClient
@@ -19,6 +20,7 @@ from shared.errors import PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
+from tests.support.broker import break_connection, subscriptions_of
 
 
 @pytest.fixture
@@ -197,23 +199,24 @@ async def test_requests_survive_a_connection_that_is_being_lost(broker: Embedded
     """nats-py writes in the caller's task when its writer has ended before its reader notices."""
     bus = await Bus.connect(broker.url, "test-lost")
     await bus.streams.prepare(NatsConfig(), DeliveryConfig())
-    nc = bus.connection.nc
-    await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
-    held = len(nc._subs)
-    assert nc._flusher_task is not None
-    assert nc._transport is not None
-    for _ in range(3):
-        nc._flusher_task.cancel()
+
+    async def lose_connection() -> None:
+        writer = bus.connection.nc._flusher_task
+        assert writer is not None
+        writer.cancel()
         await asyncio.sleep(0)
-        nc._transport.close()
+        break_connection(bus)
+
+    await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
+    num_subscriptions = len(subscriptions_of(bus))
+    for _ in range(3):
+        await lose_connection()
         assert await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
     listener = await bus.subscribe(subjects.tokens("nobody"))
-    nc._flusher_task.cancel()
-    await asyncio.sleep(0)
-    nc._transport.close()
+    await lose_connection()
     await bus.publish(subjects.cancel("nobody"), b"", f"lost-{secrets.token_hex(4)}")
     await bus.unsubscribe(listener)
-    assert len(nc._subs) == held
+    assert len(subscriptions_of(bus)) == num_subscriptions
     await bus.close()
 
 
@@ -252,20 +255,17 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
             case _:
                 await replies.next(60.0)
 
-    def come() -> None:
-        match waits_for:
-            case "an answer":
-                (answer,) = nc._resp_map.values()
-                answer.set_result(Msg(nc))
-            case "the server":
-                nc._pongs[-1].set_result(True)
-            case _:
-                replies.add(Msg(nc))
+    def waiters() -> list[asyncio.Future[Any]]:
+        getters = replies._arrived._getters  # type: ignore[attr-defined]
+        return [*nc._resp_map.values(), *nc._pongs, *getters]
 
     waiting = asyncio.create_task(wait())
-    while not (nc._resp_map or nc._pongs or replies._arrived._getters):  # type: ignore[attr-defined]  # noqa: ASYNC110
+    while not waiters():  # noqa: ASYNC110
         await asyncio.sleep(0)
-    come()
+    if waits_for == "one of several answers":
+        replies.add(Msg(nc))
+    else:
+        waiters()[-1].set_result(Msg(nc))
     for _ in range(steps):
         await asyncio.sleep(0)
     in_time = waiting.cancel()

@@ -12,6 +12,7 @@ from shared.bus.consumer import Delivery
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import WAIT_S, SlotConsumer, SlotQueue
 from shared.protocol import subjects
+from tests.support.broker import break_connection
 from tests.support.waiting import until
 
 LANE = "batch"
@@ -161,8 +162,9 @@ async def test_a_frozen_owner_loses_its_slots_after_the_ack_wait(
     """It keeps what its pulls were given, for the ack wait at most, and pulls no more."""
     ack_wait_s = 1.0
     frozen = await consume(bus, model, owned=SLOTS, ack_wait_s=ack_wait_s)
-    assert frozen._pump is not None
-    frozen._pump.cancel()
+    pump = frozen._pump
+    assert pump is not None
+    pump.cancel()
     thief = await consume(other, model, owned=[], ack_wait_s=ack_wait_s)
     names = {str(number).encode() for number in range(12)}
     for name in names:
@@ -194,8 +196,7 @@ async def test_pulls_end_with_their_connection_and_are_sent_again(
 ) -> None:
     # The broker may have the message before the end of the connection, and sends it there.
     consumer = await consume(bus, model, owned=SLOTS, ack_wait_s=1.0)
-    assert bus.connection.nc._transport is not None
-    bus.connection.nc._transport.close()
+    break_connection(bus)
     await put(other, model, "a", 1)
     assert (await take(consumer)).data == b"a"
 

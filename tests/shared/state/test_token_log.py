@@ -20,6 +20,7 @@ from shared.state import log_reader
 from shared.state.log_reader import LogReader
 from shared.state.log_records import decode_record
 from shared.state.token_log import LogWriter, end_request, finish_request, last_record
+from tests.support.broker import subscriptions_of
 
 
 @pytest.fixture
@@ -57,10 +58,10 @@ async def test_a_writer_that_was_overtaken_is_refused(bus: Bus, request_id: str)
 
 async def test_who_has_the_last_record_listens_no_more(bus: Bus, request_id: str) -> None:
     await end_request(bus, request_id, 1, ContextTooLong("too long"), [])
-    before = set(bus.connection.nc._subs)
+    before = subscriptions_of(bus)
     log = follow(bus, request_id)
     assert isinstance(await anext(log), Failure)
-    assert set(bus.connection.nc._subs) == before
+    assert subscriptions_of(bus) == before
     assert [record async for record in log] == []
 
 
@@ -133,10 +134,12 @@ async def test_a_reader_fills_gaps_from_the_log(bus: Bus, request_id: str) -> No
 
 
 def lose_unread(reader: LogReader) -> None:
-    """Remove the records that the reader has received and not read, as if lost on their way."""
+    """Remove the records that the reader has received and not read, and wake it."""
     live: Any = reader._live
-    while not live._unread.empty():
-        live._unread.get_nowait()
+    unread = live._unread
+    while not unread.empty():
+        unread.get_nowait()
+    live.wake()
 
 
 async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
@@ -160,7 +163,6 @@ async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
         await again.tokens(delta(1))
         await again.finish(OutputSummary(Usage(1, 2), 1), {})
         lose_unread(reader)
-        reader._live.wake()
         read += [record async for record in records]
     assert [record.index for record in read] == [0, 1, 2]
     await bus.close()
