@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -244,6 +245,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def model() -> str:
+    """A model name that no other test uses, and so separate queues."""
+    return f"m-{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def request_id() -> str:
+    return f"t-{secrets.token_hex(6)}"
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from ops.first_hour import __main__ as first_hour
 from ops.first_hour.hub import NAME
 from ops.first_hour.steps import REQUEST, STEPS, Step
 from ops.first_hour.terminal import DONE, Chunk, Screen, Terminal, TerminalTimeout
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 MODEL_OF_GUIDE = "Qwen/Qwen2-VL-2B-Instruct"
@@ -125,9 +125,7 @@ def test_a_closed_terminal_leaves_no_process(terminal: Terminal) -> None:
     terminal.type("nohup sleep 600 >/dev/null 2>&1 & echo job $!\n")
     _, started = terminal.wait_for(re.compile(r"job (\d+)\r"), 30)
     terminal.close()
-    deadline = time.monotonic() + 30
-    while state_of(int(started[1])) not in (None, "Z"):
-        assert time.monotonic() < deadline
+    wait_until(lambda: state_of(int(started[1])) in (None, "Z"), 30)
 
 
 def state_of(process: int) -> str | None:

@@ -61,11 +61,6 @@ class Encoder:
 
 
 @pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
 async def start(bus: Bus, model: str) -> AsyncIterator[Start]:
     async with contextlib.AsyncExitStack() as stack:
 

@@ -298,8 +298,7 @@ async def test_a_request_that_ends_while_its_blocks_are_read_is_not_begun(bus: B
         await reading.wait()
         await end_request(bus, name, 1, WorkerFailure("it was ended"), [])
         await bus.notify(subjects.ended(name))
-        while name not in rig.worker._ended:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: name in rig.worker._ended)
         go_on.set()
         while rig.loop.num_claimed:
             assert rig.load()["held"] == 0

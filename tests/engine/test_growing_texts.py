@@ -92,14 +92,13 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> N
     shutdown.asked.set()
     shutdown.hurry.set()
 
-    async def outcomes() -> list[object]:
+    async def is_requeued() -> bool:
         subject = subjects.attempts(rig.name)
         stored = await rig.bus.read(subjects.ATTEMPTS_STREAM, subject)
-        return [a and a.outcome for a in (decode_attempt(message.data) for message in stored)]
+        attempts = (decode_attempt(message.data) for message in stored)
+        return [a and a.outcome for a in attempts] == ["open", "requeued"]
 
-    async with asyncio.timeout(20):
-        while await outcomes() != ["open", "requeued"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(is_requeued)
     await rig.until_it_is_idle()
 
 
@@ -115,9 +114,11 @@ async def test_a_request_goes_on_as_its_text_comes(
 
     monkeypatch.setattr(rig.engine.context.stage.claims, "progressed", progressed)
     await until(lambda: [rig.name] in reported)
-    async with asyncio.timeout(20):
-        while "wait for more of a text" not in (await find(rig.bus, rig.name)).why:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+    async def is_explained() -> bool:
+        return "wait for more of a text" in (await find(rig.bus, rig.name)).why
+
+    await until(is_explained)
     reading = follow(rig.bus, rig.name)
     rig.typist.typed.put_nowait(1)
     first = await anext(reading)

@@ -1,11 +1,11 @@
 """The step thread: requests, outputs, and cancellations, which free blocks."""
 
 import threading
-import time
 
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from tests.support.engine import make_core
+from tests.support.waiting import wait_until
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
@@ -52,10 +52,7 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     steps.cancel("keep")
     for _ in range(2):
         runner.go_on.release()
-    deadline = time.monotonic() + 5
-    while steps_done[-1][1].num_free_blocks != 64:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: steps_done[-1][1].num_free_blocks == 64)
     assert steps.step_s == 0
     assert core._scheduler.step_cost.is_known
     steps.stop()

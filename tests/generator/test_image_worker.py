@@ -44,11 +44,6 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 @contextlib.asynccontextmanager
 async def serving(
     bus: Bus,

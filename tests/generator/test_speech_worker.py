@@ -50,11 +50,6 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 def make_context(bus: Bus, model: str, **changes: Any) -> Context:
     """The context of a worker, with these changes to its stage."""
     stages = STAGES | {"code2wav": STAGES["code2wav"] | changes}

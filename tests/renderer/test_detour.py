@@ -42,11 +42,6 @@ def context_of(bus: Bus, model: str, **changes: Any) -> Context:
     return Context("renderer", name, None, config, bus, structlog.get_logger())
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 async def beat(bus: Bus, model: str, worker: str = "", **load: float) -> str:
     worker = worker or f"prefill-{secrets.token_hex(4)}"
     await bus.heartbeats.publish(

@@ -25,12 +25,6 @@ TTL_S = 60.0
 
 
 @pytest.fixture
-def model() -> str:
-    """A unique model name, so that tasks of other tests do not interfere."""
-    return f"m{secrets.token_hex(4)}"
-
-
-@pytest.fixture
 async def blobs(bus: Bus) -> AsyncIterator[Blobs]:
     store = Blobs(bus, "renderer", f"test-{secrets.token_hex(4)}", BlobsConfig(arena_mib=8))
     await store.start()

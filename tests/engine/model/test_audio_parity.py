@@ -28,6 +28,7 @@ from tests.engine.model.test_parity import (
     RandomSchedule,
     Twins,
     draw_image,
+    greedy_answer,
     item_of,
     run_schedule,
     widen,
@@ -154,7 +155,6 @@ def make_case(name: str, media: list[Content], num_words: int) -> HeardCase:
 
 
 def reference_answer(model: Any, case: Case, **options: bool) -> list[int]:
-    token_ids = torch.tensor([case.request.prompt_token_ids])
     inputs: dict[str, Any] = (
         dict(PROCESSOR(case.images, return_tensors="pt")) if case.images else {}
     )
@@ -173,18 +173,7 @@ def reference_answer(model: Any, case: Case, **options: bool) -> list[int]:
         frames = torch.tensor([num_frames for _, num_frames in inputs_of_sounds])
         mask = torch.arange(EXTRACTOR.nb_max_frames) < frames[:, None]
         inputs["feature_attention_mask"] = mask.long()
-    answer = model.generate(
-        input_ids=token_ids,
-        attention_mask=torch.ones_like(token_ids),
-        **inputs,
-        **options,
-        do_sample=False,
-        min_new_tokens=14,
-        max_new_tokens=14,
-        pad_token_id=0,
-    )
-    answer_ids: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return answer_ids
+    return greedy_answer(model, case.request, **inputs, **options)
 
 
 def make_twins(model: Any) -> Twins:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import InvalidRequest
@@ -21,6 +20,7 @@ from tests.engine.model.test_parity import (
     Case,
     RandomSchedule,
     Twins,
+    greedy_answer,
     make_case,
     run_schedule,
 )
@@ -74,22 +74,8 @@ def make(
 
 
 def thinker_answer(whole: Any, case: Case) -> list[int]:
-    token_ids = torch.tensor([case.request.prompt_token_ids])
-    inputs: dict[str, Any] = (
-        dict(PROCESSOR(case.images, return_tensors="pt")) if case.images else {}
-    )
-    max_tokens = case.request.sampling.max_tokens
-    answer = whole.thinker.generate(
-        input_ids=token_ids,
-        attention_mask=torch.ones_like(token_ids),
-        **inputs,
-        do_sample=False,
-        min_new_tokens=max_tokens,
-        max_new_tokens=max_tokens,
-        pad_token_id=0,
-    )
-    answer_ids: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return answer_ids
+    inputs = PROCESSOR(case.images, return_tensors="pt") if case.images else {}
+    return greedy_answer(whole.thinker, case.request, **inputs)
 
 
 @pytest.mark.parametrize("name", ["3", "2.5"])

@@ -255,24 +255,29 @@ def make_cases(sees: bool) -> list[Case]:
     ]
 
 
-def reference_answer(model: Any, case: Case) -> list[int]:
-    token_ids = torch.tensor([case.request.prompt_token_ids])
-    inputs: dict[str, Any] = {}
-    if case.images:
-        inputs = dict(PROCESSOR(case.images, return_tensors="pt"))
-        inputs["mm_token_type_ids"] = (token_ids == IMAGE).int()
-    max_tokens = case.request.sampling.max_tokens
+def greedy_answer(model: Any, request: EngineRequest, **inputs: Any) -> list[int]:
+    """Return the greedy answer of transformers, as long as the request allows."""
+    token_ids = torch.tensor([request.prompt_token_ids])
     answer = model.generate(
         input_ids=token_ids,
         attention_mask=torch.ones_like(token_ids),
         **inputs,
         do_sample=False,
-        min_new_tokens=max_tokens,
-        max_new_tokens=max_tokens,
+        min_new_tokens=request.sampling.max_tokens,
+        max_new_tokens=request.sampling.max_tokens,
         pad_token_id=0,
     )
     answer_ids: list[int] = answer[0, token_ids.shape[1] :].tolist()
     return answer_ids
+
+
+def reference_answer(model: Any, case: Case) -> list[int]:
+    inputs: dict[str, Any] = {}
+    if case.images:
+        inputs = dict(PROCESSOR(case.images, return_tensors="pt"))
+        token_ids = torch.tensor([case.request.prompt_token_ids])
+        inputs["mm_token_type_ids"] = (token_ids == IMAGE).int()
+    return greedy_answer(model, case.request, **inputs)
 
 
 # -- any schedule gives the same tokens -----------------------------------------------------------

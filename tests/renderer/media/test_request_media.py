@@ -26,15 +26,7 @@ from shared.protocol.records import Failure
 from shared.state import media_store
 from tests import preloaded
 from tests.renderer.canary import Canary, send
-from tests.renderer.rig import (
-    Sink,
-    config_for,
-    messages_with,
-    new_model,
-    publish,
-    renderer,
-    task_for,
-)
+from tests.renderer.rig import Sink, config_for, messages_with, publish, renderer, task_for
 from tests.renderer.threads import in_thread
 from tests.support.media import png
 from workers.renderer.media.loader import MediaLoader
@@ -49,11 +41,6 @@ def canary() -> Iterator[Canary]:
     server.answers = {"/a.png": send(png(1)), "/b.png": send(png(2))}
     yield server
     server.close()
-
-
-@pytest.fixture
-def model() -> str:
-    return new_model()
 
 
 @pytest.fixture

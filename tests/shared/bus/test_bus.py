@@ -23,11 +23,6 @@ from shared.protocol.messages import Heartbeat
 from tests.support.broker import break_connection, subscriptions_of
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 async def consume(bus: Bus, model: str, capacity: int = 4, ack_wait_s: float = 1.0) -> Consumer:
     return await bus.queues.consume(
         subjects.STAGES_STREAM,

@@ -14,6 +14,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 QUEUE = subjects.stage_consumer("renderer", "demo", "batch")
 REQUESTS = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
@@ -69,9 +70,7 @@ async def test_queues_without_a_worker_are_there_again(
     await own_bus.queues.create_slots(subjects.STAGES_STREAM, [queue], 30.0)
     await lose_tasks(own_bus, own_broker)
     await put(own_bus, "a")
-    async with asyncio.timeout(ANSWER_S):
-        while (depth := await own_bus.figures.depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    depth = await until(lambda: own_bus.figures.depths(subjects.STAGES_STREAM), ANSWER_S)
     assert [(d.subject, d.num_pending) for d in depth] == [(where, 1)]
 
 

@@ -1,7 +1,6 @@
 """One worker's pulls from the queues of all slots, on a real server."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
@@ -17,11 +16,6 @@ from tests.support.waiting import until
 
 LANE = "batch"
 SLOTS = range(4)
-
-
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
 
 
 @pytest.fixture

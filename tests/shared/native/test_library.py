@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import wait_until
+
 ROOT = Path(__file__).parents[3]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no compiler, or no AVX-512")
@@ -64,10 +66,7 @@ class Machine:
         return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def wait_for_calls(self, count: int) -> None:
-        deadline = time.monotonic() + 120
-        while len(self.calls()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(self.calls()) >= count)
 
     def go(self) -> None:
         (self.folder / "go").touch()

@@ -24,6 +24,7 @@ from shared.protocol.value_limits import (
     walk_json,
     walk_msgpack,
 )
+from tests.shared.protocol.test_json_limits import nested
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
@@ -135,13 +136,6 @@ def test_brackets_in_strings_do_not_count() -> None:
 
 
 # -- limits ---------------------------------------------------------------------------------------
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for i in range(depth):
-        value = {"a": value} if i % 2 else [value]
-    return value
 
 
 FIELDS: list[tuple[Any, str]] = [

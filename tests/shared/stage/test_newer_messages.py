@@ -34,11 +34,6 @@ class AnyTask(Struct, frozen=True):
 
 
 @pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
 async def header(bus: Bus, model: str) -> TaskHeader:
     request_id = f"t-{secrets.token_hex(6)}"
     return TaskHeader(request_id, model, "interactive", await accept(bus, model, request_id))

@@ -35,11 +35,6 @@ TO_ENGINE = Edge("renderer", "engine", "tokens", "rendered")
 NAMES = st.sets(st.text(min_size=1), min_size=1, max_size=8)
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 def make_context(bus: Bus, model: str, slots: int, worker: str = "") -> Context:
     delivery = DeliveryConfig(ack_wait_s=1.0, retry_delay_s=0.1, drain_s=5.0)
     config = Config({model: ModelConfig("nowhere", slots=slots)}, delivery=delivery)

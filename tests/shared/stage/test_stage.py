@@ -58,16 +58,6 @@ class EveryModel(dict[str, Pipeline]):
         return PIPELINE
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
-
-
 def make_stage(bus: Bus, worker: str = "renderer-test", name: str = "renderer") -> Stage:
     return Stage(bus, name, worker, "0", POLICY, Metrics(name, worker), EveryModel())
 

@@ -51,16 +51,6 @@ SUMMARY = OutputSummary(Usage(1, 1), 1)
 Handle = Callable[[Task[Any], list[TensorData], Job], Awaitable[Outcome]]
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
-
-
 def make_context(bus: Bus, model: str, stage: str) -> Context:
     stages = msgspec.convert({"speech": SPEECH}, dict[str, StageConfig])
     delivery = DeliveryConfig(ack_wait_s=1.0, retry_delay_s=0.1, drain_s=5.0)

@@ -1,9 +1,6 @@
 """The list of a request's ended outputs on a real server."""
 
 import asyncio
-import secrets
-
-import pytest
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -12,11 +9,6 @@ from shared.protocol.records import OutputSummary, Usage
 from shared.state import output_ends
 
 OUTPUTS = ["text", "audio", "image"]
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
 
 
 async def test_the_list_is_written_once(bus: Bus, request_id: str) -> None:

@@ -24,11 +24,6 @@ from shared.state.token_log import LogWriter
 from tests.tasks import engine_task
 
 
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
-
-
 async def put_task(bus: Bus, request_id: str, data: bytes) -> None:
     subject = subjects.stage("engine", "m", "batch", request_id)
     await bus.publish(subject, data, f"{request_id}:1:engine:0")

@@ -1,7 +1,6 @@
 """The token log against a real server: fencing, resume, and readers who see each record once."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,11 +20,6 @@ from shared.state.log_reader import LogReader
 from shared.state.log_records import decode_record
 from shared.state.token_log import LogWriter, end_request, finish_request, last_record
 from tests.support.broker import subscriptions_of
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
 
 
 def delta(position: int) -> list[ChoiceDelta]:

@@ -5,8 +5,6 @@ import os
 import secrets
 from functools import partial
 
-import pytest
-
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -15,11 +13,6 @@ from shared.telemetry import cluster_snapshot
 from shared.telemetry.deltas import total
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import to_text
-
-
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
 
 
 def reply_with(answer: bytes, _: bytes) -> bytes:
