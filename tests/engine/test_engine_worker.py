@@ -5,6 +5,7 @@ When it is full, the interactive lane comes first. Tokens share records.
 
 import asyncio
 import itertools
+import math
 import secrets
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from tests.tasks import engine_task
 from workers.engine import worker as engine_worker
 from workers.engine.code_lead import CodeLead
 from workers.engine.core.sequence import EngineRequest, ReceivedKV
+from workers.engine.open_request import RecordPacer
 from workers.gateway.http.errors import status_of
 
 JSON = StructuredOutputs(json_object=True)
@@ -90,37 +92,28 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
             _ = [record async for record in follow(bus, request_id)]
 
 
-async def test_there_is_one_timer_for_what_is_gathered(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request_id = f"timer-{secrets.token_hex(8)}"
-    armed: list[asyncio.TimerHandle] = []
+async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[asyncio.TimerHandle] = []
     loop = asyncio.get_running_loop()
     call_later = loop.call_later
-    async with serving_engine(bus, "timer", GATHERS) as rig, asyncio.timeout(20):
-        pacer = rig.pacer
 
-        def watched(
-            delay_s: float, callback: Callable[..., object], *args: Any
-        ) -> asyncio.TimerHandle:
-            timer = call_later(delay_s, callback, *args)
-            if callback == pacer._release:
-                armed.append(timer)
-            return timer
+    def watched(*args: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*args))
+        return timers[-1]
 
-        monkeypatch.setattr(loop, "call_later", watched)
-        await rig.put(request_id, [1] * 8, max_tokens=40)
-        await rig.until_held()
-        for _ in range(3):
-            await rig.step()
-        assert len(armed) == 1
-        # More may be written from now on, and this is released by a step before its timer.
-        pacer._appends_per_s = 1e6
-        pacer._released_s = 0.0
-        await rig.step()
-        assert [timer.cancelled() for timer in armed] == [True]
-        rig.runner.go_on.release(1000)
-        _ = [record async for record in follow(bus, request_id)]
+    monkeypatch.setattr(loop, "call_later", watched)
+    num_releases: list[int] = []
+    opened: Any = SimpleNamespace(pending=["a token"], release=lambda: num_releases.append(1))
+    # Decades between two records, and no limit without requests at work.
+    pacer = RecordPacer(1e-9, math.inf, lambda: [opened])
+    for _ in range(3):
+        pacer.release_in_time(num_requests=1)
+    assert [timer.cancelled() for timer in timers] == [False]
+    assert not num_releases
+    # A step may release them before their timer.
+    pacer.release_in_time(num_requests=0)
+    assert [timer.cancelled() for timer in timers] == [True]
+    assert len(num_releases) == 1
 
 
 async def test_where_no_grammars_are_known_nothing_pretends_to_follow_one(bus: Bus) -> None:

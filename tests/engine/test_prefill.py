@@ -23,6 +23,7 @@ from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, KVBlob, RequestTicket, Task
+from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state.token_log import end_request
 from tests.engine.core.test_kv_exchange import Engine, request_of
@@ -305,20 +306,19 @@ async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
 async def test_the_age_of_the_oldest_task_is_reported(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = asyncio.Event()
+    jobs = asyncio.Queue[Job]()
 
-    async def hold(*task: Any) -> Any:
-        held.set()
+    async def hold(_task: object, _tensors: object, job: Job) -> Any:
+        jobs.put_nowait(job)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(rig.worker, "_prefill", hold)
     assert rig.load()["oldest_s"] == 0
     await rig.put(PROMPT)
-    await asyncio.wait_for(held.wait(), 10)
+    job = await asyncio.wait_for(jobs.get(), 10)
     load = rig.load()
     assert (load["held"], load["draining"]) == (1, 0)
     assert load["oldest_s"] > 0
-    (job,) = rig.worker._jobs
     job.delivery.stored_ms -= 5000
     assert rig.load()["oldest_s"] > 5
     monkeypatch.undo()

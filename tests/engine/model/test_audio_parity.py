@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.models.frames import VideoSettings, resize_frame
 from shared.models.media import VideoProbe
@@ -92,11 +93,14 @@ class Layout(MelLayout):
     def from_wire(self, wire: Any, field: str) -> Any:
         raise NotImplementedError
 
+    def fields_of(self, sound: Samples) -> dict[str, TensorData]:
+        num_frames = -(-len(sound) // 160)
+        return self._fields_of(self._extract(sound, num_frames), num_frames)
+
 
 def sound_item(sound: Samples, offset: int) -> Item:
     num_frames = -(-len(sound) // 160)
-    layout = Layout()
-    fields = layout._fields_of(layout._extract(sound, num_frames), num_frames)
+    fields = Layout().fields_of(sound)
     placeholder = PlaceholderRange(offset, count_tokens(num_frames))
     tensors = {name: to_torch(tensor) for name, tensor in fields.items()}
     return Item("audio", content_hash(sound.tobytes()), placeholder, tensors)

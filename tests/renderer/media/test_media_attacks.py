@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from ops.rendering import render
 from shared.config.schema import EngineConfig, ModelConfig, RendererConfig
@@ -303,7 +304,8 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
     processor, _ = demo
     image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
     picture = ImagePart(ImageURL("data:,"))
-    added = processor.tokenizer._tokenizer.added_tokens_decoder.values()
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    added = tokenizer.added_tokens_decoder.values()
     tokens = [token.content for token in added if token.special]
     assert "<|image_pad|>" in tokens
     for token in tokens:

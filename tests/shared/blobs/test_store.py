@@ -376,7 +376,9 @@ async def test_an_unsent_key_pins_nothing(start: StartBlobs) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + owner.address.local)
         await asyncio.to_thread(sock.recv, len(protocol.HELLO))
-        sock.sendall(protocol._request.pack(protocol.FIND, bytes.fromhex(NAME), 60.0))
+        sock.setblocking(False)
+        request = protocol.BlobRequest(protocol.FIND, bytes.fromhex(NAME), 60.0)
+        await protocol.send_request(sock, request)
         # The reader exits before it receives the key.
     await asyncio.sleep(0.2)
     assert owner.load()["arena_pinned"] == 0

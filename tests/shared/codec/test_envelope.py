@@ -324,8 +324,9 @@ def test_the_walk_agrees_with_msgspec_on_whole_values() -> None:
     ]
     values += ["", "a" * 31, "a" * 200, "a" * 70_000, b"", b"a" * 300, b"a" * 70_000]
     values += [[], [1] * 15, [1] * 70_000, {}, {str(i): [i] for i in range(1000)}]
+    check_nesting = codec._check_nesting
     for value in values:
         data = msgspec.msgpack.encode(value)
-        codec._check_nesting(data)
+        check_nesting(data)
         with pytest.raises(DecodeError):
-            codec._check_nesting(data[:-1])
+            check_nesting(data[:-1])
