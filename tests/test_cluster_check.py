@@ -67,7 +67,7 @@ class MadeUp(Compose):
         return [Container(str(n), service, {"Config": {"Image": i}}) for n, i in enumerate(images)]
 
 
-def test_an_older_image_runs_beside_the_new_one() -> None:
+def test_an_older_image_runs_together_with_the_new_one() -> None:
     compose = MadeUp()
     step = start_beside(compose, "pagemill:old", "pagemill:new")
     assert compose.made == {role: ["pagemill:old", "pagemill:new"] for role in MIXED_ROLES}
@@ -76,7 +76,7 @@ def test_an_older_image_runs_beside_the_new_one() -> None:
     assert compose.env["IMAGE"] == "pagemill:new"
 
 
-def test_an_engine_that_replaces_old_containers_is_told() -> None:
+def test_an_engine_that_replaces_old_containers_is_reported() -> None:
     compose = MadeUp()
     compose.recreates = True
     with pytest.raises(CheckFailed, match=r"coordinator: containers of \['new', 'new'\]"):

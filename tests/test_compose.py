@@ -93,7 +93,7 @@ def test_the_gateway_is_the_only_door() -> None:
     assert port.endswith(f":{config().gateway.port}")
 
 
-def test_every_role_has_containers_of_its_own() -> None:
+def test_every_role_has_separate_containers() -> None:
     assert {role.name for role in all_roles()} <= workers().keys()
     for name, service in workers().items():
         assert service["command"] == ["worker", *COMMANDS.get(name, [name])]
@@ -200,7 +200,7 @@ def test_a_pool_has_the_keys_of_the_roles_that_it_starts() -> None:
     assert services()[POOL]["environment"] == {"PAGEMILL_BLOBS__PORT": "0"}
 
 
-def test_the_keys_of_all_roles_get_into_volumes_of_their_own() -> None:
+def test_the_keys_of_all_roles_are_in_separate_volumes() -> None:
     identities = [*(role.name for role in all_roles()), OPERATOR]
     volumes = {f"keys-{name}" for name in (*identities, "brokers")}
     mounts = {f"{volume}:/run/keys/{volume.removeprefix('keys-')}" for volume in volumes}
@@ -326,7 +326,7 @@ def test_open_connections_to_a_port_are_counted() -> None:
     assert connections(table, 0x23F0) == 1
 
 
-def test_rights_that_a_container_has_too_many_are_told() -> None:
+def test_superfluous_rights_of_a_container_are_reported() -> None:
     host = {
         "ReadonlyRootfs": True,
         "CapDrop": ["ALL"],

@@ -67,7 +67,7 @@ def structs_sent(module: ModuleType) -> list[type]:
     return [kind for kind in own if issubclass(kind, Struct) and kind.__name__ not in held]
 
 
-def test_the_encoded_names_of_models_are_those_of_the_code() -> None:
+def test_the_encoded_names_of_models_match_the_code() -> None:
     page = (ROOT / "docs" / "reference" / "messages.md").read_text()
     rows = page.partition("<!-- encoded names -->")[2].partition("\n\n|")[2].partition("\n\n")[0]
     subjects_by_name = dict(re.findall(r"^\| `(.+)` \| `(.+)` \|$", rows, re.MULTILINE))

@@ -23,7 +23,7 @@ def test_without_a_gpu_torch_is_the_cpu_build(
     assert "no NVIDIA GPU: torch's CPU build, 0.2 GB to download" in capsys.readouterr().out
 
 
-def test_with_a_gpu_or_without_the_index_torch_is_that_of_the_configured_index(
+def test_with_a_gpu_or_without_the_index_torch_comes_from_the_configured_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert choose(monkeypatch, gpu=True, reachable=True) == []

@@ -127,7 +127,7 @@ def test_every_runbook_has_its_alert() -> None:
     assert re.findall(r"^## (\w+)$", RUNBOOKS, re.MULTILINE) == [rule["alert"] for rule in RULES]
 
 
-def test_panels_have_legends_of_their_own_labels() -> None:
+def test_legends_of_panels_use_labels_of_their_metrics() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for title, expression, legend in targets():
         for label in re.findall(r"{{(\w+)}}", legend):

@@ -52,7 +52,7 @@ def test_edges_follow_the_pipeline_between_pools_of_one_model() -> None:
     assert layout.scaling.edges == (("encoder/a", "engine/a"),)
 
 
-def test_a_stage_of_another_name_has_a_pool_of_its_own() -> None:
+def test_a_stage_with_another_name_has_a_separate_pool() -> None:
     image = {"from": "renderer", "function": "item", "mode": "fan_out"}
     vision = {"role": "encoder", "inputs": {"image": image}}
     models = {"a": {"path": "a", "stages": {"vision": vision}}}

@@ -73,12 +73,12 @@ def test_licences_are_found(declared: list[str], licence: str) -> None:
     assert sbom.licence_of("package", declared) == licence
 
 
-def test_what_names_no_licence_is_told() -> None:
+def test_a_package_without_a_licence_is_reported() -> None:
     with pytest.raises(sbom.SupplyError, match="mystery names no licence"):
         sbom.licence_of("mystery", ["see the file", ""])
 
 
-def test_a_version_that_is_not_locked_is_told() -> None:
+def test_a_version_that_is_not_locked_is_reported() -> None:
     locked = sbom.read_lock(sbom.LOCK.read_text())
     locked["numpy"] = sbom.Locked("0.1")
     with pytest.raises(sbom.SupplyError, match=r"numpy .* is not what requirements\.lock has"):

@@ -31,7 +31,7 @@ def load(tmp_path: Path, password: str | None) -> Config:
     return settings.load_config(file)
 
 
-def test_users_without_a_password_get_that_of_the_file(tmp_path: Path) -> None:
+def test_users_without_a_password_get_the_password_of_the_file(tmp_path: Path) -> None:
     assert settings.nats_url(load(tmp_path, "s3cret.~_-\n")) == (
         "nats://pagemill:s3cret.~_-@nats-0:4222, nats://pagemill:s3cret.~_-@nats-1:4222"
         ",nats://other:own@nats-2"

@@ -77,7 +77,7 @@ def load_it(model: Path, **settings: Any) -> LoadedModel:
 
 
 @pytest.mark.parametrize("write", [omni.write_qwen3, omni.write_qwen25])
-def test_the_parts_of_an_omni_model_have_ends_of_their_own(tmp_path: Path, write: Any) -> None:
+def test_the_parts_of_an_omni_model_have_separate_end_tokens(tmp_path: Path, write: Any) -> None:
     """Their generation_config.json may name no end of the text; a talker ends with a code."""
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text("{}")

@@ -116,7 +116,7 @@ async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.Monke
     assert len(num_releases) == 1
 
 
-async def test_where_no_grammars_are_known_nothing_pretends_to_follow_one(bus: Bus) -> None:
+async def test_without_grammars_requests_with_one_are_refused(bus: Bus) -> None:
     request_id = f"plain-{secrets.token_hex(8)}"
     async with serving_engine(bus, "plain") as rig, asyncio.timeout(20):
         await rig.put(request_id, [1] * 8, structured_outputs=JSON)

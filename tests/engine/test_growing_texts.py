@@ -102,7 +102,7 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> N
     await rig.until_it_is_idle()
 
 
-async def test_a_request_goes_on_as_its_text_comes(
+async def test_a_request_continues_as_its_text_arrives(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it waits, the broker hears that it is not forgotten."""

@@ -97,7 +97,7 @@ async def test_only_blocks_that_are_not_cached_are_read(pair: tuple[Blobs, Blobs
     assert received.runs == []
 
 
-async def test_a_damaged_blob_and_those_behind_it_are_not_used(pair: tuple[Blobs, Blobs]) -> None:
+async def test_a_damaged_blob_and_later_blobs_are_not_used(pair: tuple[Blobs, Blobs]) -> None:
     owner, reader = pair
     request = request_of()
     kv = await stored(owner, request)
@@ -198,7 +198,7 @@ async def test_blobs_that_do_not_fit_the_prompt_are_not_read(
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 191])
-async def test_a_truncated_blob_and_those_behind_it_are_not_used(
+async def test_a_truncated_blob_and_later_blobs_are_not_used(
     pair: tuple[Blobs, Blobs], monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     """Its owner has cut it, and names the digest of what is left."""

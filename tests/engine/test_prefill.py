@@ -280,7 +280,7 @@ async def test_a_request_that_ends_meanwhile_is_let_go(rig: Rig) -> None:
     assert (await rig.next()).header.request_id == other
 
 
-async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
+async def test_tasks_that_wait_for_a_hanging_step_go_straight_to_the_engine(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends much later, in case that the step ends after all."""

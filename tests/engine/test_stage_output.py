@@ -229,7 +229,7 @@ def talker_output() -> TalkerOutput:
     return output
 
 
-def test_the_talker_of_an_omni_model_is_asked_for_its_voices() -> None:
+def test_the_talker_of_an_omni_model_provides_its_voices() -> None:
     assert talker_output().sampling.allowed_token_ids == [*range(90), 96]
     with pytest.raises(ConfigError, match="no voice 'alloy'; it has ethan") as refused:
         stage_output(cast(Any, None), TALKER, loaded(**SPEAKS), "the stage")
@@ -246,7 +246,7 @@ async def test_an_answer_about_an_image_is_not_spoken() -> None:
     assert refused.value.field == "outputs"
 
 
-async def test_a_talker_may_go_on_with_each_token_behind_which_there_is_another(
+async def test_a_talker_speaks_each_token_that_has_a_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def progress() -> None:

@@ -258,7 +258,7 @@ async def test_a_suspect_that_waits_for_an_equal_one_lets_it_have_its_turn(
     assert answers == 2 * [{0: painted_alone("red", params)}]
 
 
-async def test_an_image_whose_latents_are_gone_begins_anew(bus: Bus, model: str) -> None:
+async def test_an_image_without_stored_latents_begins_again(bus: Bus, model: str) -> None:
     params = PaintParams("16x16", 1, 3, seed=9)
     painter = WatchedPainter()
     header = await publish_request(bus, model, "red", params)

@@ -63,7 +63,7 @@ async def began(vocoder: CountingVocoder) -> None:
     assert await asyncio.to_thread(vocoder.began.acquire, timeout=20)
 
 
-async def test_what_waits_while_a_batch_runs_is_the_next_batch() -> None:
+async def test_images_that_wait_while_a_batch_runs_are_the_next_batch() -> None:
     vocoder = CountingVocoder()
     async with running(vocoder, max_batch=3) as thread:
         tasks = [speak(thread, 50)]
@@ -116,7 +116,7 @@ async def test_a_handler_that_is_stopped_leaves_nothing_in_the_queue() -> None:
         assert (await again).tolist() == [2]
 
 
-async def test_an_error_is_that_of_the_chunk_that_causes_it() -> None:
+async def test_only_the_chunk_that_causes_an_error_fails() -> None:
     vocoder = CountingVocoder()
     async with running(vocoder) as thread:
         first = speak(thread, 1)

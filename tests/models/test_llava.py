@@ -134,7 +134,7 @@ def test_images_change_the_output(plain: Road) -> None:
     assert first != second
 
 
-def test_images_that_touch_are_told_apart(tmp_path: Path) -> None:
+def test_images_that_touch_are_separate(tmp_path: Path) -> None:
     road = Road(tmp_path, template=TOUCHING)
     images = [llava.draw_image(4, 50, 50), llava.draw_image(5, 50, 50)]
     case = road.case("touching", "", images, 8)

@@ -166,7 +166,7 @@ def own_ids(folder: Path, messages: list[Message], pictures: list[Image.Image]) 
     ],
     ids=["as LLaVA's", "pictures touching", "with a BOS"],
 )
-def test_token_ids_are_those_of_transformers_own_processor(
+def test_token_ids_equal_the_results_of_transformers_processor(
     tmp_path: Path, messages: list[Message], strategy: llava.Strategy, template: str
 ) -> None:
     config = llava.write_processor(tmp_path, strategy=strategy, template=template)

@@ -69,14 +69,14 @@ LENGTHS = [321, 400, 1600, 16_000, 63_799, 63_800, 63_840, 63_841, 63_999, 64_00
 
 
 @pytest.mark.parametrize("num_samples", LENGTHS)
-def test_features_are_those_of_transformers(
+def test_features_equal_the_features_of_transformers(
     layout: Qwen2AudioLayout, extractor: Any, num_samples: int
 ) -> None:
     check_features(layout, extractor, draw_sound(num_samples, num_samples))
 
 
 @given(st.integers(321, WINDOW_S * SAMPLE_RATE), st.sampled_from([0.0, 1e-6, 1.0]))
-def test_features_of_any_sound_are_those_of_transformers(
+def test_features_of_any_sound_equal_the_features_of_transformers(
     layout: Qwen2AudioLayout, extractor: Any, num_samples: int, loudness: float
 ) -> None:
     sound = draw_sound(num_samples, num_samples) * np.float32(loudness)
@@ -102,7 +102,7 @@ def test_features_of_the_models_windows(tmp_path: Path, window_s: int, seconds: 
     check_features(Qwen2AudioLayout(folder, config), extractor, sound)
 
 
-def test_tokens_are_those_of_the_processors() -> None:
+def test_tokens_equal_the_tokens_of_the_processors() -> None:
     for num_frames in range(3, 3001):
         # The formula of both processors.
         assert count_tokens(num_frames) == ((num_frames - 1) // 2 + 1 - 2) // 2 + 1

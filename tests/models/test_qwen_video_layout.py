@@ -63,7 +63,7 @@ def sequence(frames: np.ndarray, fps: float = 4.0) -> VideoProbe:
 @pytest.mark.parametrize(
     "case", [case for case in RECORDED["cases"] if case["kind"] in LAYOUTS], ids=str
 )
-def test_pixels_are_those_of_the_processor_bit_for_bit(tmp_path: Path, case: Any) -> None:
+def test_pixels_equal_the_processors_bit_for_bit(tmp_path: Path, case: Any) -> None:
     ours = layout(tmp_path, case["kind"], case["settings"])
     frames = noise(case["frames"], case["seed"])
     plan = ours.plan(sequence(frames), ANY, "field")
@@ -106,7 +106,7 @@ rates = st.one_of(st.floats(1, 120), st.sampled_from([8, 23.976, 24, 25, 29.97, 
     st.floats(0.1, 30) | st.none(),
     st.integers(1, 768) | st.none(),
 )
-def test_frames_are_those_of_the_processors(
+def test_frames_equal_the_frames_of_the_processors(
     total: int, fps: float, asked_fps: float | None, num: int | None
 ) -> None:
     sampling = FrameSampling(None if num else asked_fps, num, 768)

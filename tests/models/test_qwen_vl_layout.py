@@ -178,6 +178,6 @@ def test_every_mode(load: Callable[[str], Loaded], file: str, name: str) -> None
     assert_same(load(name), ours, expected(Image.open(io.BytesIO(data))))
 
 
-def test_the_settings_are_told_apart(load: Callable[[str], Loaded]) -> None:
+def test_different_settings_have_different_fingerprints(load: Callable[[str], Loaded]) -> None:
     """Or the tests above would compare one with itself."""
     assert len({load(name)[0].hash_media(IMAGE, "file", "") for name in SETTINGS}) == len(SETTINGS)

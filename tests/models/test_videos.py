@@ -209,7 +209,7 @@ def test_a_prompt_may_be_cut_anywhere(model: Model) -> None:
         assert run_schedule(model.twins, [Case(prompt, [])], schedule) == {"cut": expected}
 
 
-def test_an_answer_goes_on_where_it_was_resumed(model: Model) -> None:
+def test_an_answer_continues_where_it_was_resumed(model: Model) -> None:
     prompt = make_prompt(model, "resumed", 5, Clip(4), 6)
     expected = expected_answer(model.twins, prompt)
     resumed = replace(

@@ -118,7 +118,7 @@ async def test_a_hundred_requests_with_one_bomb_cost_one_decoder(
 
 
 @pytest.mark.parametrize("spawner", ["tests.renderer.decoding.dying"])
-async def test_images_do_not_wait_behind_videos(rig: Rig, decoder_jobs: list[object]) -> None:
+async def test_images_do_not_wait_for_videos(rig: Rig, decoder_jobs: list[object]) -> None:
     """All decoders are busy until the renderer ends, and more videos wait for them."""
     for number in range(4):
         await rig.send(data_url(b"sleep:%d" % number))

@@ -119,7 +119,7 @@ async def test_a_burst_does_not_go_to_one_worker(
     assert went == [True] * 2 * detour.MAX_SENT + [False] * (20 - 2 * detour.MAX_SENT)
 
 
-async def test_requests_of_one_model_leave_room_for_those_of_another(bus: Bus, model: str) -> None:
+async def test_requests_of_one_model_leave_room_for_another_model(bus: Bus, model: str) -> None:
     both = [model, f"{model}-other"]
     context = context_of(bus, model)
     context.config.models[both[1]] = context.config.models[model]
@@ -132,7 +132,7 @@ async def test_requests_of_one_model_leave_room_for_those_of_another(bus: Bus, m
     assert await detours.suits(header_of(both[1]), LONG, FIRST)
 
 
-async def test_without_a_detour_nothing_is_asked(model: str) -> None:
+async def test_without_a_detour_the_bus_is_not_used(model: str) -> None:
     """The bus is not there, and would fail."""
     context = context_of(SimpleNamespace(), model, prefill="engine")  # type: ignore[arg-type]
     detours = Detours(context, [model])
@@ -175,7 +175,7 @@ async def engines(bus: Bus, model: str) -> AsyncIterator[Consumer]:
     await consumer.stop()
 
 
-async def test_a_renderer_that_starts_leaves_the_queue_to_workers_it_has_not_heard_of(
+async def test_a_renderer_that_starts_leaves_the_queue_to_unknown_workers(
     bus: Bus, model: str, engines: Consumer
 ) -> None:
     """Workers send a heartbeat every second, and a broker that restarts has lost them all."""

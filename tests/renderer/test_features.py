@@ -101,7 +101,7 @@ def without_data(prompt: Prompt) -> Prompt:
     return msgspec.structs.replace(prompt, features=features)
 
 
-async def test_a_renderer_tells_of_its_model(rig: Rig, processor: Processor) -> None:
+async def test_a_renderer_describes_its_model(rig: Rig, processor: Processor) -> None:
     card = await client.model_card(rig.bus, rig.model)
     assert card == ModelCard(
         rig.model, 4096, 768, True, True, "hermes", [None, None], hidden_size=192
@@ -204,7 +204,7 @@ async def test_the_latest_item_of_a_hash_counts_and_a_lost_one_is_a_miss(rig: Ri
     assert again.items[0].mm_hash == hashes[1]
 
 
-async def test_what_is_no_item_is_refused_and_not_noted(rig: Rig) -> None:
+async def test_bytes_that_are_no_item_are_refused_and_not_stored(rig: Rig) -> None:
     rendered = await rig.features(messages_with([data_url(IMAGE)]))
     prompt = await rig.asked_with(rendered, name=f"h{secrets.token_hex(4)}")
     url = await client.pin_media(rig.bus, b"garbage" + secrets.token_bytes(4))

@@ -91,7 +91,7 @@ async def test_another_renderer_of_the_machine_has_it_too(
     assert theirs.counters.processed == 1, "it is processed again once no renderer has it"
 
 
-async def test_those_who_come_together_wait_for_the_first(
+async def test_simultaneous_requests_wait_for_the_first(
     renderer: Start, processor: Processor
 ) -> None:
     images, blobs = await renderer()
@@ -139,7 +139,7 @@ async def test_without_room_it_goes_into_the_message(renderer: Start, processor:
     assert (await images.prepare(processor, PART, png(), "", 60)).ref is not None
 
 
-async def test_what_was_made_for_one_tenant_is_not_found_for_another(
+async def test_images_of_one_tenant_are_not_found_for_another(
     renderer: Start, processor: Processor
 ) -> None:
     (ours, _), (theirs, _) = await renderer(), await renderer()

@@ -96,7 +96,9 @@ async def test_large_images_go_to_encoders_and_small_ones_stay(
     assert task.body.item.placeholder.length == 10
 
 
-async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model: str) -> None:
+async def test_an_image_with_a_published_task_is_released(
+    bus: Bus, blobs: Blobs, model: str
+) -> None:
     pack = packer(bus, blobs, model).pack
     first = prepared(blobs, 10)
     refs = refs_of([first])
@@ -113,7 +115,9 @@ async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model
     assert len(blobs._server._leases) == 1
 
 
-async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, model: str) -> None:
+async def test_no_task_is_published_for_an_encoded_image(
+    bus: Bus, blobs: Blobs, model: str
+) -> None:
     image = prepared(blobs, 10)
     key = embedding_key(model, image.mm_hash)
     await bus.publish_without_id(subjects.result(key), b"told")
@@ -123,7 +127,7 @@ async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, mo
     assert blobs.num_pinned == 0
 
 
-async def test_what_finds_no_room_waits_for_some(bus: Bus, blobs: Blobs, model: str) -> None:
+async def test_an_image_without_room_waits_for_room(bus: Bus, blobs: Blobs, model: str) -> None:
     """It would fit into the arena, but not into a message."""
     fields = {"pixels": from_numpy(np.zeros(bus.max_payload - 4096, dtype=np.uint8))}
     homeless = PreparedImage(secrets.token_hex(32), 10, None, fields, {})

@@ -112,7 +112,9 @@ PATHS: dict[str, tuple[Callable[[Rig, list[Message]], Awaitable[Any]], bool]] = 
 
 @pytest.mark.parametrize("scheme", ["data", "http", "media"])
 @pytest.mark.parametrize("path", PATHS)
-async def test_who_uses_the_main_cache(rig: Rig, canary: Canary, path: str, scheme: str) -> None:
+async def test_only_the_render_path_uses_the_main_cache(
+    rig: Rig, canary: Canary, path: str, scheme: str
+) -> None:
     async def url(seed: int) -> str:
         if scheme == "data":
             return data_url(png(seed))
@@ -355,7 +357,7 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
         await client.render(bus, request)
 
 
-async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
+async def test_a_failed_warm_up_is_logged_and_leaves_nothing(
     broker: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails at its last image, when there is something to leave."""

@@ -105,7 +105,7 @@ def test_the_judge_imports_nothing_of_the_training() -> None:
                     assert module in allowed or module.startswith("ops.training.judge."), file
 
 
-def test_unseen_questions_are_not_asked_in_training_and_seen_ones_are() -> None:
+def test_training_has_the_seen_questions_and_no_unseen_ones() -> None:
     trained = set(questions_of_training())
     for questions in QUESTIONS.seen.values():
         assert {plain(question) for question in questions} <= trained
@@ -151,7 +151,7 @@ def test_the_fast_paths_compute_what_transformers_does() -> None:
     check(MODEL, 16)
 
 
-def test_the_text_behind_a_long_clip_goes_on_behind_its_largest_position() -> None:
+def test_the_text_after_a_long_clip_continues_after_its_largest_position() -> None:
     encoder, sample = Encoder(load_tokenizer(MODEL)), clip_sample(random.Random(1), (84, 84))
     sample.turns, sample.apart, sample.pictures_first = sample.turns[:1], False, True
     row = encoder.encode(sample, [(5, 3, 3)])

@@ -122,7 +122,7 @@ def say(answer: list[int], **params: Any) -> ChoiceDelta:
         ({"detokenize": False, "stop_token_ids": [5]}, "", 5),
     ],
 )
-def test_where_the_text_ends(
+def test_the_text_ends_at_a_stop(
     params: dict[str, Any], text: str, stop_reason: str | int | None
 ) -> None:
     delta = say([2, 3, 4, 5] * 3, max_tokens=12, **params)
@@ -175,7 +175,7 @@ def test_no_stop_string_counts_that_ends_within_the_first_tokens(
         {"logprobs": 0, "max_tokens": 6},
     ],
 )
-def test_tokens_behind_a_stop_event_are_dropped(stride: int, params: dict[str, Any]) -> None:
+def test_tokens_after_a_stop_event_are_dropped(stride: int, params: dict[str, Any]) -> None:
     answer = [2, 3, 4, 5, 6, 7, EOS, 8, 9]
     merged = merge_deltas(
         [RequestOutput("r", finish(new_core(Script(answer)), make_request(**params)))]

@@ -175,7 +175,7 @@ def test_other_requests_do_not_change_an_output(
 
 
 @given(requests)
-def test_the_text_is_that_of_the_tokens_up_to_the_stop(request: EngineRequest) -> None:
+def test_the_text_ends_with_the_tokens_up_to_the_stop(request: EngineRequest) -> None:
     for token_ids, text, finish_reason, stop_reason in answers_of(run_alone(request), request):
         if isinstance(stop_reason, str):
             assert decode(token_ids).startswith(text + stop_reason)

@@ -143,7 +143,7 @@ def test_a_speech_depends_on_its_text_alone_however_it_comes() -> None:
     assert min(num_waits, num_preemptions, num_cached) > 20
 
 
-def test_a_sequence_without_input_keeps_its_blocks_and_others_go_on() -> None:
+def test_a_sequence_without_input_keeps_its_blocks_and_others_continue() -> None:
     rng = random.Random(1)
     core = make_core(ReadingRunner(2, VOCAB_SIZE))
     silent = make_speech(rng, "silent")

@@ -107,7 +107,7 @@ def registered(core: EngineCore) -> set[int]:
     return {event_hash(block_hash) for block_hash in core._pool._block_by_hash}
 
 
-def test_the_bytes_are_those_of_vllm() -> None:
+def test_the_bytes_equal_vllms() -> None:
     """Payload of these events by vLLM's own encoder (0.32.0)."""
     events: list[KVEvent] = [
         AllBlocksCleared(),

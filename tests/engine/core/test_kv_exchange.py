@@ -324,7 +324,7 @@ def test_blocks_that_are_evicted_between_two_steps_are_computed() -> None:
     num_blocks=st.integers(28, 48),
     pauses=st.lists(st.integers(0, 3), min_size=4, max_size=4),
 )
-def test_restored_among_others_all_tokens_are_those_of_one_alone(
+def test_a_restored_request_among_others_yields_the_tokens_of_one_alone(
     lengths: list[int], num_blocks: int, pauses: list[int]
 ) -> None:
     requests = [

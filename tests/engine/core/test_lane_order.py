@@ -321,7 +321,7 @@ def test_an_item_of_the_batch_lane_is_encoded_when_it_comes_first_of_all() -> No
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_an_item_is_encoded_before_those_of_sequences_that_arrived_later(begins: bool) -> None:
+def test_an_item_is_encoded_before_the_items_of_later_sequences(begins: bool) -> None:
     """Others would be started up to their items, and would then come before those that wait."""
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN, False)
     scheduler._last_interactive = 0

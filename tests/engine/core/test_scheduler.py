@@ -108,7 +108,7 @@ def new_tokens(scheduler: Scheduler) -> dict[Sequence, int]:
 
 
 @pytest.mark.parametrize(("prompt_len", "num_cached"), [(7, 6), (8, 6), (9, 8), (2, 0), (1, 0)])
-def test_all_full_blocks_except_that_of_the_last_token_are_shared(
+def test_all_full_blocks_except_the_last_tokens_block_are_shared(
     prompt_len: int, num_cached: int
 ) -> None:
     pool = BlockPool(32, BLOCK_SIZE)

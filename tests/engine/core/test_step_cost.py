@@ -112,7 +112,7 @@ def chunks(scheduler: Scheduler) -> dict[Sequence, int]:
     return {s.sequence: s.num_new_tokens for s in batch.scheduled}
 
 
-def test_prompts_beside_a_decode_get_what_it_leaves_of_the_time() -> None:
+def test_prompts_get_the_time_that_decodes_leave() -> None:
     # 10 ms + 1 ms for each token: 40 tokens fit into 50 ms, one of which is decoded.
     scheduler = make_scheduler(PrefillLimit(0.05, 0.0))
     short, long, other = (

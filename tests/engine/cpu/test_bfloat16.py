@@ -97,7 +97,7 @@ def logits_of(native: NativeModel, ids: Tensor, num_axes: int) -> Tensor:
 @needs_bf16
 @pytest.mark.parametrize("implementation", ["vector", "tiles"])
 @pytest.mark.parametrize(("make", "num_axes"), [(demo_model, 3), (random_model, 1)])
-def test_greedy_tokens_are_those_of_float32_but_for_near_ties(
+def test_greedy_tokens_equal_float32_except_near_ties(
     make: Callable[[], tuple[PreTrainedModel, Tensor]],
     num_axes: int,
     implementation: Implementation,

@@ -177,7 +177,7 @@ def serve(model: PreTrainedModel, device: torch.device, *, decodes: bool = True)
         ),
     ],
 )
-def test_outputs_are_those_of_transformers(device: torch.device, name: str) -> None:
+def test_outputs_equal_the_outputs_of_transformers(device: torch.device, name: str) -> None:
     model = build(name)
     sharpen(model)
     served = serve(model, device)

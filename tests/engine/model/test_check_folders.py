@@ -32,7 +32,7 @@ def test_an_error_without_a_message_has_its_type(
     assert check_folders.examine(DEMO) == FolderReport(reason=reason)
 
 
-def test_an_error_behind_the_configuration_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_the_configuration_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Any) -> None:
         raise KeyError("vision_config")
 

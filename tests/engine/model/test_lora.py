@@ -146,7 +146,7 @@ def test_a_resume_continues_with_its_adapter(mixed: Mixed) -> None:
     assert answers == {name: answer[5:] for name, answer in expected.items()}
 
 
-def test_sampled_choices_are_those_of_an_engine_of_merged_weights(seeing: Mixed) -> None:
+def test_sampled_choices_equal_an_engine_of_merged_weights(seeing: Mixed) -> None:
     case = sampled(case_of("wide", 1), 5)
     for name, reference in seeing.references.items():
         family = adapt(copy.deepcopy(reference))

@@ -159,7 +159,7 @@ def test_a_repeated_request_recomputes_no_block_and_no_image(twins: Twins) -> No
     assert engine.runner.encoded_items == 1
 
 
-def test_another_image_of_equal_size_shares_no_block_behind_it(twins: Twins) -> None:
+def test_another_image_of_equal_size_shares_no_later_block(twins: Twins) -> None:
     engine = Engine(twins)
     case, other = case_of(1, "wide", 2), case_of(1, "wide too", 2)
     assert case.request.prompt_token_ids == other.request.prompt_token_ids
@@ -196,9 +196,7 @@ def sampled(case: Case, seed: int) -> EngineRequest:
 
 
 @pytest.mark.parametrize("num_blocks", [64, 18], ids=["with room", "preempted"])
-def test_sampled_choices_are_those_of_an_engine_without_caches(
-    twins: Twins, num_blocks: int
-) -> None:
+def test_sampled_choices_equal_an_engine_without_caches(twins: Twins, num_blocks: int) -> None:
     requests = [
         sampled(case_of(*parts), seed) for seed, parts in enumerate([("wide", 1), ("wide", 2)])
     ]

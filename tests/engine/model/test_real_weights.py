@@ -60,7 +60,7 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kernels", ["measured", "torch"])
-def test_outputs_are_those_of_transformers(reference: Any, kernels: KernelSetting) -> None:
+def test_outputs_equal_the_outputs_of_transformers(reference: Any, kernels: KernelSetting) -> None:
     folder = Path(str(FOLDER))
     engine = EngineConfig(kernels=kernels, max_num_batched_tokens=48)
     model = ModelConfig(path=str(folder), dtype="float32", max_model_len=512)

@@ -158,7 +158,7 @@ def answers(model: Twins, cases: list[Case]) -> dict[str, list[int]]:
     return answers
 
 
-def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) -> None:
+def test_positions_equal_the_positions_of_transformers(model: Twins, cases: list[Case]) -> None:
     for case in cases:
         items = case.request.items
         videos = [item.fields for item in items if "video_grid_thw" in item.fields]
@@ -185,7 +185,7 @@ def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) ->
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"), [(400, 0.0, 16), (7, 0.0, 4), (11, 0.1, 5)]
 )
-def test_videos_that_are_heard_are_answered_as_by_transformers(
+def test_videos_with_sound_are_answered_as_by_transformers(
     model: Twins,
     cases: list[Case],
     answers: dict[str, list[int]],
@@ -199,7 +199,7 @@ def test_videos_that_are_heard_are_answered_as_by_transformers(
     assert run_schedule(model, cases, schedule) == answers
 
 
-def test_a_prompt_may_be_cut_anywhere_in_a_video_that_is_heard(
+def test_a_prompt_may_be_cut_anywhere_in_a_video_with_sound(
     model: Twins, answers: dict[str, list[int]]
 ) -> None:
     case = make_case("short", *CASES["short"])
@@ -239,7 +239,7 @@ def test_the_layout_places_tokens_as_transformers_does(model: Twins) -> None:
         assert placement.token_ids == transformers_tokens(grid, seconds, num_heard)
 
 
-def test_a_plain_video_has_no_place_of_its_own(model: Twins) -> None:
+def test_a_plain_video_has_no_placement(model: Twins) -> None:
     layout = OmniVideoLayout(VideoSettings(), model.reference.config)
     assert layout.place({"video_grid_thw": from_numpy(np.ones(3, np.int64))}, lambda t: []) is None
 

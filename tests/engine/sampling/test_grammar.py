@@ -280,7 +280,7 @@ def test_an_answer_that_is_cut_off_says_so(rig: Rig) -> None:
     assert (delta.finish_reason, len(delta.token_ids)) == ("length", 5)
 
 
-def test_each_choice_has_a_mask_of_its_own(rig: Rig) -> None:
+def test_each_choice_has_a_separate_mask(rig: Rig) -> None:
     deltas = say(rig, StructuredOutputs(json_schema=PERSON), n=3, seed=5)
     assert len({each.text for each in deltas}) == 3
     for each in deltas:

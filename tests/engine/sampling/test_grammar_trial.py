@@ -146,7 +146,7 @@ async def test_sandboxes_are_started_after_their_server_was_killed(
     forks.close()
 
 
-async def test_a_sandbox_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_without_a_waiter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int] = []
     on_each_start(monkeypatch, pids.append)
     task = asyncio.create_task(compile_with(new_compiler(), SLOW))

@@ -40,7 +40,7 @@ def processed(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) ->
 
 
 @given(logit_rows, token_lists.filter(bool), token_lists, st.floats(0.5, 2.0))
-def test_repetition_penalty_is_that_of_transformers_over_prompt_and_answer(
+def test_repetition_penalty_equals_transformers_over_prompt_and_answer(
     logits: Tensor, prompt: list[int], output: list[int], penalty: float
 ) -> None:
     sequence = sequence_of(SamplingParams(repetition_penalty=penalty), prompt, output)
@@ -66,7 +66,7 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(
     token_lists,
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=4),
 )
-def test_bad_words_are_those_of_transformers(
+def test_bad_words_are_banned_as_by_transformers(
     logits: Tensor, output: list[int], words: list[list[int]]
 ) -> None:
     # The prompt's token is in no word: transformers looks for their beginnings there too.

@@ -119,7 +119,7 @@ def check_prompt(twins: Twins, case: Case, outputs: list[RequestOutput]) -> None
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(64, 100), (7, 17)], ids=["whole", "preempted"])
-def test_logprobs_are_those_of_the_unprocessed_distribution(
+def test_logprobs_belong_to_the_unprocessed_distribution(
     twins: Twins, budget: int, num_blocks: int
 ) -> None:
     sizes = [(60, 60)] if twins.sees else []

@@ -82,7 +82,7 @@ rows = st.builds(
     shift=st.sampled_from([-1e-9, 0.0, 1e-9]),
     min_p=st.sampled_from([0.0, 0.0, 1e-6, 0.02, 0.3, 1.0]),
 )
-def test_a_draw_is_that_of_the_plain_definition(
+def test_a_draw_follows_the_plain_definition(
     logits: Tensor,
     temperature: float,
     top_k: int,
@@ -97,7 +97,7 @@ def test_a_draw_is_that_of_the_plain_definition(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_mass_is_that_of_the_tokens_that_other_filters_leave(seed: int) -> None:
+def test_mass_counts_the_tokens_that_other_filters_leave(seed: int) -> None:
     """These are more tokens than are ranked, and fewer than all."""
     logits = make_row(60, 0, False, seed)
     check(logits, SamplingParams(top_k=9, top_p=0.8))

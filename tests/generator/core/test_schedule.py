@@ -25,7 +25,7 @@ def windows(spec: ChunkSpec, num_frames: int, start: int = 0) -> Iterator[Window
 
 
 @given(SPECS, st.integers(0, 60))
-def test_the_frames_of_the_first_chunks_are_those_of_their_windows(
+def test_the_first_chunks_have_the_frames_of_their_windows(
     spec: ChunkSpec, num_chunks: int
 ) -> None:
     cut = [*windows(spec, 1000)][:num_chunks]
@@ -82,7 +82,7 @@ def test_a_window_is_the_same_whenever_its_frames_arrive(
 
 
 @given(SPECS, st.integers(1, 80), st.data())
-def test_an_attempt_goes_on_at_the_chunks_of_the_one_before(
+def test_an_attempt_continues_at_the_chunks_of_the_previous_one(
     spec: ChunkSpec, num_frames: int, data: st.DataObject
 ) -> None:
     chunks = list(windows(spec, num_frames))
@@ -91,7 +91,7 @@ def test_an_attempt_goes_on_at_the_chunks_of_the_one_before(
 
 
 @given(SPECS, st.integers(0, 200))
-def test_a_chunk_ends_behind_each_of_its_frames(spec: ChunkSpec, start: int) -> None:
+def test_a_chunk_may_end_after_each_of_its_frames(spec: ChunkSpec, start: int) -> None:
     """Also within a chunk, where another schedule has ended: the next boundary is the same."""
     end = end_of(spec, start)
     assert start < end <= start + max(spec.size, *spec.first, 1)

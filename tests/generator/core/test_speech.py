@@ -47,7 +47,7 @@ def test_a_chunk_waits_for_its_frames_and_their_context(vocoder: Vocoder) -> Non
     np.testing.assert_array_equal(speech.codes[:, 0], [1, 2, 3, 4, 5])
 
 
-def test_an_attempt_begins_behind_the_samples_in_the_log(vocoder: Vocoder) -> None:
+def test_an_attempt_begins_after_the_samples_in_the_log(vocoder: Vocoder) -> None:
     log: list[AnyRecord] = [audio(0, 3), audio(3, 4)]
     speech = Speech(SPEC, vocoder, log)
     speech.add(codes(0, *range(13)))
@@ -111,7 +111,7 @@ def test_a_client_is_dry_when_it_has_played_what_it_got() -> None:
     assert playback.dry_at_s == 15.0
 
 
-def test_the_text_that_a_chunk_speaks_lies_between_those_of_the_records(vocoder: Vocoder) -> None:
+def test_the_text_of_a_chunk_lies_between_the_texts_of_its_records(vocoder: Vocoder) -> None:
     speech = Speech(SPEC, vocoder, [])
     speech.add(codes(0, 1, 2))
     assert speech.end_token_at(2) is None

@@ -67,7 +67,7 @@ def test_a_cancelled_unit_is_in_no_batch() -> None:
     ),
     st.integers(1, 4),
 )
-def test_every_unit_is_in_one_batch_and_none_waits_behind_a_less_urgent_one_of_its_shape(
+def test_every_unit_is_in_one_batch_and_none_waits_for_a_less_urgent_one_of_its_shape(
     units: dict[str, tuple[float, int]], max_batch: int
 ) -> None:
     waiting = queue(*(unit(name, *about) for name, about in units.items()), max_batch=max_batch)

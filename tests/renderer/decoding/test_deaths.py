@@ -173,9 +173,7 @@ def test_decoders_that_are_always_killed_are_no_fault_of_the_file(dying: Reader)
         dying.video(b"killed", [0])
 
 
-def test_a_decoder_ends_when_nobody_waits_for_it(
-    dying: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_without_a_waiter_ends(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     with dying.pool.open("frames", b"sleep", "hash", FIELD) as decoding:
         monkeypatch.setattr(decoding, "_receive", lambda: None)
         with pytest.raises(InvalidMedia):

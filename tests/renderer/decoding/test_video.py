@@ -36,7 +36,7 @@ def all_frames(data: bytes) -> list[NDArray[np.uint8]]:
 
 
 @pytest.mark.parametrize(("codec", "container"), KINDS)
-def test_frames_equal_those_of_a_decoder_that_reads_all(
+def test_frames_equal_the_frames_of_a_decoder_that_reads_all(
     reader: Reader, codec: str, container: str
 ) -> None:
     data = files.video(codec, container)

@@ -100,7 +100,7 @@ def test_no_inner_address_of_version_6_is_dialled(
     assert canary_everywhere.connections == 0
 
 
-def test_the_canary_would_have_been_heard(canary_everywhere: Canary) -> None:
+def test_the_canary_notices_requests(canary_everywhere: Canary) -> None:
     hosts = ["127.0.0.1", "2130706433", "0x7f.1", "127.1", "0177.0.0.1", "localhost"]
     for host in hosts:
         fetcher(["0.0.0.0/0", "::/0"]).fetch(canary_everywhere.url(host=host), FIELD)
@@ -169,7 +169,7 @@ def test_a_url_that_parsers_disagree_on_opens_no_connection(
 
 
 @pytest.mark.parametrize("url", CONFUSING)
-def test_what_is_taken_of_it_has_the_host_that_is_dialled(url: str) -> None:
+def test_an_accepted_url_has_the_host_that_is_dialled(url: str) -> None:
     """The HTTP library's own reading of the same URL is the host that was checked, if any."""
     with suppress(InvalidMedia):
         target = parse_url(url.format(port=80), FIELD)
@@ -415,7 +415,7 @@ def test_a_compressed_body_is_not_unpacked_and_so_no_image(canary: Canary, encod
         decode_image(bomb, limits, FIELD)
 
 
-def test_what_follows_an_answer_is_not_the_next_one(canary: Canary) -> None:
+def test_bytes_after_an_answer_are_not_the_next_answer(canary: Canary) -> None:
     """Bytes after the declared length must not answer another request."""
     hidden = OK + b"Content-Length: 6\r\n\r\nhidden"
 

@@ -164,7 +164,7 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
             decode_image(jpeg_of_many_scans(num_scans), LIMITS, FIELD)
 
 
-def test_a_film_behind_a_jpeg_is_not_taken_for_scans() -> None:
+def test_a_film_after_a_jpeg_does_not_count_as_scans() -> None:
     """Telephones append some megabytes of it."""
     film = np.random.default_rng(1).integers(0, 256, 16 * 2**20, dtype=np.uint8).tobytes()
     assert film.count(b"\xff\xda") > MAX_SCANS
@@ -237,7 +237,7 @@ def tried_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return tried
 
 
-def test_the_list_of_other_formats_is_that_of_pillow() -> None:
+def test_the_list_of_other_formats_matches_pillow() -> None:
     Image.init()
     assert set(Image.OPEN) == set(MAGIC) | {"JPEG", "PNG", "WEBP"}
     for fmt, magic in MAGIC.items():
@@ -247,7 +247,7 @@ def test_the_list_of_other_formats_is_that_of_pillow() -> None:
 
 
 @pytest.mark.parametrize("fmt", MAGIC)
-def test_no_other_reader_of_pillow_is_asked(tried_readers: list[str], fmt: str) -> None:
+def test_no_other_reader_of_pillow_is_tried(tried_readers: list[str], fmt: str) -> None:
     for data in (MAGIC[fmt], MAGIC[fmt] + bytes(4096), MAGIC[fmt] + b"\xff" * 4096):
         with pytest.raises(InvalidMedia) as caught:
             decode_image(data, LIMITS, FIELD)

@@ -111,7 +111,7 @@ async def test_rendered_again_for_the_engine(
     )
 
 
-async def test_what_the_store_has_lost_is_fetched_again(
+async def test_files_that_the_store_has_lost_are_fetched_again(
     broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary
 ) -> None:
     task = task_for(bus, model, messages_with([canary.url("/a.png")]))
@@ -271,7 +271,7 @@ async def test_of_two_workers_one_decides(
     await third.pin()
 
 
-async def test_who_has_fetched_the_same_may_go_on(
+async def test_an_attempt_with_the_same_files_may_continue(
     attempt: Callable[[], RequestMedia], canary: Canary
 ) -> None:
     first, other = attempt(), attempt()
@@ -280,7 +280,7 @@ async def test_who_has_fetched_the_same_may_go_on(
     await other.pin()
 
 
-async def test_the_pin_does_not_tell_the_url(
+async def test_the_pin_does_not_contain_the_url(
     attempt: Callable[[], RequestMedia], bus: Bus, canary: Canary
 ) -> None:
     job = attempt()

@@ -203,7 +203,7 @@ def test_empty_and_blank_texts_are_rendered(processor: Processor, text: str) -> 
     assert render(processor, [Message("user", text)], []).prompt_token_ids
 
 
-def test_what_the_template_refuses_is_the_clients_fault(processor: Processor) -> None:
+def test_a_refusal_by_the_template_is_the_clients_fault(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match="The system speaks first"):
         render(processor, [Message("user", "a"), Message("system", "b")], [])
 
@@ -356,7 +356,7 @@ def other_palette(image: Image.Image) -> Image.Image:
     return image
 
 
-def test_hashes_tell_all_different_images_apart(processor: Processor, tmp_path: Path) -> None:
+def test_different_images_have_different_hashes(processor: Processor, tmp_path: Path) -> None:
     stripes = np.arange(30 * 150 * 3, dtype=np.uint32).astype(np.uint8)
     picture, paletted = loaded().image, loaded().image.quantize(16)
     files = [
@@ -457,7 +457,7 @@ class OwnProcessor(Qwen2VLProcessor):
         return type(argument)
 
 
-def test_prompt_and_images_are_those_of_transformers_own_processor() -> None:
+def test_prompt_and_images_equal_the_results_of_transformers_processor() -> None:
     folder = Path(__file__).parents[3] / "ops" / "demo_model"
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     own = OwnProcessor(

@@ -94,7 +94,7 @@ def test_an_item_has_the_fields_of_the_video_and_of_its_sound(reader: Reader) ->
     ]
 
 
-def test_the_sound_of_each_chunk_stands_behind_its_frames(reader: Reader) -> None:
+def test_the_sound_of_each_chunk_follows_its_frames(reader: Reader) -> None:
     both = reader.read(files.sounding(120, 24, 5.0))
     assert both.placement is not None
     ids = np.array(both.placement.token_ids[1:-1])
@@ -147,7 +147,7 @@ def test_a_sound_longer_than_the_model_hears_is_refused(processor: Processor) ->
     assert caught.value.field == FIELD
 
 
-def test_what_one_server_renders_another_takes(reader: Reader) -> None:
+def test_a_video_rendered_by_one_server_is_accepted_by_another(reader: Reader) -> None:
     processor = reader.processor
     both = reader.read(files.sounding())
     token_ids, (place,) = processor.expand([1, omni.VISION_START, omni.VIDEO, 2], [both])
@@ -173,7 +173,7 @@ def test_an_item_with_half_a_sound_is_refused(reader: Reader) -> None:
             reader.processor.decode_item(VIDEO, rest, "hash", "field")
 
 
-def test_the_hash_for_other_servers_tells_a_video_that_is_heard(reader: Reader) -> None:
+def test_the_hash_for_other_servers_covers_the_sound_of_a_video(reader: Reader) -> None:
     data = files.sounding()
     facts = reader.read(data).video, reader.read(data, sampling=FrameSampling()).video
     assert len({mm_hash(VIDEO, data, "m", value) for value in facts}) == 2

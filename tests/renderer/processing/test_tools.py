@@ -267,7 +267,7 @@ def test_an_endless_text_is_refused_by_its_own_field(processor: Processor) -> No
             processor.tokenize(Prompt([Message("user", "a")], **more))
 
 
-def test_every_token_is_told_alone(processor: Processor) -> None:
+def test_every_token_is_spelled_alone(processor: Processor) -> None:
     text = "Grüße, 世界 <|end|>"
     token_ids = processor.tokenize(Prompt(text=text))
     whole, each = processor.detokenize(token_ids, skip_special_tokens=False)
@@ -279,7 +279,7 @@ def test_every_token_is_told_alone(processor: Processor) -> None:
     assert caught.value.field == "tokens[0]"
 
 
-def test_pieces_of_sentencepiece_are_told_alone() -> None:
+def test_pieces_of_sentencepiece_are_spelled_alone() -> None:
     from tokenizers import Tokenizer, decoders, models
 
     from workers.renderer.processing.token_bytes import TokenByteDecoder

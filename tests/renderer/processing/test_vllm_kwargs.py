@@ -143,7 +143,9 @@ WRONG: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_image_of_the_model_is_refused(processor: Processor, wrong: str) -> None:
+def test_tensors_that_are_no_image_of_the_model_are_refused(
+    processor: Processor, wrong: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         processor.decode_item(IMAGE, WRONG[wrong](), "h", FIELD)
     assert caught.value.field == FIELD

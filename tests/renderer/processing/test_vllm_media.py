@@ -107,14 +107,14 @@ def test_a_video_has_the_values_and_the_hash_that_vllm_gives_it(
     assert (item.fields, item.num_tokens) == (video.fields, video.num_tokens)
 
 
-def test_the_hash_of_a_video_that_is_heard_is_that_of_vllms_hasher() -> None:
+def test_the_hash_of_a_video_with_sound_equals_vllms() -> None:
     facts = VideoFacts(24, 8.0, (0, 4, 8, 12, 16, 20), is_sequence=False, use_audio=True)
     recorded = VLLM["heard"]
     value = mm_hash(VIDEO, FILES[VIDEO].read_bytes(), recorded["model_id"], facts)
     assert value == recorded["mm_hash"]
 
 
-def test_a_video_of_vllm_that_is_heard_is_refused(
+def test_a_video_with_sound_from_vllm_is_refused(
     decoders: MediaDecoders, processors: dict[str, Processor]
 ) -> None:
     """vLLM has the sound as another item, so the video's own lacks it."""

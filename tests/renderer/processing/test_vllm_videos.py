@@ -62,7 +62,7 @@ def digest(data: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", ["mp4", "jpegs"])
-def test_items_and_hashes_are_those_of_vllm_to_the_byte(
+def test_items_and_hashes_equal_vllms_to_the_byte(
     decoders: MediaDecoders, processor: Processor, name: str
 ) -> None:
     item, recorded = process(decoders, processor, name), VLLM[name]
@@ -80,7 +80,7 @@ def test_items_and_hashes_are_those_of_vllm_to_the_byte(
         assert received.fields[field] == tensor, field
 
 
-def test_an_item_of_qwen_2_5_is_that_of_vllm_to_the_byte(tmp_path: Path) -> None:
+def test_an_item_of_qwen_2_5_equals_vllms_to_the_byte(tmp_path: Path) -> None:
     settings = {"size": {"shortest_edge": 6272, "longest_edge": 10609}}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
     layout = Qwen25VideoLayout.open(tmp_path, Qwen2_5_VLConfig())

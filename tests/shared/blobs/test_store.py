@@ -42,7 +42,7 @@ WILDCARDS = ["0.0.0.0", *(["::"] if Path("/proc/net/if_inet6").exists() else [])
 
 
 @pytest.mark.parametrize("listen", WILDCARDS)
-async def test_an_owner_that_listens_everywhere_tells_the_address_of_its_broker_connection(
+async def test_an_owner_that_listens_everywhere_publishes_the_address_of_its_broker_connection(
     start: StartBlobs, listen: str
 ) -> None:
     owner = await start(BlobsConfig(arena_mib=64, listen=listen), elsewhere)

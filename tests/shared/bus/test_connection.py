@@ -80,7 +80,7 @@ async def test_a_login_that_was_refused_for_a_while_is_used_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, b"50"), ("100", b"100")])
-def test_an_embedded_server_collects_garbage_early_unless_told_otherwise(
+def test_an_embedded_server_collects_garbage_early_by_default(
     value: str | None, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GOGC", raising=False)

@@ -50,7 +50,7 @@ async def consume_tasks(bus: Bus, ack_wait_s: float = 30.0) -> Consumer:
     return await bus.queues.consume(subjects.STAGES_STREAM, QUEUE, where, 8, ack_wait_s)
 
 
-async def test_a_worker_goes_on_with_new_tasks_when_those_before_are_lost(
+async def test_a_worker_continues_with_new_tasks_when_earlier_ones_are_lost(
     own_bus: Bus,
     own_broker: EmbeddedServer,
 ) -> None:

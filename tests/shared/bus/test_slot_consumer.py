@@ -69,7 +69,7 @@ async def test_an_owner_gets_what_is_in_its_slots(bus: Bus, other: Bus, model: s
     assert thief.num_in_flight == 0
 
 
-async def test_a_busy_owner_stands_behind_an_idle_thief(bus: Bus, other: Bus, model: str) -> None:
+async def test_an_idle_thief_comes_before_a_busy_owner(bus: Bus, other: Bus, model: str) -> None:
     owner = await consume(bus, model, owned=SLOTS, load=lambda: 0.9)
     thief = await consume(other, model, owned=[])
     await put(bus, model, "a", 1)
@@ -77,7 +77,7 @@ async def test_a_busy_owner_stands_behind_an_idle_thief(bus: Bus, other: Bus, mo
     assert owner.num_in_flight == 0
 
 
-async def test_what_a_full_owner_cannot_take_is_stolen_at_once(
+async def test_tasks_beyond_the_capacity_of_a_full_owner_are_stolen_at_once(
     bus: Bus, other: Bus, model: str
 ) -> None:
     owner = await consume(bus, model, owned=SLOTS, capacity=2)
@@ -89,7 +89,7 @@ async def test_what_a_full_owner_cannot_take_is_stolen_at_once(
     assert sorted(stolen + own) == [b"0", b"1", b"2", b"3", b"4"]
 
 
-async def test_what_exceeds_the_credit_is_handed_back(bus: Bus, other: Bus, model: str) -> None:
+async def test_tasks_beyond_the_credit_are_requeued(bus: Bus, other: Bus, model: str) -> None:
     """The pulls that wait are more than the credit, because most queues are empty."""
     owner = await consume(bus, model, owned=SLOTS, capacity=1)
     for slot in SLOTS:
@@ -111,7 +111,7 @@ async def test_an_owner_sends_its_next_pull_before_the_last_one_ends(bus: Bus, m
     assert all(earlier < other for earlier, other in zip(before, after, strict=True))
 
 
-async def test_a_hot_queue_is_asked_for_as_much_as_there_is_room_for(bus: Bus, model: str) -> None:
+async def test_a_hot_queue_is_pulled_up_to_the_free_capacity(bus: Bus, model: str) -> None:
     for number in range(30):
         await put(bus, model, str(number), 2)
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]

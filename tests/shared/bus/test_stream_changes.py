@@ -162,7 +162,7 @@ async def test_a_stream_without_what_workers_need_is_refused_until_it_is_changed
     await own_bus.streams.prepare(NATS, DeliveryConfig())
 
 
-async def test_what_no_stream_can_change_stays(own_bus: Bus) -> None:
+async def test_a_setting_that_no_stream_can_change_stays(own_bus: Bus) -> None:
     changes = await changes_to(own_bus, DeliveryConfig(token_log_storage="memory"))
     assert [(c.difference.setting, c.effect) for c in changes] == [
         ("storage", "none: only a new stream can have it")

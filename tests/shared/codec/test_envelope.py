@@ -146,7 +146,7 @@ def test_trailing_bytes_are_refused() -> None:
     assert refuses(SAMPLE + bytes(64))
 
 
-def test_a_newer_envelope_is_told_from_bytes_that_are_none() -> None:
+def test_a_newer_envelope_is_distinguished_from_other_bytes() -> None:
     with pytest.raises(UnsupportedVersion, match="has version 2, and this worker reads version 1"):
         decode(SAMPLE[:4] + b"\2\0" + SAMPLE[6:], Head)
 

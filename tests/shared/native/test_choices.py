@@ -129,7 +129,7 @@ def test_noise_within_the_margin_brings_no_option_back(
 
 
 @given(st.data(), operations)
-def test_interrupted_rounds_change_nothing_beside_undisturbed_ones(
+def test_interrupted_rounds_change_nothing_when_others_are_undisturbed(
     data: st.DataObject, operation: Operation
 ) -> None:
     quiet = data.draw(times_of(operation))

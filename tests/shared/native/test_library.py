@@ -92,7 +92,7 @@ def result(process: subprocess.Popen[str]) -> Path:
     return Path(out.strip())
 
 
-def test_of_several_processes_one_compiles_and_the_others_wait(machine: Machine) -> None:
+def test_one_of_several_processes_compiles_and_the_others_wait(machine: Machine) -> None:
     first = machine.start()
     machine.wait_for_calls(1)
     others = [machine.start() for _ in range(2)]
@@ -107,7 +107,7 @@ def test_of_several_processes_one_compiles_and_the_others_wait(machine: Machine)
     assert [path.suffix for path in (machine.folder / "cache" / "pagemill").iterdir()] == [".so"]
 
 
-def test_a_process_that_dies_while_it_compiles_keeps_nobody_waiting(machine: Machine) -> None:
+def test_a_process_that_dies_while_it_compiles_blocks_no_other(machine: Machine) -> None:
     first = machine.start()
     machine.wait_for_calls(1)
     second = machine.start()

@@ -175,7 +175,7 @@ assert loaded.num_tile_products() > 0
 """
 
 
-def test_nothing_behind_the_last_row_is_read(software_library: Path) -> None:
+def test_nothing_after_the_last_row_is_read(software_library: Path) -> None:
     command = [*preloaded.PYTHON, "-c", READS_TO_THE_END, str(software_library)]
     assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
 

@@ -47,7 +47,7 @@ INSIDE = (
         "2001:db8::1",
     ],
 )
-def test_what_is_not_the_internet_is_not_dialled(text: str) -> None:
+def test_addresses_outside_the_internet_are_not_dialled(text: str) -> None:
     assert not may_dial(parse_address(text))
 
 

@@ -50,7 +50,7 @@ DIFFERENT: list[tuple[HashPart, ...]] = [
 ]
 
 
-def test_framing_tells_all_of_these_apart() -> None:
+def test_framing_distinguishes_all_of_these() -> None:
     assert len({content_hash(*parts) for parts in DIFFERENT}) == len(DIFFERENT)
 
 

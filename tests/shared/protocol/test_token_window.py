@@ -74,7 +74,7 @@ def test_a_part_that_ends_inside_a_character_is_out_up_to_it() -> None:
     assert read_in_parts(parts, list(b"\n")) == ["red ", "€"]
 
 
-def test_invalid_bytes_are_not_held_for_ever() -> None:
+def test_invalid_bytes_are_not_held_forever() -> None:
     texts = read_in_parts([[0xE4]] * 40, [])
     assert "".join(texts) == 40 * "\N{REPLACEMENT CHARACTER}"
     assert len(texts[MAX_HELD_TOKENS - 1]) == MAX_HELD_TOKENS

@@ -55,7 +55,7 @@ def msgpack_error(data: bytes) -> str:
 
 
 @given(PACKED)
-def test_what_msgspec_has_written_is_whole(value: Any) -> None:
+def test_values_written_by_msgspec_are_whole(value: Any) -> None:
     data = msgspec.msgpack.encode(value)
     assert walk_msgpack(data)
     assert not walk_msgpack(data + b"\xc0")
@@ -151,7 +151,7 @@ FIELDS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("write", [msgspec.msgpack.encode, msgspec.json.encode])
 @pytest.mark.parametrize(("value", "complaint"), FIELDS, ids=[each[1] for each in FIELDS])
-def test_an_excess_is_told_with_its_field(value: Any, complaint: str, write: Any) -> None:
+def test_an_excess_is_reported_with_its_field(value: Any, complaint: str, write: Any) -> None:
     data = write({"model": "x", "messages": [{"a": "b"}], "template_kwargs": value, "n": 1})
     with pytest.raises(msgspec.ValidationError, match=complaint) as caught:
         (check_msgpack if is_packed(data) else check_json)(data)
@@ -159,7 +159,7 @@ def test_an_excess_is_told_with_its_field(value: Any, complaint: str, write: Any
 
 
 @pytest.mark.parametrize("write", [msgspec.msgpack.encode, msgspec.json.encode])
-def test_what_is_within_the_limits_passes(write: Any) -> None:
+def test_values_within_the_limits_pass(write: Any) -> None:
     values = {"deep": nested(MAX_DEPTH - 1), "lists": [[]] * (MAX_VALUES - 20)}
     for value in (*values.values(), [7] * (MAX_NUMBERS - 200)):
         data = write({"model": "x", "template_kwargs": value})
@@ -177,7 +177,7 @@ def test_what_is_within_the_limits_passes(write: Any) -> None:
     ],
     ids=["numbers by name", "short lists", "runs", "almost runs"],
 )
-def test_what_passes_can_become_a_task(value: Any, write: Any) -> None:
+def test_prompts_that_pass_can_become_tasks(value: Any, write: Any) -> None:
     messages = [{"role": "user", "content": "a"}]
     data = write({"model": "x", "template_kwargs": {"a": value}, "messages": messages})
     prompt = prompt_of(json_or_msgpack(GenerateRequest)(data))

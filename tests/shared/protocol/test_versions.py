@@ -117,7 +117,7 @@ def test_parameters_that_are_given_apart_count_too() -> None:
     assert version_of_request(request, {"n": 2}) == 3
 
 
-def test_what_is_new_since_the_last_release_is_marked_with_a_version() -> None:
+def test_fields_that_are_new_since_the_last_release_have_a_version() -> None:
     """An older worker must be able to detect messages that it cannot read.
 
     A failure names fields or values that version 2 does not know. What may be ignored is marked

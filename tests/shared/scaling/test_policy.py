@@ -61,7 +61,7 @@ LOOKS = st.lists(
 
 
 @given(scaling_settings(), LOOKS)
-def test_limits_hold_whatever_the_figures_say(
+def test_limits_hold_for_all_figures(
     scaling: ScalingSettings, looks: list[tuple[float, dict[str, PoolFigures | None]]]
 ) -> None:
     memory: Memory = {}
@@ -174,7 +174,7 @@ def test_a_constant_load_makes_the_pool_swing_ever_more_rarely(
     assert turns <= 1 + 1200 / (MAX_HOLD * idle_s)
 
 
-def test_what_cannot_start_is_given_up_told_and_not_asked_again_for_a_minute() -> None:
+def test_a_worker_that_cannot_start_is_given_up_reported_and_not_retried_for_a_minute() -> None:
     pool = Pool(PoolSettings(min=1, max=8, per_engine=1), cold_s=1e9)
     start_times, give_up_times = [], []
     for _ in range(400):
@@ -229,7 +229,7 @@ def test_pools_of_one_priority_take_turns() -> None:
     assert {n: d.target for n, d in decisions.items()} == {"engine": 5, "renderer": 4, "encoder": 1}
 
 
-def test_what_another_pool_gives_back_is_used_when_its_workers_have_gone() -> None:
+def test_the_budget_of_a_shrunk_pool_is_used_when_its_workers_have_gone() -> None:
     pools = {"low": PoolSettings(max=4), "high": PoolSettings(max=4, per_engine=1, priority=1)}
     scaling = ScalingSettings(pools, budget=4)
     low, high = PoolFigures(64, 0, 0.0, 4), PoolFigures(3, 0, 0.0, 0)

@@ -78,7 +78,7 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*UNREADABLE, "an envelope"])
-async def test_what_an_older_worker_cannot_read_stays_in_its_queue(
+async def test_messages_that_an_older_worker_cannot_read_stay_in_their_queue(
     bus: Bus, model: str, header: TaskHeader, kind: str
 ) -> None:
     more = UNREADABLE.get(kind)

@@ -100,7 +100,7 @@ def reloader(now: Config | ConfigError) -> tuple[Reloader, list[Config]]:
     return instance, configs
 
 
-def test_what_has_changed_is_told_by_its_key() -> None:
+def test_changed_settings_are_named_by_their_keys() -> None:
     delivery = DeliveryConfig(max_queued=1)
     new = replace(CONFIG, gateway=GatewayConfig(api_keys=[KEY]), delivery=delivery)
     assert changed_settings(CONFIG, new) == {"gateway.api_keys", "delivery.max_queued"}

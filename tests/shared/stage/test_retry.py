@@ -43,20 +43,20 @@ def attempt(
 
 
 @given(failures)
-def test_what_would_fail_again_is_answered_at_once(before: int) -> None:
+def test_errors_that_would_repeat_are_answered_at_once(before: int) -> None:
     for error in (InvalidRequest("x"), UnknownModel("x"), Cancelled("x"), DeadlineExceeded("x")):
         assert decide(error, before, POLICY) == AnswerWithError()
 
 
 @given(failures)
-def test_what_takes_long_is_the_clients_to_try_again(before: int) -> None:
+def test_errors_of_long_work_are_for_the_client_to_retry(before: int) -> None:
     for error in (GrammarNotTried("x"), EncodingFailed("x"), StageBusy("x")):
         assert error.retryable
         assert decide(error, before, POLICY) == AnswerWithError()
 
 
 @given(failures)
-def test_what_nobody_can_read_or_survive_goes_to_the_dead_letters(before: int) -> None:
+def test_requests_that_no_worker_can_read_or_survive_become_dead_letters(before: int) -> None:
     for error in (DecodeError("x"), Poisoned("x")):
         assert decide(error, before, POLICY) == GiveUp()
 

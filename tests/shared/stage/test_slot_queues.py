@@ -116,7 +116,7 @@ async def test_coordinators_make_the_consumers_of_all_slots(bus: Bus, model: str
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 16), (16, 1), (16, 4)])
-async def test_tasks_of_another_number_of_slots_are_not_left_behind(
+async def test_tasks_of_another_number_of_slots_are_all_done(
     bus: Bus, model: str, before: int, after: int
 ) -> None:
     """The queues and some of the tasks come from the earlier configuration."""

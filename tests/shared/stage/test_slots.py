@@ -95,7 +95,7 @@ def test_chats_are_spread() -> None:
 
 
 @given(bodies(), bodies(), st.text(min_size=1), st.text(min_size=1))
-def test_requests_with_a_key_have_its_slot_whatever_they_ask(
+def test_requests_with_a_key_have_its_slot_for_any_prompt(
     first: EngineBody, second: EngineBody, key: str, other: str
 ) -> None:
     keyed = replace(HEADER, ticket=replace(TICKET, prompt_cache_key=key))

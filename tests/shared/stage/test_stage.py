@@ -131,7 +131,7 @@ async def attempts(bus: Bus, request_id: str) -> list[AttemptRecord]:
     return records
 
 
-async def test_what_comes_again_during_its_acknowledgement_is_let_go(
+async def test_a_job_delivered_again_during_its_acknowledgement_is_dropped(
     bus: Bus, model: str, request_id: str
 ) -> None:
     stage = make_stage(bus)
@@ -203,7 +203,7 @@ async def test_a_clients_error_is_answered_and_settled(
     assert await dead_letter(bus, request_id) is None
 
 
-async def test_our_own_error_is_retried_then_kept_and_told(
+async def test_our_own_error_is_retried_then_stored_and_answered(
     bus: Bus, model: str, request_id: str
 ) -> None:
     accepted, request = await accept(bus, model, request_id)
@@ -230,7 +230,7 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     assert await request_queue.queued_request(bus, accepted.sequence) is None
 
 
-async def test_what_cannot_be_read_ends_its_request_at_once(
+async def test_an_unreadable_task_ends_its_request_at_once(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """Without a word of the request in it, and so without its receipt."""
@@ -250,7 +250,7 @@ async def test_what_cannot_be_read_ends_its_request_at_once(
     await assert_nothing_more(inbox)
 
 
-async def test_what_cannot_be_read_ends_no_other_request(
+async def test_an_unreadable_task_ends_no_other_request(
     bus: Bus, model: str, request_id: str
 ) -> None:
     accepted, _ = await accept(bus, model, f"{request_id}-other")
@@ -345,7 +345,9 @@ async def test_who_is_fenced_off_says_nothing(bus: Bus, model: str, request_id: 
     await (await asyncio.wait_for(inbox.next(), 5)).ack()
 
 
-async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request_id: str) -> None:
+async def test_a_request_that_has_ended_is_not_claimed(
+    bus: Bus, model: str, request_id: str
+) -> None:
     accepted, _ = await accept(bus, model, request_id)
     await put(bus, model, request_id)
     await end_request(bus, request_id, 1, Cancelled("no more"), [])
@@ -355,7 +357,7 @@ async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request
     assert await request_queue.queued_request(bus, accepted.sequence) is None
 
 
-async def test_a_request_in_hand_at_two_deaths_is_poison(
+async def test_a_request_in_flight_at_two_deaths_is_poison(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """The workers of this test have never had a heartbeat: they count as dead at once."""
@@ -419,7 +421,7 @@ async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model:
     await second.finish(waiting)
 
 
-async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
+async def test_another_delivery_of_a_running_job_replaces_the_old_one(
     bus: Bus, model: str, request_id: str
 ) -> None:
     await put(bus, model, request_id)
@@ -460,7 +462,7 @@ async def test_handing_back_is_no_fault(bus: Bus, model: str, request_id: str) -
 
 
 @pytest.mark.parametrize("hurried", [False, True])
-async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
+async def test_a_drain_finishes_running_jobs_and_requeues_the_rest(
     bus: Bus, model: str, hurried: bool
 ) -> None:
     inbox, shutdown, stage = await consume(bus, "renderer", model), Shutdown(), make_stage(bus)
@@ -494,7 +496,7 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
     await again.ack()
 
 
-async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
+async def test_an_unknown_receipt_does_not_hold_the_job_forever(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """As after a leader was cut off: its delivery is unknown; the request has left its queue."""
@@ -608,7 +610,7 @@ async def test_a_payload_is_released_before_its_task_even_if_its_owner_is_away_f
     assert pinned == 0
 
 
-async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
+async def test_a_task_that_is_published_again_is_not_mistaken_for_the_previous_one(
     bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_stage(bus)
@@ -634,7 +636,7 @@ async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
     await assert_nothing_more(outbox)
 
 
-async def test_what_was_made_again_is_not_settled_with_what_was_lost(
+async def test_a_task_that_is_published_again_is_not_settled_with_the_lost_one(
     bus: Bus, model: str, request_id: str
 ) -> None:
     stage = make_stage(bus)
@@ -659,7 +661,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
         await job.delivery.ack()
 
 
-async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
+async def test_a_returned_request_is_rendered_with_its_own_settings(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """Nothing of the request is lost with its images."""

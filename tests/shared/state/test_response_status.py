@@ -37,7 +37,7 @@ def begun(approval: str) -> Begun:
     return Begun(0, 1, "m", "alice", [MessageItem("user", "Hi")], {}, servers=uses, parser="hermes")
 
 
-async def test_where_a_response_is_and_what_it_waits_for(bus: Bus) -> None:
+async def test_the_status_of_a_response_has_its_place_and_the_reason_of_its_wait(bus: Bus) -> None:
     beat = Heartbeat("agent", "agent-of-status", "0", 1, ["m"], {})
     log = StepLog(bus, "alice", f"resp_{secrets.token_hex(8)}")
     assert await find_any_tenants(bus, log.response_id) is None

@@ -22,7 +22,7 @@ def new_id() -> str:
     return f"resp_{secrets.token_hex(8)}"
 
 
-async def test_of_two_writers_one_goes_on_and_the_other_reads_its_step(bus: Bus) -> None:
+async def test_one_of_two_writers_continues_and_the_other_reads_its_step(bus: Bus) -> None:
     name = new_id()
     log, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
     await log.append(BEGUN)
@@ -61,7 +61,7 @@ async def test_a_writer_does_not_take_anothers_call_for_its_own(bus: Bus) -> Non
     assert again.state.num_steps == logs[1].state.num_steps == 5
 
 
-async def test_what_is_being_done_ends_when_a_watch_reads_anothers_step(bus: Bus) -> None:
+async def test_a_watch_ends_the_current_work_when_it_reads_anothers_step(bus: Bus) -> None:
     name = new_id()
     log, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
     await log.append(BEGUN)

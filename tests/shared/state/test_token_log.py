@@ -50,7 +50,7 @@ async def test_a_writer_that_was_overtaken_is_refused(bus: Bus, request_id: str)
     assert [record.index for record in await read_log(bus, request_id)] == [0, 1, 2]
 
 
-async def test_who_has_the_last_record_listens_no_more(bus: Bus, request_id: str) -> None:
+async def test_a_reader_with_the_last_record_has_no_subscription(bus: Bus, request_id: str) -> None:
     await end_request(bus, request_id, 1, ContextTooLong("too long"), [])
     before = subscriptions_of(bus)
     log = follow(bus, request_id)
@@ -136,7 +136,7 @@ def lose_unread(reader: LogReader) -> None:
     live.wake()
 
 
-async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
+async def test_a_reader_continues_when_logs_in_memory_are_lost(
     own_broker: EmbeddedServer, request_id: str
 ) -> None:
     """It reads the new log from the position at which it has stopped in the lost log."""
@@ -205,7 +205,7 @@ async def publish_foreign(bus: Bus, request_id: str, data: bytes = FOREIGN) -> N
 @pytest.mark.parametrize(
     "data", [FOREIGN, b"", b"null", b"[]", b'{"type":"tokens"}', b'{"type":"x","index":-']
 )
-async def test_a_writer_goes_on_behind_foreign_bytes(
+async def test_a_writer_continues_after_foreign_bytes(
     bus: Bus, request_id: str, data: bytes
 ) -> None:
     log = await LogWriter.open(bus, request_id, attempt=1)
@@ -220,7 +220,7 @@ async def test_a_writer_goes_on_behind_foreign_bytes(
     assert [record.index for record in await read_log(bus, request_id)] == [0, 1, 2]
 
 
-async def test_a_zombie_is_refused_behind_foreign_bytes(bus: Bus, request_id: str) -> None:
+async def test_a_zombie_is_refused_after_foreign_bytes(bus: Bus, request_id: str) -> None:
     zombie = await LogWriter.open(bus, request_id, attempt=1)
     successor = await LogWriter.open(bus, request_id, attempt=2)
     await publish_foreign(bus, request_id)
@@ -295,7 +295,7 @@ async def test_the_last_record_is_found_under_other_bytes(
 
 
 @pytest.mark.parametrize(("data", "index"), [(FOREIGN, 1), (LATER_KIND, 2)])
-async def test_a_request_ends_once_behind_other_bytes(
+async def test_a_request_ends_once_after_foreign_bytes(
     bus: Bus, request_id: str, data: bytes, index: int
 ) -> None:
     failed, finished = request_id, f"{request_id}-2"

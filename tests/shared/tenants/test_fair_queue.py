@@ -28,7 +28,7 @@ def test_the_newest_of_the_heaviest_goes() -> None:
     assert queue.add("c", "c1", MAX_HELD) in ("a3", "b3")
 
 
-def test_what_is_being_done_is_not_taken_back() -> None:
+def test_a_started_waiter_is_not_rejected() -> None:
     queue: FairQueue[str] = FairQueue()
     for waiter in ("a1", "a2", "a3"):
         queue.add("a", waiter, 3)
