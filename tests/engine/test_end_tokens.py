@@ -114,7 +114,7 @@ def test_a_model_that_chats_without_an_end_token_is_refused(
     with pytest.raises(ConfigError, match=r"no end token.*eos_token_id") as refused:
         load_it(copied)
     assert refused.value.field == "models.path"
-    # `pagemill models` and `up` say so before anything is loaded.
+    # `pagemill models` and `up` report it before anything is loaded.
     assert "no end token" in (check_folders.examine(copied).reason or "")
     assert check_folders.examine(copied, "mean").reason is None
     # An embedding has no end.

@@ -45,7 +45,7 @@ GATHERS = EngineConfig(max_appends_per_s=0.001)  # type: ignore[arg-type]
 
 
 async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
-    """The first goes at once, and so does the last; those between wait until a record may go."""
+    """The first and the last are written at once; the others wait until a record may be written."""
     num_tokens, request_id = 40, f"gathered-{secrets.token_hex(8)}"
     async with serving_engine(bus, "gathered", EngineConfig(max_appends_per_s=1)) as rig:
         await rig.put(request_id, [1] * 8, max_tokens=num_tokens)

@@ -105,7 +105,7 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> N
 async def test_a_request_continues_as_its_text_arrives(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it waits, the broker hears that it is not forgotten."""
+    """While it waits, the worker reports progress to the broker."""
     monkeypatch.setattr(engine_worker, "WATCH_S", 0.01)
     reported: list[list[str | None]] = []
 

@@ -1,4 +1,4 @@
-"""Models that hear, on the engine against transformers' own `generate`, token for token."""
+"""Models with audio input on the engine equal transformers' `generate`, token for token."""
 
 import copy
 import random

@@ -101,7 +101,7 @@ def load_int8(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTr
 
 
 def with_rounded_weights(model: PreTrainedModel, served: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy for transformers, with the weights that the integers of `served` stand for."""
+    """Return a copy for transformers, with the weights that the integers of `served` represent."""
     reference = copy.deepcopy(model)
     for name, layer in int8_layers(served):
         linear: Any = reference.get_submodule(name)

@@ -462,7 +462,7 @@ async def test_invalid_grammars_are_cached_and_failures_are_not(
 
 
 class Left(Exception):
-    """The waiting request is gone."""
+    """The waiting request has ended."""
 
 
 async def leave() -> None:

@@ -267,7 +267,7 @@ def test_logits_of_a_rejected_draft_must_be_finite_too() -> None:
 
 
 class Engine:
-    """A model and how to run it; blocks of 8, which the kernels ask for."""
+    """A model and a way to run it, with blocks of 8, which the kernels require."""
 
     def __init__(self, name: str, native: bool, adapter: Path | None = None) -> None:
         model = build(name).eval().requires_grad_(False)
@@ -323,7 +323,7 @@ Told = dict[tuple[str, int], tuple[list[int], str, str | None, str | int | None]
 
 
 def run(core: EngineCore, requests: list[EngineRequest]) -> tuple[Told, dict[str, list[float]]]:
-    """Answers by request and choice; log probabilities by request, where they were asked for."""
+    """Answers by request and choice; log probabilities by request, where they were requested."""
     outputs: list[RequestOutput] = []
     for request in requests:
         core.add(request)
