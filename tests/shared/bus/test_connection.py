@@ -57,7 +57,7 @@ async def test_no_reconnection_survives_its_cancellation(
 
 
 async def test_a_login_that_was_refused_for_a_while_is_used_again(tmp_path: Path) -> None:
-    """A server that revokes a password says so on the connection, before it closes it."""
+    """A server that revokes a password reports it on the connection before it closes it."""
 
     def settings(password: str) -> str:
         return f"accounts {{ A {{ users: [{{ user: pm, password: {password} }}] }} }}"

@@ -132,7 +132,7 @@ async def test_a_backlog_is_taken_as_credit_becomes_free(bus: Bus, model: str) -
     consumer = await bus.queues.consume_slots(stream, queues, 2, 30.0, lambda: 0.0)
     for _ in range(10):
         delivery = await take(consumer)
-        # Nothing was asked for beyond the credit, and so handed back.
+        # Nothing was pulled beyond the credit and requeued.
         assert delivery.attempt == 1
         assert consumer.num_in_flight <= 2
         messages.add(delivery.data)

@@ -1,4 +1,4 @@
-"""Children of a fork server: what they get, how they end, and whom they outlive."""
+"""Children of a fork server: their messages, their ends, and the end of their server."""
 
 import os
 import signal

@@ -116,7 +116,7 @@ def test_a_machine_that_is_slower_at_everything_chooses_the_same(
 def test_noise_within_the_margin_brings_no_option_back(
     data: st.DataObject, operation: Operation
 ) -> None:
-    """An option that gave way was slower in truth, so a choice never goes in circles."""
+    """A replaced option is really slower, so choices never repeat in circles."""
     truth = data.draw(times_of(operation))
     option = data.draw(st.sampled_from(operation.options))
     options = [option]

@@ -1,4 +1,4 @@
-"""Libraries that an image has for named processors, and what is said where none fits."""
+"""Libraries in an image for named processors, and the error when none fits."""
 
 import shutil
 from pathlib import Path

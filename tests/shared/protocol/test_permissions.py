@@ -1,4 +1,4 @@
-"""The table of who may publish and subscribe to what."""
+"""The permissions of roles to publish and subscribe."""
 
 import pytest
 

@@ -58,7 +58,7 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
         await compare_settings(first, "engine-1", CONFIG, log)
         await compare_settings(first, "engine-2", CONFIG, log)
         assert lines == []
-        # The server knows what the first connection answers before the second one asks.
+        # The server has the subscription of the first connection before the second one's request.
         await first.connection.nc.flush()
         await compare_settings(second, "renderer-1", changed(dtype="bfloat16"), log)
     (line,) = lines

@@ -1,4 +1,4 @@
-"""A detour: the task goes to the engine once, with its payloads, whichever way it came."""
+"""A detour: the engine gets the task once, with its payloads, directly or by the detour."""
 
 import asyncio
 import secrets
@@ -164,7 +164,7 @@ async def test_a_worker_that_died_before_its_acknowledgement_has_handed_over_onc
 
 
 async def test_a_request_that_was_rendered_twice_is_computed_once(rig: Rig) -> None:
-    """A renderer that is late hands over straight what another one has sent on a detour."""
+    """A late renderer forwards a request directly that another one has sent on a detour."""
     renderer, prefill, engine = (rig.stage(n) for n in ("renderer", "prefill", "engine"))
     await rig.accept()
     job, _ = await rig.job(renderer)

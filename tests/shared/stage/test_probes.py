@@ -127,5 +127,5 @@ async def test_a_worker_whose_event_loop_hangs_does_not_live(
 ) -> None:
     monkeypatch.setattr(probes, "LOOP_TIMEOUT_S", 0.05)
     with ThreadPoolExecutor(1) as pool:
-        # The loop stands still until the answer is there.
+        # The loop is blocked until the answer arrives.
         assert pool.submit(_ask, context, "/health").result(10) == (503, "hangs")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 CONFIG = Config({"demo": ModelConfig("x")})
 KEY = ApiKey("alice", "0" * 64)
 
-# It is asked for a reload while it starts, while it works, and while it drains.
+# It gets the signal to reload while it starts, while it works, and while it drains.
 WORKER = """
 import asyncio, os, signal, sys
 from msgspec.structs import replace

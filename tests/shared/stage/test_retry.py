@@ -93,7 +93,7 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
         ([attempt("a")], 0, set(), History(1, 0)),
         ([attempt("a")], 0, {"a"}, History(1, 1)),
         ([attempt("a"), attempt("b")], 0, {"a", "b"}, History(2, 2)),
-        # The same attempt, handed back or failed later: one attempt.
+        # The same attempt, requeued or failed later, counts once.
         ([attempt("a"), attempt("a", outcome="requeued")], 0, {"a"}, History(0, 0)),
         ([attempt("a"), attempt("a", outcome="failed")], 0, {"a"}, History(1, 0)),
         # Twice in the hands of the same worker, which has died once.

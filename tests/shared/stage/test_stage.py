@@ -90,7 +90,7 @@ async def next_job(stage: Stage, inbox: Consumer, accepted: RequestTicket | None
 
 
 async def publish(job: Job, stage: Stage, body: EngineBody, round: int = 0) -> None:
-    """Publish the engine's task, and let go of the payloads that belong to it."""
+    """Publish the engine's task, and drop the references to its payloads."""
     assert job.header is not None
     header = msgspec.structs.replace(job.header, round=round)
     if await tasks.publish(stage.bus, TO_ENGINE, header, body, [], job.outputs):

@@ -1,4 +1,4 @@
-"""The token log against a real server: fencing, resume, and readers who see each record once."""
+"""The token log on a real server: fencing, resume, and readers that get each record once."""
 
 import asyncio
 from collections.abc import AsyncIterator

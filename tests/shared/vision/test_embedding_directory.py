@@ -93,7 +93,7 @@ def test_expired_files_are_written_again(tmp_path: Path) -> None:
 
 
 def test_an_embedding_does_not_depend_on_its_file_after_reading(tmp_path: Path) -> None:
-    """A mapping would: of a file that another machine has removed, pages may be gone."""
+    """A mapping would: pages of a file that another machine has removed may be lost."""
     directory = opened(tmp_path)
     directory.put(A, embedding())
     tensor = directory.get(A)
