@@ -22,7 +22,7 @@ LOOPBACK = ["127.0.0.0/8"]
 
 
 class Canary:
-    """A real server; `answers` says what it does with a path."""
+    """A real server; `answers` has its reaction to each path."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.connections = 0
@@ -113,7 +113,7 @@ def loader(limits: RendererConfig) -> Blocking:
 
 
 def resolve_as(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """Names resolve to each of `answers` in turn; returns the names that were asked for."""
+    """Resolve names to each of `answers` in turn, and return the resolved names."""
     hosts: list[str] = []
 
     async def getaddrinfo(_: object, host: str, **options: object) -> Any:

@@ -51,7 +51,7 @@ from workers.renderer.worker import RendererWorker
 
 
 class Rig:
-    """A renderer, and all ways to ask it for something."""
+    """A renderer, and all ways to call it."""
 
     def __init__(self, bus: Bus, model: str, worker: RendererWorker, sink: Sink) -> None:
         self.bus = bus
@@ -277,7 +277,7 @@ def hold_previews(rig: Rig, monkeypatch: pytest.MonkeyPatch, may_go_on: asyncio.
 async def test_a_burst_leaves_threads_to_the_engines_work(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many ask, one of the two threads is not theirs."""
+    """Calls use at most one of the two threads."""
     all_have_come = asyncio.Event()
     held = hold_previews(rig, monkeypatch, all_have_come)
     monkeypatch.setattr(rpc, "MAX_HELD", 16)

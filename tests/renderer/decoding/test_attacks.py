@@ -141,7 +141,7 @@ VIDEOS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
 
 
 def forged_wav(**header: int) -> bytes:
-    """Return a WAV file of one second whose header says something else."""
+    """Return a WAV file of one second with a header that claims another length."""
     data = bytearray(files.sound(files.noise(16_000, 1), 16_000, subtype="PCM_16"))
     for name, (offset, form) in {"channels": (22, "<H"), "rate": (24, "<I")}.items():
         if name in header:

@@ -207,7 +207,7 @@ def test_a_closed_pool_starts_nothing() -> None:
 
 
 def test_a_decoder_opens_no_file(dying: Reader) -> None:
-    """Not even one that everybody may read."""
+    """Not even a file that is readable by all users."""
     with pytest.raises(InvalidMedia, match="damaged or incomplete"):
         dying.video(b"open:/etc/passwd", [0])
 

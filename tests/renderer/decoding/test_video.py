@@ -1,4 +1,4 @@
-"""Frames of videos: exactly those that are asked for, as a decoder yields them that reads all."""
+"""Frames of videos: exactly the requested ones, equal to the frames of a decoder that reads all."""
 
 import io
 import os
@@ -128,7 +128,7 @@ def test_animated_images_are_videos(reader: Reader, kind: str) -> None:
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_the_memory_of_a_refused_file_is_free(reader: Reader, num_read: int) -> None:
-    """Also while somebody has the error, whose traceback holds a frame."""
+    """Also while a reference to the error exists, because its traceback holds a frame."""
     assert num_kib_shared() == 0
     with pytest.raises(InvalidMedia, match="refused") as caught:
         read_and_refuse(reader, num_read)

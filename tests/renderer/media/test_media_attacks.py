@@ -47,7 +47,7 @@ def saved(image: Image.Image, fmt: str, **options: object) -> bytes:
 def png(
     width: int, height: int, *, extra: bytes = b"", pixels: bytes = bytes(1000), mode: int = 0
 ) -> bytes:
-    """8 bits of grey; `pixels` need not be as many as the header says."""
+    """8 bits of grey; The number of `pixels` may differ from the header."""
     ihdr = struct.pack(">IIBBBBB", width, height, 8, mode, 0, 0, 0)
     body = chunk(b"IHDR", ihdr) + extra + chunk(b"IDAT", zlib.compress(pixels, 1))
     return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")

@@ -495,7 +495,7 @@ def test_prompt_and_images_equal_the_results_of_transformers_processor() -> None
 
 
 def test_one_raster_at_a_time_is_held(processor: Processor) -> None:
-    """Images are taken when their turn comes, and the one before the last is let go."""
+    """Images are read in turn, and the one before the last is released."""
     held: list[int] = []
     most = 0
 

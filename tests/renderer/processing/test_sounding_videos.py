@@ -1,4 +1,4 @@
-"""Videos that are heard in the renderer: one item of what is seen and what is heard."""
+"""Videos with sound in the renderer: one item has the frames and the sound."""
 
 import json
 from collections.abc import Iterator

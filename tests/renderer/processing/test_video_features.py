@@ -60,7 +60,7 @@ def test_a_rendered_video_is_taken_as_it_was_rendered(processor: Processor) -> N
 
 
 def test_times_are_a_list_of_numbers_as_in_vllm(processor: Processor) -> None:
-    """vLLM gives the field no tensor; each pair of frames stands at the middle of its times."""
+    """vLLM gives the field no tensor; each pair of frames is placed at the middle of its times."""
     _, data = rendered(processor)
     element = msgspec.msgpack.decode(data)["timestamps"]
     assert element == {"data": [0.25, 1.5], "field": ["batched", {"keep_on_cpu": True}]}
