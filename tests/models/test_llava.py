@@ -39,7 +39,7 @@ class Road:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.model: Any = llava.write_model(folder, **settings)
-        self.model.generation_config.eos_token_id = None  # for answers of the length asked for
+        self.model.generation_config.eos_token_id = None  # for answers of the requested length
         self.own: Any = LlavaProcessor.from_pretrained(folder, local_files_only=True)
         self.processor = Processor(ModelConfig(str(folder)))
         loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, kernels="torch"))
@@ -168,7 +168,7 @@ def with_rows(case: Case, newline: int, width: int) -> Case:
 
 @pytest.mark.parametrize("budget", [5, 7, 512])
 def test_text_within_an_image_stays_text(plain: Road, budget: int) -> None:
-    """A mask says which tokens of a placeholder are text; transformers looks for image tokens."""
+    """A mask marks the text within a placeholder; transformers looks for image tokens."""
     images = [llava.draw_image(1, 90, 60), llava.draw_image(2, 42, 42)]
     case = with_rows(plain.case("rows", "See?", images, 12), newline=7, width=3)
     token_ids = torch.tensor([case.request.prompt_token_ids])

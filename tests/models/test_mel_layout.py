@@ -64,7 +64,7 @@ def process(layout: MelLayout, samples: Samples, sampling: FrameSampling = ANY) 
     return fields
 
 
-# The ends of the window, and a sound in all of which its end is heard.
+# The ends of the window, and a sound that is affected by its end everywhere.
 LENGTHS = [321, 400, 1600, 16_000, 63_799, 63_800, 63_840, 63_841, 63_999, 64_000]
 
 
