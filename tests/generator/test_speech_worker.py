@@ -1,4 +1,4 @@
-"""The generator's worker on a real broker, with a vocoder that waits until it is let on."""
+"""The generator's worker on a real broker, with a vocoder that waits until the test releases it."""
 
 import asyncio
 import contextlib
