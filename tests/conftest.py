@@ -301,7 +301,7 @@ def jetstream(nats_client: NatsClient) -> JetStreamContext:
 async def bus(broker: EmbeddedServer) -> AsyncIterator[Bus]:
     """A connection of the test's own to the broker."""
     connection = await Bus.connect(broker.url, "test")
-    # The check of the server's durability asks all servers that there may be, which takes long.
+    # The check of the server's durability waits for answers of all servers, which takes long.
     await connection.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield connection
     await connection.close()

@@ -221,7 +221,7 @@ def _save(model: Any, folder: Path) -> None:
     files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     for name in (*files, "preprocessor_config.json"):
         shutil.copy(DEMO_MODEL / name, folder)
-    # A folder has one file for what sees and what hears.
+    # A folder has one file for images and sounds.
     file = folder / "preprocessor_config.json"
     settings = json.loads(file.read_text()) | {"feature_size": EARS["num_mel_bins"]}
     file.write_text(json.dumps(settings))

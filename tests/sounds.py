@@ -1,4 +1,4 @@
-"""Sounds and tiny random models that hear, as transformers has them."""
+"""Sounds, and tiny random models of transformers with audio input."""
 
 import importlib
 from typing import Any

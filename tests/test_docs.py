@@ -1,4 +1,4 @@
-"""The documentation says what the code does, and its links lead somewhere."""
+"""The documentation agrees with the code, and its links lead somewhere."""
 
 import ast
 import importlib
@@ -25,7 +25,7 @@ from workers.gateway.openapi.document import document
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-CHANGELOG = ROOT / "CHANGELOG.md"  # it may name what is gone
+CHANGELOG = ROOT / "CHANGELOG.md"  # it may name removed parts
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```+).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 YAML = re.compile(r"^```yaml\n(.*?)^```$", re.DOTALL | re.MULTILINE)

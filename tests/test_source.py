@@ -45,7 +45,7 @@ CODE = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "joblib", "shelve
 CODE |= {"torch.load", "torch.hub", "torch.jit.load", "numpy.load", "yaml.load", "yaml.full_load"}
 CODE |= {"yaml.unsafe_load", "yaml.Loader", "yaml.UnsafeLoader", "multiprocessing", "runpy"}
 CODE |= {"eval", "exec", "compile", "__import__", "importlib.import_module"}
-# They ask other people's servers, or read a file by a name.
+# They send requests to foreign servers, or read a file by a name.
 NETWORK = {"requests", "httpx", "aiohttp", "urllib3", "http.client", "urllib.request", "ftplib"}
 NETWORK |= {"huggingface_hub", "httpx2"}
 NETWORK |= {"httpcore", "httpcore2", "websockets", "smtplib", "telnetlib"}

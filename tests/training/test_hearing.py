@@ -1,4 +1,4 @@
-"""Sounds that the training of the demo that hears makes by itself."""
+"""Synthetic sounds for the training of the demo with audio input."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The demo model's training and its judge: what they draw and ask, and that they share nothing."""
+"""The demo model's training and its judge: their drawings and questions, and their independence."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""The demo's voice: its files load, say what they said when they were made, and are understood."""
+"""The demo's voice: its files load, speak as recorded, and are understood."""
 
 import json
 from pathlib import Path
