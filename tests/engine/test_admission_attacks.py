@@ -149,18 +149,15 @@ FIELDS: dict[str, Change] = {
 
 
 @pytest.fixture
-def tower_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def tower_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of items in the calls of the tower."""
-    runner: Any = core._runner
-    tower: Tower = runner._tower
-    calls: list[int] = []
+    encode, calls = Tower.encode, list[int]()
 
-    class Watched:
-        def encode(self, batch: Sequence[Fields]) -> list[Tensor]:
-            calls.append(len(batch))
-            return tower.encode(batch)
+    def watched(self: Tower, batch: Sequence[Fields]) -> list[Tensor]:
+        calls.append(len(batch))
+        return encode(self, batch)
 
-    monkeypatch.setattr(runner, "_tower", Watched())
+    monkeypatch.setattr(Tower, "encode", watched)
     return calls
 
 

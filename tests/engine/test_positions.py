@@ -104,6 +104,7 @@ def test_an_answer_ends_at_the_last_position(
     seconds = 4000 / PER_SECOND / (NUM_FRAMES // 2 - 1)
     endless = request(processor, "r", seconds, max_tokens=None)
     located = loaded.model.family.locate(endless)
+    assert located is not None
     num_free = 4095 - int(located.prompt.max())
     assert 0 < num_free < 4096 - len(endless.prompt_token_ids)
     answers, errors = run(core, [endless])

@@ -13,6 +13,7 @@ from PIL import Image
 
 from shared import client
 from shared.blobs import mm_items
+from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec import envelope
@@ -50,6 +51,10 @@ from workers.renderer.sound_splitter import SoundSplitter
 from workers.renderer.worker import RendererWorker
 
 
+def blobs_of(worker: RendererWorker) -> Blobs:
+    return worker.render_path.images._blobs
+
+
 class Rig:
     """A renderer, and all ways to call it."""
 
@@ -57,7 +62,7 @@ class Rig:
         self.bus = bus
         self.model = model
         self.worker = worker
-        self.blobs = worker.render_path.images._blobs
+        self.blobs = blobs_of(worker)
         self._sink = sink
 
     async def engine(self, messages: list[Message]) -> tuple[EngineBody, list[TensorData]]:
@@ -350,7 +355,7 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
     config = config_for(model)
     request = GenerateRequest(model, messages_with([data_url(png(1))]))
     async with renderer(broker.url, config), renderer(broker.url, config) as second:
-        transports = second.render_path.images._blobs._transports
+        transports = blobs_of(second)._transports
         assert transports == {}, "the warm-up has left a connection to the first"
         await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
     with pytest.raises(Unavailable):

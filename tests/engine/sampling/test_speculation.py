@@ -151,7 +151,7 @@ def test_accepted_drafts_save_steps_and_are_cached() -> None:
     assert stats.num_steps < 12
     assert stats.num_accepted_tokens == stats.num_draft_tokens == 12 - stats.num_steps
     # The last of the fifteen tokens was never computed: seven blocks.
-    following = test_engine.make_request("following", [*whole, 1], max_tokens=1)
+    following = test_engine.make_request("following", [*whole, 1, 1], max_tokens=1)
     assert test_engine.cached_tokens(core, following) == 14
 
 

@@ -14,6 +14,7 @@ import pytest
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.store_lock import LOCK_FILE
 from shared.errors import ConfigError, StoreInUse
+from tests.support.waiting import wait_until
 
 # Its server does not end together with it, as on systems other than Linux.
 ORPHAN = """
@@ -89,9 +90,8 @@ def test_no_other_takes_the_store_while_a_server_is_restarted(store: Path) -> No
     server = EmbeddedServer(store)
     server.start()
     try:
-        pid = pid_of(server)
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.kill(pid_of(server), signal.SIGKILL)
+        wait_until(lambda: server.has_exited)
         assert_refused(store, os.getpid())
         server.start()
         assert_refused(store, os.getpid())
