@@ -8,14 +8,14 @@ from shared.protocol import subjects
 
 
 async def consume_requests(bus: Bus) -> Consumer:
-    """Join the coordinators' consumer, of which the stream allows only one."""
+    """Join the coordinators' consumer, the only one that the stream allows."""
     return await bus.queues.consume(
         subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER, 1, 60.0
     )
 
 
 async def next_request(inbox: Consumer, model: str) -> Delivery:
-    """Return the next request of `model`, and remove those that other tests have left behind."""
+    """Return the next request of `model`, and remove the requests that earlier tests have left."""
     async with asyncio.timeout(5):
         while (delivery := await inbox.next()).subject != subjects.request(model):
             await delivery.ack()

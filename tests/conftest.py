@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -66,7 +67,7 @@ LONG = (
     "tests/bench/test_peers.py",
 )
 COMPUTING = "tests/engine/"
-# Files with one of these beginnings share a cluster, and those of the page a browser.
+# Files with one of these beginnings share a cluster, and the files of the page a browser.
 GROUPS = (
     "tests/gateway/http/",
     "tests/gateway/routes/test_page",
@@ -246,6 +247,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture
+def model() -> str:
+    """A model name that no other test uses, and so separate queues."""
+    return f"m-{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def request_id() -> str:
+    return f"t-{secrets.token_hex(6)}"
+
+
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """A nats-server on a free port."""
@@ -289,7 +301,7 @@ def jetstream(nats_client: NatsClient) -> JetStreamContext:
 async def bus(broker: EmbeddedServer) -> AsyncIterator[Bus]:
     """A connection of the test's own to the broker."""
     connection = await Bus.connect(broker.url, "test")
-    # The check of the server's durability asks all servers that there may be, which takes long.
+    # The check of the server's durability waits for answers of all servers, which takes long.
     await connection.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield connection
     await connection.close()

@@ -49,7 +49,7 @@ class ShakyDrafter:
 
 
 class FakeRunner:
-    """Runner whose tokens are hashes of the preceding tokens, with a KV store of such hashes.
+    """Runner with hashes of the preceding tokens as tokens, and a KV store of such hashes.
 
     Like keys and values, the content of a slot depends on the token, on the slots before it and on
     the image at its position. All slots of a sequence are verified before every sample.
@@ -160,8 +160,8 @@ class FakeRunner:
         return [SampledToken(token_id) for token_id in sampled]
 
     def next_token(self, sequence: Sequence, appended: Iterable[int] = ()) -> int:
-        seen = repr((sequence.seed, sequence.choice, [*sequence.token_ids, *appended])).encode()
-        return int.from_bytes(hashlib.sha256(seen).digest()[:8], "big") % self._vocab_size
+        content = repr((sequence.seed, sequence.choice, [*sequence.token_ids, *appended])).encode()
+        return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % self._vocab_size
 
     def _write(self, s: ScheduledSequence) -> None:
         start, stop = s.sequence.num_computed_tokens, _stop(s)
@@ -181,8 +181,8 @@ class FakeRunner:
         before = _root(s.sequence.request)
         for position in range(_stop(s)):
             before = _content(s, position, before)
-            found = self._slots[self._slot(s.sequence, position)]
-            assert found == before, "a block holds what another sequence has written"
+            stored = self._slots[self._slot(s.sequence, position)]
+            assert stored == before, "a block holds what another sequence has written"
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         block, slot = divmod(position, self._block_size)

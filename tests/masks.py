@@ -1,4 +1,4 @@
-"""Masks of placeholder ranges whose tokens are in part text."""
+"""Masks of placeholder ranges in which some tokens are text."""
 
 from collections.abc import Sequence
 

@@ -37,6 +37,6 @@ def install(folder: Path) -> None:
 def _certificates() -> dict[str, str]:
     """Return the variable by which Node trusts more than its own list of authorities."""
     name = "NODE_EXTRA_CA_CERTS"
-    found = (path for path in BUNDLES if path is not None and Path(path).is_file())
-    bundle = os.environ.get(name) or next(found, None)
+    bundles = (path for path in BUNDLES if path is not None and Path(path).is_file())
+    bundle = os.environ.get(name) or next(bundles, None)
     return {} if bundle is None else {name: bundle}

@@ -1,4 +1,4 @@
-"""Tiny random omni models, in folders like those of Qwen3-Omni and Qwen2.5-Omni."""
+"""Tiny random omni models, in folders laid out like Qwen3-Omni and Qwen2.5-Omni."""
 
 import functools
 import importlib
@@ -221,7 +221,7 @@ def _save(model: Any, folder: Path) -> None:
     files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     for name in (*files, "preprocessor_config.json"):
         shutil.copy(DEMO_MODEL / name, folder)
-    # A folder has one file for what sees and what hears.
+    # A folder has one file for images and sounds.
     file = folder / "preprocessor_config.json"
     settings = json.loads(file.read_text()) | {"feature_size": EARS["num_mel_bins"]}
     file.write_text(json.dumps(settings))
@@ -252,18 +252,20 @@ def reference_qwen25(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
 def user_prompt(text: str) -> list[int]:
     """The tokens of a question, and of the beginning of its answer."""
     prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    found: list[int] = TOKENIZER.encode(prompt).ids
-    return found
+    token_ids: list[int] = TOKENIZER.encode(prompt).ids
+    return token_ids
 
 
 def pcm(sound: torch.Tensor) -> NDArray[np.int16]:
     """Samples as 16-bit integers."""
-    found: NDArray[np.int16] = np.rint(sound.double().numpy() * 32767).reshape(-1).astype(np.int16)
-    return found
+    samples: NDArray[np.int16] = (
+        np.rint(sound.double().numpy() * 32767).reshape(-1).astype(np.int16)
+    )
+    return samples
 
 
 class SpokenAnswer(NamedTuple):
-    """What transformers answers, greedily."""
+    """Greedy answer of transformers."""
 
     token_ids: list[int]
     frames: list[list[int]]

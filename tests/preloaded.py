@@ -33,9 +33,9 @@ ADDRESS = "TESTS_PRELOADER"
 ROLES_OF = "TESTS_ROLES_OF"
 # Environment variable that names an interpreter for the workers that `pagemill up` does not fork.
 PYTHON_OF = "TESTS_PYTHON_OF_WORKERS"
-# An interpreter with the options -m and -c, whose programs are forks in runs of pytest-xdist.
+# An interpreter with the options -m and -c. In runs of pytest-xdist, it forks its programs.
 PYTHON = [sys.executable, "-IS", str(ROOT / "tests" / "forked_python.py")]
-# One whose programs have the modules of the tests in memory too.
+# The same, and its programs have the modules of the tests in memory too.
 COLLECTED_PYTHON = [*PYTHON, "--collected"]
 
 

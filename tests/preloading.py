@@ -2,7 +2,7 @@
 
 python -m tests.preloading <descriptors of listening sockets> [ARGUMENT OF PYTEST ...]
 
-The second descriptor, if there is one, is that of a fork which collects the tests first.
+The second descriptor, if there is one, belongs to a fork which collects the tests first.
 """
 
 import atexit
@@ -41,7 +41,7 @@ from workers.engine.model import check_folders
 from workers.engine.model.check_folders import PoolingMode
 from workers.supervisor import preloader, processes
 
-# What workers import at their start and, with the demo model, later; and what tests import.
+# Modules that workers import at their start or later with the demo model, or that tests import.
 MODULES = [
     *(spec.module for spec in roles.all_roles()),
     *sorted({command.partition(":")[0] for command in pagemill.COMMANDS}),
@@ -62,8 +62,8 @@ def _check_folders(
     folders: Sequence[Path], poolings: Sequence[PoolingMode | None] = ()
 ) -> list[Report]:
     pairs = itertools.zip_longest(folders, poolings)
-    said = [check_folders.examine(folder or Path(), pooling) for folder, pooling in pairs]
-    return msgspec.convert(said, list[Report], from_attributes=True)
+    reports = [check_folders.examine(folder or Path(), pooling) for folder, pooling in pairs]
+    return msgspec.convert(reports, list[Report], from_attributes=True)
 
 
 def _main() -> None:
@@ -200,7 +200,7 @@ def _fill_caches() -> None:
 
 
 def _collect(arguments: Sequence[str]) -> None:
-    """Import the modules of tests as pytest does; those that fail are imported again, and told."""
+    """Import the modules of tests as pytest does, which imports and reports failing ones again."""
     # Commands behave otherwise where it is imported, and so the other fork must be without it.
     import pytest
 

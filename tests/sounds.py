@@ -1,4 +1,4 @@
-"""Sounds and tiny random models that hear, as transformers has them."""
+"""Sounds, and tiny random models of transformers with audio input."""
 
 import importlib
 from typing import Any
@@ -23,7 +23,7 @@ def draw_sound(seed: int, num_samples: int) -> Samples:
 
 
 def decoded(samples: Samples, promised: int | None = None) -> DecodedAudio:
-    """A sound in pieces of a second, whose header promises so many samples."""
+    """A sound in pieces of a second. Its header promises `promised` samples."""
     num_samples = len(samples) if promised is None else promised
     return DecodedAudio(
         AudioProbe(num_samples / SAMPLE_RATE, SAMPLE_RATE, 1),

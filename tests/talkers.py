@@ -1,4 +1,4 @@
-"""Small random talkers: a Qwen2 whose prompt is a text with a voice, and whose answer is codes."""
+"""Small random talkers: a Qwen2 that answers a text with a voice by codes."""
 
 from functools import cache
 from pathlib import Path

@@ -55,11 +55,11 @@ def nodes(kind: type[Any]) -> Iterator[tuple[str, Any]]:
 @cache
 def strings() -> dict[str, set[str]]:
     """Return the modules in which each string stands as a literal."""
-    found: dict[str, set[str]] = {}
+    paths_by_text: dict[str, set[str]] = {}
     for path, node in nodes(ast.Constant):
         if isinstance(node.value, str):
-            found.setdefault(node.value, set()).add(path)
-    return found
+            paths_by_text.setdefault(node.value, set()).add(path)
+    return paths_by_text
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -106,8 +106,8 @@ TOOL_FORMATS = {"mistral"}
 
 
 def test_model_types_stand_only_in_the_modules_of_the_families() -> None:
-    found = [family for module in modules_in(families) for family in module.FAMILIES]
-    types = {name for family in found for name in [*family.model_types, *family.decoders]}
+    declared = [family for module in modules_in(families) for family in module.FAMILIES]
+    types = {name for family in declared for name in [*family.model_types, *family.decoders]}
     assert len(types) > 15
     assert elsewhere(types - TOOL_FORMATS, FAMILIES) == {}
 
@@ -119,8 +119,10 @@ def modules_in(package: ModuleType) -> list[Any]:
 
 def elsewhere(names: set[str], *homes: str) -> dict[str, set[str]]:
     """Return the names that stand as literals outside of `homes`, with the modules they are in."""
-    found = {name: strings().get(name, set()) for name in names}
-    outside = {name: {p for p in paths if not p.startswith(homes)} for name, paths in found.items()}
+    paths_by_name = {name: strings().get(name, set()) for name in names}
+    outside = {
+        name: {p for p in paths if not p.startswith(homes)} for name, paths in paths_by_name.items()
+    }
     return {name: paths for name, paths in outside.items() if paths}
 
 
@@ -157,7 +159,7 @@ def test_roles_of_stages_are_named_in_the_roles_and_the_default_pipeline_only() 
     names = set(stage_roles())
     assert names >= {"renderer", "encoder", "engine"}
     homes = ("workers/roles.py", "shared/stage/pipelines.py", "shared/stage/graphs.py")
-    # What these roles may do beyond workers of any stage.
+    # Permissions of these roles beyond the permissions of all stages.
     permissions = "shared/protocol/permissions.py"
     allowed = {
         # Labels of metrics in the catalog.

@@ -1,6 +1,7 @@
 """Parts of `make cluster`, before a door and an engine that are made up."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 
 import httpx
@@ -21,12 +22,12 @@ def respond(request: httpx.Request) -> httpx.Response:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    made = Door(1)
-    await made._client.aclose()
-    made._client = httpx.AsyncClient(base_url="http://door", transport=httpx.MockTransport(respond))
-    yield made
-    await made.close()
+async def door(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
+    answering = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(respond))
+    monkeypatch.setattr(httpx, "AsyncClient", answering)
+    instance = Door(1)
+    yield instance
+    await instance.close()
 
 
 async def test_a_streamed_refusal_is_an_error_and_nobody_waits_for_its_answer(door: Door) -> None:
@@ -46,7 +47,7 @@ async def test_texts_are_put_together(door: Door) -> None:
 
 
 class MadeUp(Compose):
-    """A project whose containers are created with the image of the moment, and stay."""
+    """A project that creates containers with the current image, and keeps them."""
 
     def __init__(self) -> None:
         super().__init__("test", {"PORT": "1"}, ["compose"])
@@ -66,16 +67,16 @@ class MadeUp(Compose):
         return [Container(str(n), service, {"Config": {"Image": i}}) for n, i in enumerate(images)]
 
 
-def test_an_older_image_runs_beside_the_new_one() -> None:
+def test_an_older_image_runs_together_with_the_new_one() -> None:
     compose = MadeUp()
     step = start_beside(compose, "pagemill:old", "pagemill:new")
     assert compose.made == {role: ["pagemill:old", "pagemill:new"] for role in MIXED_ROLES}
     assert step.figures.endswith("of pagemill:new and pagemill:old")
-    # What is started later is new.
+    # Containers that are started later are new.
     assert compose.env["IMAGE"] == "pagemill:new"
 
 
-def test_an_engine_that_replaces_old_containers_is_told() -> None:
+def test_an_engine_that_replaces_old_containers_is_reported() -> None:
     compose = MadeUp()
     compose.recreates = True
     with pytest.raises(CheckFailed, match=r"coordinator: containers of \['new', 'new'\]"):

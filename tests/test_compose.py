@@ -1,4 +1,4 @@
-"""The compose cluster keeps its promises, as far as its text tells without containers."""
+"""The compose cluster keeps its promises, checked on its files without containers."""
 
 import os
 import re
@@ -37,9 +37,9 @@ TALKER = "talker"
 """An engine for a second stage of its model."""
 POOL_ROLES = "${POOL_ROLES:-engine}"
 COMMANDS = {TALKER: ["engine", "--stage", TALKER], POOL: [POOL, "--roles", POOL_ROLES]}
-"""Arguments of workers whose services are not named like their role alone."""
+"""Arguments of workers in services with other names than their role."""
 POOL_GRACE_S = 40.0
-# What ends between the drain and the process, such as transfers of payloads.
+# Time between the end of the drain and of the process, such as transfers of payloads.
 AFTER_DRAIN_S = 5.0
 
 
@@ -50,13 +50,13 @@ def read(name: str) -> dict[str, Any]:
 
 
 def services() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
-    return found | {name: found.get(name, {}) | s for name, s in scaling_services().items()}
+    base: dict[str, dict[str, Any]] = read("docker-compose.yml")["services"]
+    return base | {name: base.get(name, {}) | s for name, s in scaling_services().items()}
 
 
 def scaling_services() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = read("docker-compose.autoscale.yml")["services"]
-    return found
+    scaling: dict[str, dict[str, Any]] = read("docker-compose.autoscale.yml")["services"]
+    return scaling
 
 
 def workers() -> dict[str, dict[str, Any]]:
@@ -93,7 +93,7 @@ def test_the_gateway_is_the_only_door() -> None:
     assert port.endswith(f":{config().gateway.port}")
 
 
-def test_every_role_has_containers_of_its_own() -> None:
+def test_every_role_has_separate_containers() -> None:
     assert {role.name for role in all_roles()} <= workers().keys()
     for name, service in workers().items():
         assert service["command"] == ["worker", *COMMANDS.get(name, [name])]
@@ -200,7 +200,7 @@ def test_a_pool_has_the_keys_of_the_roles_that_it_starts() -> None:
     assert services()[POOL]["environment"] == {"PAGEMILL_BLOBS__PORT": "0"}
 
 
-def test_the_keys_of_all_roles_get_into_volumes_of_their_own() -> None:
+def test_the_keys_of_all_roles_are_in_separate_volumes() -> None:
     identities = [*(role.name for role in all_roles()), OPERATOR]
     volumes = {f"keys-{name}" for name in (*identities, "brokers")}
     mounts = {f"{volume}:/run/keys/{volume.removeprefix('keys-')}" for volume in volumes}
@@ -211,8 +211,8 @@ def test_the_keys_of_all_roles_get_into_volumes_of_their_own() -> None:
     }
     assert read("docker-compose.yml")["volumes"].keys() == {*BROKERS, "secrets", *volumes}
     # A volume whose mount point the image does not have would belong to root.
-    (made,) = re.findall(r'^ARG KEYS="(.*)"$', (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
-    assert {f"keys-{name}" for name in made.split()} == volumes
+    (roles,) = re.findall(r'^ARG KEYS="(.*)"$', (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    assert {f"keys-{name}" for name in roles.split()} == volumes
 
 
 def test_images_for_gpus_change_what_uses_torch_alone() -> None:
@@ -294,9 +294,9 @@ async def test_a_member_asks_for_a_key(member: int, tmp_path: Path) -> None:
     url = f"nats://127.0.0.1:{member}"
     bus = await Bus.connect(Login(url, "engine", seed_file(tmp_path / "keys", "engine")), "test")
     await bus.close()
-    for given in (url, url.replace("//", "//pagemill:pm12e45@")):
+    for login in (url, url.replace("//", "//pagemill:pm12e45@")):
         with pytest.raises(Unavailable, match="refuses this login"):
-            await Bus.connect(Login(given), "test", 0.3)
+            await Bus.connect(Login(login), "test", 0.3)
 
 
 # -- the acceptance test --------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_open_connections_to_a_port_are_counted() -> None:
     assert connections(table, 0x23F0) == 1
 
 
-def test_rights_that_a_container_has_too_many_are_told() -> None:
+def test_superfluous_rights_of_a_container_are_reported() -> None:
     host = {
         "ReadonlyRootfs": True,
         "CapDrop": ["ALL"],
@@ -349,7 +349,7 @@ def test_the_image_has_all_files_of_the_wheel() -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     copied = re.findall("^COPY (.+) ", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
     sources = [Path(source) for line in copied for source in line.split()]
-    sent = re.findall("^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    names = re.findall("^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     for name in [*wheel["packages"], *wheel["force-include"]]:
         assert any(Path(name).is_relative_to(source) for source in sources), name
-        assert name in sent
+        assert name in names

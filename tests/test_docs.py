@@ -1,4 +1,4 @@
-"""The documentation says what the code does, and its links lead somewhere."""
+"""The documentation agrees with the code, and its links lead somewhere."""
 
 import ast
 import importlib
@@ -25,7 +25,7 @@ from workers.gateway.openapi.document import document
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-CHANGELOG = ROOT / "CHANGELOG.md"  # it may name what is gone
+CHANGELOG = ROOT / "CHANGELOG.md"  # it may name removed parts
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```+).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 YAML = re.compile(r"^```yaml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -54,8 +54,8 @@ def test_the_message_reference_has_every_subject_and_every_message() -> None:
     assert [kind for kind in kinds if f"`{kind}" not in written.replace("$", "")] == []
     overview = written[: written.index("\n## ")]
     modules = (messages, renderer_rpc)
-    sent = {kind.__name__ for module in modules for kind in structs_sent(module)}
-    missing = sent - set(re.findall(r"\[(\w+)\]\(#", overview))
+    sent_messages = {kind.__name__ for module in modules for kind in structs_sent(module)}
+    missing = sent_messages - set(re.findall(r"\[(\w+)\]\(#", overview))
     assert missing == set(), "name these in the overview of docs/reference/messages.md"
 
 
@@ -67,14 +67,14 @@ def structs_sent(module: ModuleType) -> list[type]:
     return [kind for kind in own if issubclass(kind, Struct) and kind.__name__ not in held]
 
 
-def test_the_encoded_names_of_models_are_those_of_the_code() -> None:
+def test_the_encoded_names_of_models_match_the_code() -> None:
     page = (ROOT / "docs" / "reference" / "messages.md").read_text()
     rows = page.partition("<!-- encoded names -->")[2].partition("\n\n|")[2].partition("\n\n")[0]
-    shown = dict(re.findall(r"^\| `(.+)` \| `(.+)` \|$", rows, re.MULTILINE))
-    assert len(shown) >= 6
-    assert shown == {name: subjects.request(name) for name in shown}
+    subjects_by_name = dict(re.findall(r"^\| `(.+)` \| `(.+)` \|$", rows, re.MULTILINE))
+    assert len(subjects_by_name) >= 6
+    assert subjects_by_name == {name: subjects.request(name) for name in subjects_by_name}
     python = page.partition("In Python:\n\n```python\n")[2].partition("```")[0]
-    for name in shown:
+    for name in subjects_by_name:
         assert eval(python, {"re": re, "name": name}) == names.encode_model(name)
 
 
@@ -126,8 +126,8 @@ def test_the_api_reference_has_the_fields_of_every_body() -> None:
 
 def test_the_api_reference_has_every_type_and_every_error() -> None:
     written = http_api.FILE.read_text(encoding="utf-8")
-    told = re.findall(r"^(?:<!-- fields (\w+) -->|`(\w+)`)$", written, re.MULTILINE)
-    assert document()["components"]["schemas"].keys() == {"".join(pair) for pair in told}
+    names = re.findall(r"^(?:<!-- fields (\w+) -->|`(\w+)`)$", written, re.MULTILINE)
+    assert document()["components"]["schemas"].keys() == {"".join(pair) for pair in names}
     codes = set(re.findall(r"^\| \d+ \| `(\w+)` ", written, re.MULTILINE))
     assert STATUSES.keys() <= codes
 
@@ -145,7 +145,7 @@ def test_troubleshooting_has_a_row_for_every_error_code() -> None:
 def _errors(cls: type[PagemillError]) -> Iterator[type[PagemillError]]:
     yield cls
     for below in cls.__subclasses__():
-        # Tests define errors of their own.
+        # Tests define further errors.
         if below.__module__.startswith(("shared.", "workers.")):
             yield from _errors(below)
 
@@ -173,9 +173,9 @@ def test_the_documents_have_no_more_hard_sentences() -> None:
 
 
 def test_the_link_test_finds_links() -> None:
-    found = {target for page in PAGES for target in LINK.findall(_without_code(page))}
-    assert len([target for target in found if "#" in target]) >= 10
-    assert len(found) > 60
+    targets = {target for page in PAGES for target in LINK.findall(_without_code(page))}
+    assert len([target for target in targets if "#" in target]) >= 10
+    assert len(targets) > 60
 
 
 def test_every_file_command_and_test_in_the_documents_exists() -> None:
@@ -193,9 +193,9 @@ def test_every_file_command_and_test_in_the_documents_exists() -> None:
 
 
 def test_every_configuration_in_the_documents_is_valid() -> None:
-    found = [text for page in PAGES for text in YAML.findall(page.read_text(encoding="utf-8"))]
-    assert len(found) > 5
-    for text in found:
+    examples = [text for page in PAGES for text in YAML.findall(page.read_text(encoding="utf-8"))]
+    assert len(examples) > 5
+    for text in examples:
         parse_config(text if "models:" in text else f"{MODELS}{text}", {}, "a document")
 
 
@@ -216,13 +216,13 @@ def _without_code(page: Path) -> str:
 def _anchors(file: Path) -> set[str]:
     """Return the anchors of a page, and those that GitHub makes of its headings."""
     text = _without_code(file)
-    found = set(ANCHOR.findall(text))
+    anchors = set(ANCHOR.findall(text))
     for heading in HEADING.findall(text):
-        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        anchor = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
         numbered, number = anchor, 0
-        while numbered in found:
+        while numbered in anchors:
             number += 1
             numbered = f"{anchor}-{number}"
-        found.add(numbered)
-    return found
+        anchors.add(numbered)
+    return anchors

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import pytest
 from ops.first_hour import __main__ as first_hour
 from ops.first_hour.steps import MODEL, REQUEST, STEPS, Step
 from ops.first_hour.terminal import DONE, Chunk, Screen, Terminal, TerminalTimeout
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 MODEL_OF_GUIDE = "Qwen/Qwen2-VL-2B-Instruct"
 BASH = {"PATH": os.defpath, "TERM": "xterm-256color"}
 
 
-def shown(printed: str) -> list[str]:
+def shown_lines(printed: str) -> list[str]:
     screen = Screen()
     screen.feed(printed)
     return [re.sub(r"\x1b\[[\d;]*m", "", line) for line in screen.text()]
@@ -28,22 +28,22 @@ def test_the_commands_are_the_ten_of_the_guide() -> None:
     guide = (ROOT / "docs" / "guide" / "first-hour.md").read_text(encoding="utf-8")
     numbered = re.findall(r"^(\S.*?) +# +(\d+)\b", guide, re.MULTILINE)
     assert [int(number) for _, number in numbered] == [*range(1, 11)]
-    told = [command.replace(MODEL_OF_GUIDE, MODEL) for command, _ in numbered]
-    assert [re.sub(r"req-[0-9a-f]{16}", REQUEST, command) for command in told] == [
+    commands = [command.replace(MODEL_OF_GUIDE, MODEL) for command, _ in numbered]
+    assert [re.sub(r"req-[0-9a-f]{16}", REQUEST, command) for command in commands] == [
         step.command for step in STEPS
     ]
 
 
 def test_progress_bars_leave_their_last_state() -> None:
-    assert shown("a 10%\ra 100%\r\nb") == ["a 100%", "b"]
+    assert shown_lines("a 10%\ra 100%\r\nb") == ["a 100%", "b"]
     two = "one\r\ntwo\x1b[1A\r\x1b[2Kdone\r\n\x1b[2Kthree"
-    assert shown(two) == ["done", "three"]
-    assert shown("gone\r\ngone too\x1b[1A\r\x1b[Jleft") == ["left"]
-    assert shown("\x1b[?25labc\x1b[2Dx\x1b]0;title\x07") == ["axc"]
+    assert shown_lines(two) == ["done", "three"]
+    assert shown_lines("gone\r\ngone too\x1b[1A\r\x1b[Jleft") == ["left"]
+    assert shown_lines("\x1b[?25labc\x1b[2Dx\x1b]0;title\x07") == ["axc"]
 
 
 def test_long_lines_wrap_and_styles_stay_with_their_text() -> None:
-    assert [len(line) for line in shown("x" * 150)] == [100, 50]
+    assert [len(line) for line in shown_lines("x" * 150)] == [100, 50]
     screen = Screen()
     screen.feed("\x1b[1mbold\x1b[0m plain")
     assert screen.text() == ["\x1b[0m\x1b[1mbold\x1b[0m plain"]
@@ -64,8 +64,8 @@ def test_a_step_needs_its_exit_code_its_output_and_its_time(terminal: Terminal) 
         assert failure("echo one", "one") is None
         assert failure("echo one", "two") == "its output has no 'two'"
         assert failure("echo one; false", "one") == "exit code 1"
-        asked = "read -p 'name? ' name; echo hello $name"
-        assert failure(asked, "hello you", replies=(("name[?] $", "you\n"),)) is None
+        command = "read -p 'name? ' name; echo hello $name"
+        assert failure(command, "hello you", replies=(("name[?] $", "you\n"),)) is None
         late = failure("echo begun; read", "", timeout_s=0.2)
         assert late is not None
         assert "0 s without" in late
@@ -102,8 +102,8 @@ def test_a_long_silence_fails(
     monkeypatch.setattr(first_hour, "busy_loops", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(sys, "argv", ["first_hour", *options])
     assert first_hour.main() == code
-    said = "failed: make install: silent for 7.0 s, more than 6 s (--max-silence)"
-    assert (said in capsys.readouterr().out) == bool(code)
+    failure_line = "failed: make install: silent for 7.0 s, more than 6 s (--max-silence)"
+    assert (failure_line in capsys.readouterr().out) == bool(code)
 
 
 def test_the_latest_request_is_the_one_that_was_printed_last() -> None:
@@ -123,9 +123,7 @@ def test_a_closed_terminal_leaves_no_process(terminal: Terminal) -> None:
     terminal.type("nohup sleep 600 >/dev/null 2>&1 & echo job $!\n")
     _, started = terminal.wait_for(re.compile(r"job (\d+)\r"), 30)
     terminal.close()
-    deadline = time.monotonic() + 30
-    while state_of(int(started[1])) not in (None, "Z"):
-        assert time.monotonic() < deadline
+    wait_until(lambda: state_of(int(started[1])) in (None, "Z"), 30)
 
 
 def state_of(process: int) -> str | None:

@@ -23,7 +23,7 @@ def test_without_a_gpu_torch_is_the_cpu_build(
     assert "no NVIDIA GPU: torch's CPU build, 0.2 GB to download" in capsys.readouterr().out
 
 
-def test_with_a_gpu_or_without_the_index_torch_is_that_of_the_configured_index(
+def test_with_a_gpu_or_without_the_index_torch_comes_from_the_configured_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert choose(monkeypatch, gpu=True, reachable=True) == []
@@ -37,12 +37,12 @@ def test_the_users_own_choice_of_torch_stays(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_uv_gets_the_index_and_the_folders_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = (
+    listing = (
         ":env:.find-links='/own/wheels /more'\n"
         "global.find-links='/all/wheels'\n"
         "global.index-url='https://mirror.example/simple'\n"
     )
-    answer = subprocess.CompletedProcess([], 0, stdout=said)
+    answer = subprocess.CompletedProcess([], 0, stdout=listing)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)

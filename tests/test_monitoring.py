@@ -22,7 +22,7 @@ RULES = [
 ]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "ops/monitoring/dashboard.json").read_text())
 RUNBOOKS = (ROOT / "docs/operate/runbooks.md").read_text()
-# What Grafana puts into an expression.
+# Values that Grafana puts into an expression.
 VARIABLES = {"$__rate_interval": "5m", "$model": "demo"}
 SUFFIXES = ("_bucket", "_sum", "_count")
 ADDED_LABELS = {"le", "lane", "job", "instance"}
@@ -49,21 +49,22 @@ def parsed(expression: str) -> promql_parser.Expr:
 def selectors(expression: str) -> list[promql_parser.VectorSelector]:
     """Return the selectors of metrics in an expression. Raises ValueError for one that is wrong."""
     parsed(expression)
-    found = re.findall(rf"({PREFIX}\w+)(\{{[^}}]*\}})?", expression)
+    matches = re.findall(rf"({PREFIX}\w+)(\{{[^}}]*\}})?", expression)
     return [
-        cast(promql_parser.VectorSelector, parsed(f"{name}{matchers}")) for name, matchers in found
+        cast(promql_parser.VectorSelector, parsed(f"{name}{matchers}"))
+        for name, matchers in matches
     ]
 
 
 def spec_of(name: str) -> MetricSpec | None:
     """The metric of a series; a histogram has three."""
-    known = METRICS.get(name.removeprefix(PREFIX))
-    if known is not None:
-        return None if known.kind == "histogram" else known
+    spec = METRICS.get(name.removeprefix(PREFIX))
+    if spec is not None:
+        return None if spec.kind == "histogram" else spec
     for suffix in SUFFIXES:
-        known = METRICS.get(name.removeprefix(PREFIX).removesuffix(suffix))
-        if known is not None and known.kind == "histogram" and name.endswith(suffix):
-            return known
+        spec = METRICS.get(name.removeprefix(PREFIX).removesuffix(suffix))
+        if spec is not None and spec.kind == "histogram" and name.endswith(suffix):
+            return spec
     return None
 
 
@@ -75,11 +76,11 @@ def labels_of(spec: MetricSpec) -> set[str]:
 def test_expressions_parse_and_name_metrics_and_labels_that_there_are(
     title: str, expression: str
 ) -> None:
-    found = selectors(expression)
-    assert found, title
-    specs = {selector.name: spec_of(selector.name or "") for selector in found}
+    selected = selectors(expression)
+    assert selected, title
+    specs = {selector.name: spec_of(selector.name or "") for selector in selected}
     assert None not in specs.values(), specs
-    for selector in found:
+    for selector in selected:
         spec = specs[selector.name]
         assert spec is not None
         named = {matcher.name for matcher in selector.matchers.matchers}
@@ -116,8 +117,8 @@ def test_every_alert_has_a_runbook_that_says_what_to_do(rule: dict[str, Any]) ->
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
 def test_alerts_fire_in_prometheus_when_they_should() -> None:
-    for what, file in (("check", "alerts.yml"), ("test", "alerts_test.yml")):
-        command = ["promtool", what, "rules", str(ROOT / "ops/monitoring" / file)]
+    for command_name, file in (("check", "alerts.yml"), ("test", "alerts_test.yml")):
+        command = ["promtool", command_name, "rules", str(ROOT / "ops/monitoring" / file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -126,7 +127,7 @@ def test_every_runbook_has_its_alert() -> None:
     assert re.findall(r"^## (\w+)$", RUNBOOKS, re.MULTILINE) == [rule["alert"] for rule in RULES]
 
 
-def test_panels_have_legends_of_their_own_labels() -> None:
+def test_legends_of_panels_use_labels_of_their_metrics() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for title, expression, legend in targets():
         for label in re.findall(r"{{(\w+)}}", legend):

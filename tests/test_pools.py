@@ -46,18 +46,18 @@ def test_edges_follow_the_pipeline_between_pools_of_one_model() -> None:
         {"role": "engine", "model": "a"},
         {"role": "engine", "model": "b"},
     ]
-    found = pools(entries, TWO)
-    assert list(found.by_name) == ["renderer", "encoder/a", "engine/a", "engine/b"]
-    assert found.by_name["renderer"].models == ("a", "b")
-    assert found.scaling.edges == (("encoder/a", "engine/a"),)
+    layout = pools(entries, TWO)
+    assert list(layout.by_name) == ["renderer", "encoder/a", "engine/a", "engine/b"]
+    assert layout.by_name["renderer"].models == ("a", "b")
+    assert layout.scaling.edges == (("encoder/a", "engine/a"),)
 
 
-def test_a_stage_of_another_name_has_a_pool_of_its_own() -> None:
+def test_a_stage_with_another_name_has_a_separate_pool() -> None:
     image = {"from": "renderer", "function": "item", "mode": "fan_out"}
     vision = {"role": "encoder", "inputs": {"image": image}}
     models = {"a": {"path": "a", "stages": {"vision": vision}}}
-    found = pools([{"role": "encoder", "stage": "vision"}], models)
-    assert found.by_name["vision/a"].spec == WorkerSpec("encoder", "a", "vision")
+    layout = pools([{"role": "encoder", "stage": "vision"}], models)
+    assert layout.by_name["vision/a"].spec == WorkerSpec("encoder", "a", "vision")
 
 
 def test_a_pool_is_found_by_its_stage_if_it_is_the_only_one() -> None:

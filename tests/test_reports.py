@@ -42,7 +42,7 @@ def test_that_passes():
 
 
 def test_every_reason_of_a_mark_may_skip_all_of_its_tests(request: pytest.FixtureRequest) -> None:
-    """So that the run passes on a machine that lacks something, whatever this one has."""
+    """Then the run also passes on a machine that lacks something that this machine has."""
     marks = (mark for item in request.session.items for mark in item.iter_markers("skipif"))
     reasons = Counter(mark.kwargs["reason"] for mark in marks)
     allowed = {reason: ALLOWED_SKIPS.get(reason, 0) for reason in reasons}

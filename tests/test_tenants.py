@@ -21,7 +21,7 @@ from workers.settings import DEMO_MODEL
 
 ROOT = Path(__file__).parents[1]
 URL = "https://example.com/a.png"
-# Where something is kept for a later request, one line each.
+# Lines that store something for a later request.
 KEEPS = re.compile(
     r"[=:] ByteLRU\(|lru_cache|functools\.cache|mm_items\.put_item\(|pool\.register\(|"
     r"subjects\.item\("
@@ -33,7 +33,7 @@ NOT_OF_REQUESTS = [
     "workers/engine/sampling/grammar.py",
     # Masks of a vocabulary, by the listed token ids alone, and what each byte of a mask allows.
     *("workers/engine/sampling/logits_processors.py",) * 3,
-    # Where segments begin, by their lengths alone.
+    # Beginnings of segments, by their lengths alone.
     "shared/vision/layers.py",
     "shared/vision/layers.py",
     # Weights of a resized axis, by its two lengths alone.
@@ -46,7 +46,7 @@ NOT_OF_REQUESTS = [
 
 
 class Fetched:
-    """In the place of the fetcher: the cache behind it is what is looked at."""
+    """Replaces the fetcher, because the test reads the cache that is filled by it."""
 
     async def fetch(self, url: str, field: str, modality: Modality, tenant: str) -> bytes:
         return b"picture"
@@ -65,7 +65,7 @@ def block_key(tenant: str, processor: Processor) -> object:
 
 
 def image_key(tenant: str, processor: Processor) -> object:
-    """mm_hash, by which the renderer keeps pixels and the engine embeddings."""
+    """mm_hash, the key of the renderer's pixels and of the engine's embeddings."""
     return processor.hash_media(IMAGE, "b" * 64, tenant)
 
 
@@ -120,10 +120,10 @@ def test_the_key_differs_between_tenants_and_not_between_requests(
 
 def test_there_are_no_other_caches() -> None:
     """A new one belongs into the table above."""
-    found = [
+    caches = [
         str(file.relative_to(ROOT))
         for folder in ("shared", "workers")
         for file in sorted((ROOT / folder).rglob("*.py"))
         for _ in KEEPS.findall(file.read_text())
     ]
-    assert sorted(found) == sorted([*NOT_OF_REQUESTS, *(module for module, _ in CACHES.values())])
+    assert sorted(caches) == sorted([*NOT_OF_REQUESTS, *(module for module, _ in CACHES.values())])

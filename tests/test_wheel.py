@@ -18,7 +18,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "ops/wheel_platform.py")
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout of which little more than the project's own file is there."""
+    """A checkout with little more than the project file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     for name in (*SOURCES, *included):

@@ -1,4 +1,4 @@
-"""The demo judges and draws what it has been told; its sound is made by hand here."""
+"""The demo model describes and draws images as requested. Its sound is built by hand here."""
 
 import io
 

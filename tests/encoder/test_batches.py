@@ -11,12 +11,12 @@ def test_batches_are_runs_of_the_queue_within_the_limit(costs: list[int], max_co
     queue: BatchQueue[int] = BatchQueue(max_cost)
     for number, cost in enumerate(costs):
         queue.add(number, cost)
-    taken: list[int] = []
+    items: list[int] = []
     while batch := queue.take():
         total = sum(costs[number] for number in batch)
         assert total <= max_cost or len(batch) == 1
-        taken += batch
-        if len(taken) < len(costs) and len(batch) > 1:
-            assert total + costs[len(taken)] > max_cost
-    assert taken == list(range(len(costs)))
+        items += batch
+        if len(items) < len(costs) and len(batch) > 1:
+            assert total + costs[len(items)] > max_cost
+    assert items == list(range(len(costs)))
     assert len(queue) == 0

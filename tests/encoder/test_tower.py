@@ -54,7 +54,7 @@ async def watched(demo_tower: Tower) -> AsyncIterator[tuple[TowerThread, Watched
     thread.close()
 
 
-async def test_what_arrives_together_is_encoded_together(
+async def test_images_that_arrive_together_are_encoded_together(
     watched: tuple[TowerThread, Watched], demo_tower: Tower
 ) -> None:
     thread, inner = watched
@@ -105,7 +105,9 @@ async def test_images_are_let_go_when_they_are_encoded(
     assert gone() is None
 
 
-async def test_who_has_given_up_is_not_served(watched: tuple[TowerThread, Watched]) -> None:
+async def test_a_caller_that_has_given_up_is_not_served(
+    watched: tuple[TowerThread, Watched],
+) -> None:
     thread, inner = watched
     gone = asyncio.create_task(thread.encode(image(1)))
     await asyncio.sleep(0)

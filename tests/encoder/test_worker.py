@@ -61,11 +61,6 @@ class Encoder:
 
 
 @pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
 async def start(bus: Bus, model: str) -> AsyncIterator[Start]:
     async with contextlib.AsyncExitStack() as stack:
 
@@ -147,7 +142,9 @@ async def test_attempts_that_ended_well_are_not_held_against_the_image(
     assert encoder.tower.num_encoded == 1
 
 
-async def test_what_has_no_room_is_not_made_again(start: Start, bus: Bus, model: str) -> None:
+async def test_an_image_without_room_is_not_processed_again(
+    start: Start, bus: Bus, model: str
+) -> None:
     encoder = await start(arena_mib=1)
     encoder.tower.embedding = torch.zeros(600, 256)  # 0.6 MiB
     first, second = secrets.token_hex(32), secrets.token_hex(32)
@@ -163,7 +160,7 @@ async def test_what_has_no_room_is_not_made_again(start: Start, bus: Bus, model:
     assert encoder.tower.num_encoded == 2
 
 
-async def test_what_will_never_have_room_is_refused_at_once(
+async def test_an_embedding_that_never_fits_is_refused_at_once(
     start: Start, bus: Bus, model: str
 ) -> None:
     encoder = await start(arena_mib=1)

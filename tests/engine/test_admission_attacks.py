@@ -149,18 +149,15 @@ FIELDS: dict[str, Change] = {
 
 
 @pytest.fixture
-def tower_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many items the model was asked to look at."""
-    runner: Any = core._runner
-    tower: Tower = runner._tower
-    calls: list[int] = []
+def tower_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of items in the calls of the tower."""
+    encode, calls = Tower.encode, list[int]()
 
-    class Watched:
-        def encode(self, batch: Sequence[Fields]) -> list[Tensor]:
-            calls.append(len(batch))
-            return tower.encode(batch)
+    def watched(self: Tower, batch: Sequence[Fields]) -> list[Tensor]:
+        calls.append(len(batch))
+        return encode(self, batch)
 
-    monkeypatch.setattr(runner, "_tower", Watched())
+    monkeypatch.setattr(Tower, "encode", watched)
     return calls
 
 
@@ -271,7 +268,8 @@ def test_token_ids_out_of_range_are_rejected_by_add(
 def test_the_first_id_out_of_range_is_the_vocabularys_size(
     core: EngineCore, good: EngineRequest
 ) -> None:
-    size = core._factory.vocab_size
+    config = msgspec.json.decode((DEMO_MODEL / "config.json").read_bytes())
+    size = config["text_config"]["vocab_size"]
     with pytest.raises(InvalidRequest, match=f"from 0 to {size - 1}"):
         core.add(EngineRequest("r", [size], [], good.sampling))
     answers, errors = run(core, [EngineRequest("r", [size - 1], [], good.sampling)])

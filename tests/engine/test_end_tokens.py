@@ -66,8 +66,8 @@ def test_an_answer_ends_with_each_token_that_a_file_names(
 def test_codes_end_with_the_token_of_the_first_file(
     folder: Path, tmp_path: Path, config: Any, generation: Any, expected: set[int]
 ) -> None:
-    found = read(folder, tmp_path, config, generation, is_codec=True, eos_token="w8")
-    assert found == expected
+    settings = read(folder, tmp_path, config, generation, is_codec=True, eos_token="w8")
+    assert settings == expected
 
 
 def load_it(model: Path, **settings: Any) -> LoadedModel:
@@ -77,7 +77,7 @@ def load_it(model: Path, **settings: Any) -> LoadedModel:
 
 
 @pytest.mark.parametrize("write", [omni.write_qwen3, omni.write_qwen25])
-def test_the_parts_of_an_omni_model_have_ends_of_their_own(tmp_path: Path, write: Any) -> None:
+def test_the_parts_of_an_omni_model_have_separate_end_tokens(tmp_path: Path, write: Any) -> None:
     """Their generation_config.json may name no end of the text; a talker ends with a code."""
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text("{}")
@@ -114,7 +114,7 @@ def test_a_model_that_chats_without_an_end_token_is_refused(
     with pytest.raises(ConfigError, match=r"no end token.*eos_token_id") as refused:
         load_it(copied)
     assert refused.value.field == "models.path"
-    # `pagemill models` and `up` say so before anything is loaded.
+    # `pagemill models` and `up` report it before anything is loaded.
     assert "no end token" in (check_folders.examine(copied).reason or "")
     assert check_folders.examine(copied, "mean").reason is None
     # An embedding has no end.

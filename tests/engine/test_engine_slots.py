@@ -21,7 +21,7 @@ SLOTS = 4
 
 
 async def publish(bus: Bus, model: str, request_id: str, num_slots: int) -> None:
-    """Publish a task whose beginning is that of all others."""
+    """Publish a task with the same beginning as all others."""
     ticket = RequestTicket(bus.now_ms(), bus.now_ms() + 60_000, 1, "pm.test.receipt")
     sampling = SamplingParams(max_tokens=2, temperature=0)
     header = TaskHeader(request_id, model, "interactive", ticket, sampling)
@@ -43,7 +43,7 @@ async def test_a_hot_queue_fills_both_engines(bus: Bus, slots: int) -> None:
         for name in names:
             await publish(bus, model, name, slots)
         await until(lambda: sum(engine.load()["held"] for engine in engines) >= len(names))
-        loads = [engine.worker._pull_load() for engine in engines]
+        loads = [engine.pull_load() for engine in engines]
         num_held = [engine.load()["held"] for engine in engines]
         for engine in engines:
             engine.runner.go_on.release(1000)
@@ -61,8 +61,8 @@ async def test_prompts_that_have_not_begun_count_by_their_tokens(bus: Bus) -> No
         await publish(bus, model, f"{model}-r", SLOTS)
         await engine.until_held()
         # More than a hit would save, as far as is known at the start: a step's tokens.
-        assert engine.worker._pull_load() == 64 / (64 + 16 / 2)
+        assert engine.pull_load() == 64 / (64 + 16 / 2)
         engine.runner.go_on.release(1000)
         async with asyncio.timeout(20):
             _ = [record async for record in follow(bus, f"{model}-r")]
-        await until(lambda: engine.worker._pull_load() == 0.0)
+        await until(lambda: engine.pull_load() == 0.0)

@@ -1,8 +1,11 @@
-"""A whole engine worker, whose steps are let go one by one: which lane goes first when it is full,
-and how many tokens share a record."""
+"""A whole engine worker with steps that a test releases one by one.
+
+When it is full, the interactive lane comes first. Tokens share records.
+"""
 
 import asyncio
 import itertools
+import math
 import secrets
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -33,6 +36,7 @@ from tests.tasks import engine_task
 from workers.engine import worker as engine_worker
 from workers.engine.code_lead import CodeLead
 from workers.engine.core.sequence import EngineRequest, ReceivedKV
+from workers.engine.open_request import RecordPacer
 from workers.gateway.http.errors import status_of
 
 JSON = StructuredOutputs(json_object=True)
@@ -41,7 +45,7 @@ GATHERS = EngineConfig(max_appends_per_s=0.001)  # type: ignore[arg-type]
 
 
 async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
-    """The first goes at once, and so does the last; those between wait until a record may go."""
+    """The first and the last are written at once; the others wait until a record may be written."""
     num_tokens, request_id = 40, f"gathered-{secrets.token_hex(8)}"
     async with serving_engine(bus, "gathered", EngineConfig(max_appends_per_s=1)) as rig:
         await rig.put(request_id, [1] * 8, max_tokens=num_tokens)
@@ -50,8 +54,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
             """No step before the last one's tokens are in the log, or wait to be gathered."""
             for _ in range(num_tokens):
                 await rig.step()
-                opened = rig.worker._requests.get(request_id)
-                while opened and opened.pending and rig.worker._pacer._timer is None:  # noqa: ASYNC110
+                while rig.num_gathered(request_id) and rig.pacer._timer is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
         async with asyncio.timeout(20):
@@ -83,47 +86,37 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
         first = await anext(follow(bus, late))
         assert isinstance(first, TokenChunk)
         assert len(first.choices[0].token_ids) == 1
-        pending = rig.worker._requests[early].pending
-        assert len(pending) == 4, "the others' go on being gathered"
+        assert rig.num_gathered(early) == 4, "tokens of the others are still gathered"
         rig.runner.go_on.release(1000)
         for request_id in (early, late):
             _ = [record async for record in follow(bus, request_id)]
 
 
-async def test_there_is_one_timer_for_what_is_gathered(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request_id = f"timer-{secrets.token_hex(8)}"
-    armed: list[asyncio.TimerHandle] = []
+async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[asyncio.TimerHandle] = []
     loop = asyncio.get_running_loop()
     call_later = loop.call_later
-    async with serving_engine(bus, "timer", GATHERS) as rig, asyncio.timeout(20):
-        pacer = rig.worker._pacer
 
-        def watched(
-            delay_s: float, callback: Callable[..., object], *args: Any
-        ) -> asyncio.TimerHandle:
-            timer = call_later(delay_s, callback, *args)
-            if callback == pacer._release:
-                armed.append(timer)
-            return timer
+    def watched(*args: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*args))
+        return timers[-1]
 
-        monkeypatch.setattr(loop, "call_later", watched)
-        await rig.put(request_id, [1] * 8, max_tokens=40)
-        await rig.until_held()
-        for _ in range(3):
-            await rig.step()
-        assert len(armed) == 1
-        # More may be written from now on, and this is released by a step before its timer.
-        pacer._appends_per_s = 1e6
-        pacer._released_s = 0.0
-        await rig.step()
-        assert [timer.cancelled() for timer in armed] == [True]
-        rig.runner.go_on.release(1000)
-        _ = [record async for record in follow(bus, request_id)]
+    monkeypatch.setattr(loop, "call_later", watched)
+    num_releases: list[int] = []
+    opened: Any = SimpleNamespace(pending=["a token"], release=lambda: num_releases.append(1))
+    # Decades between two records, and no limit without requests at work.
+    pacer = RecordPacer(1e-9, math.inf, lambda: [opened])
+    for _ in range(3):
+        pacer.release_in_time(num_requests=1)
+    assert [timer.cancelled() for timer in timers] == [False]
+    assert not num_releases
+    # A step may release them before their timer.
+    pacer.release_in_time(num_requests=0)
+    assert [timer.cancelled() for timer in timers] == [True]
+    assert len(num_releases) == 1
 
 
-async def test_where_no_grammars_are_known_nothing_pretends_to_follow_one(bus: Bus) -> None:
+async def test_without_grammars_requests_with_one_are_refused(bus: Bus) -> None:
     request_id = f"plain-{secrets.token_hex(8)}"
     async with serving_engine(bus, "plain") as rig, asyncio.timeout(20):
         await rig.put(request_id, [1] * 8, structured_outputs=JSON)
@@ -206,7 +199,7 @@ async def test_a_grammar_that_is_not_tried_is_a_fault_that_only_the_client_retri
 
 
 async def test_speeches_that_wait_leave_room_for_one_that_others_wait_for(bus: Bus) -> None:
-    """Else the stages behind, full of such speeches, wait for this engine and it for them."""
+    """Otherwise the next stages, full of such speeches, and this engine wait for each other."""
     lead = CodeLead({"audio": ChunkSpec(max_ahead=1)})
     *ahead, needed = (f"ahead-{secrets.token_hex(8)}" for _ in range(4))
     async with serving_engine(bus, "ahead", EngineConfig(max_num_seqs=1), lead=lead) as rig:
@@ -238,7 +231,7 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
         # For this one there is a slot, but not blocks enough.
         await rig.put(waiting, [2] * 400)
         await step_until(lambda: rig.load()["waiting"] == 1)
-        interactive, batch = rig.worker._loop.consumers.values()
+        interactive, batch = rig.loop.consumers.values()
         assert (interactive.capacity, batch.capacity) == (2, batch.num_in_flight)
         for request_id in late:
             await rig.put(request_id, [3], lane="interactive", max_tokens=2)
@@ -264,7 +257,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
         )
         async with asyncio.timeout(20):
             (record,) = [record async for record in follow(bus, request_id)]
-            # What is waited for happens at the broker.
+            # The broker removes the tasks, and reports nothing here.
             while await bus.read_last(*tasks):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert isinstance(record, Failure)
@@ -272,8 +265,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
         assert await request_queue.queued_request(bus, accepted.sequence) is None
         letter = await dead_letters.find(bus, request_id)
         assert letter.request == b"what the client wrote"
-        consumers = rig.worker._loop.consumers.values()
-        assert all(consumer.num_in_flight == 0 for consumer in consumers)
+        assert all(consumer.num_in_flight == 0 for consumer in rig.loop.consumers.values())
     await requests.stop()
 
 
@@ -299,10 +291,9 @@ async def test_a_request_that_ends_while_its_blocks_are_read_is_not_begun(bus: B
         await reading.wait()
         await end_request(bus, name, 1, WorkerFailure("it was ended"), [])
         await bus.notify(subjects.ended(name))
-        while name not in rig.worker._ended:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: name in rig.worker._ended)
         go_on.set()
-        while rig.worker._loop.num_claimed:
+        while rig.loop.num_claimed:
             assert rig.load()["held"] == 0
             await asyncio.sleep(0)
         assert rig.num_steps == 0

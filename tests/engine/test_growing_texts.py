@@ -28,16 +28,16 @@ NUM_TOKENS = 6
 
 
 class Typist(TextOutput):
-    """Each number that is put into the queue is how many tokens can go on; None is the end."""
+    """Each number in the queue is the number of tokens that can be spoken; None is the end."""
 
     def __init__(self) -> None:
         self.typed: asyncio.Queue[int | Exception | None] = asyncio.Queue()
         self.num_readers = 0
 
     async def render(self, task: Task[EngineBody], progress: Progress) -> Rendered:
-        return Rendered(task, self.known(0), growth=self.growth())
+        return Rendered(task, self.spoken_text(0), growth=self.growth())
 
-    def known(self, number: int | None) -> SpokenText:
+    def spoken_text(self, number: int | None) -> SpokenText:
         return SpokenText([], [], None, None if number is None else len(PROMPT) - 1 + number)
 
     async def growth(self) -> AsyncGenerator[SpokenText]:
@@ -47,7 +47,7 @@ class Typist(TextOutput):
                 typed = await self.typed.get()
                 if isinstance(typed, Exception):
                     raise typed
-                yield self.known(typed)
+                yield self.spoken_text(typed)
                 if typed is None:
                     return
         finally:
@@ -92,21 +92,20 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_text(rig: Rig) -> N
     shutdown.asked.set()
     shutdown.hurry.set()
 
-    async def outcomes() -> list[object]:
+    async def is_requeued() -> bool:
         subject = subjects.attempts(rig.name)
         stored = await rig.bus.read(subjects.ATTEMPTS_STREAM, subject)
-        return [a and a.outcome for a in (decode_attempt(message.data) for message in stored)]
+        attempts = (decode_attempt(message.data) for message in stored)
+        return [a and a.outcome for a in attempts] == ["open", "requeued"]
 
-    async with asyncio.timeout(20):
-        while await outcomes() != ["open", "requeued"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(is_requeued)
     await rig.until_it_is_idle()
 
 
-async def test_a_request_goes_on_as_its_text_comes(
+async def test_a_request_continues_as_its_text_arrives(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it waits, the broker hears that it is not forgotten."""
+    """While it waits, the worker reports progress to the broker."""
     monkeypatch.setattr(engine_worker, "WATCH_S", 0.01)
     reported: list[list[str | None]] = []
 
@@ -115,17 +114,19 @@ async def test_a_request_goes_on_as_its_text_comes(
 
     monkeypatch.setattr(rig.engine.context.stage.claims, "progressed", progressed)
     await until(lambda: [rig.name] in reported)
-    async with asyncio.timeout(20):
-        while "wait for more of a text" not in (await find(rig.bus, rig.name)).why:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+    async def is_explained() -> bool:
+        return "wait for more of a text" in (await find(rig.bus, rig.name)).why
+
+    await until(is_explained)
     reading = follow(rig.bus, rig.name)
     rig.typist.typed.put_nowait(1)
     first = await anext(reading)
     assert isinstance(first, TokenChunk)
     assert len(first.choices[0].token_ids) == 1
     await rig.until_it_waits()
-    for known in (2, 2, 4, None):
-        rig.typist.typed.put_nowait(known)
+    for num_tokens in (2, 2, 4, None):
+        rig.typist.typed.put_nowait(num_tokens)
     async with asyncio.timeout(20):
         *chunks, last = [record async for record in reading]
     assert isinstance(last, Finish)

@@ -1,4 +1,4 @@
-"""A task's items: whatever becomes of them, their owner's memory is given back."""
+"""Items of a task: their owner's memory is released in every case."""
 
 import asyncio
 import gc
@@ -51,7 +51,7 @@ async def blobs(bus: Bus) -> AsyncIterator[Blobs]:
     ("embeddings", "restore", "error"),
     [(Away(), to_torch, Unavailable), (None, refuse, KeyError), (None, to_torch, None)],
 )
-async def test_what_was_opened_is_closed(
+async def test_opened_items_are_closed(
     blobs: Blobs, embeddings: Any, restore: Any, error: type[Exception] | None
 ) -> None:
     mm_hash = secrets.token_hex(32)

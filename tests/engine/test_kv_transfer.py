@@ -32,7 +32,7 @@ LAYOUT = KVLayout(["model"], {None: "", "a": "adapter"})
 
 @pytest.fixture
 async def pair(bus: Bus) -> AsyncIterator[tuple[Blobs, Blobs]]:
-    """The blobs of a prefill worker, and those of an engine on the same machine."""
+    """The blobs of a prefill worker, and of an engine on the same machine."""
     both = []
     for role in ("prefill", "engine"):
         worker = f"{role}-{secrets.token_hex(4)}"
@@ -47,9 +47,9 @@ async def pair(bus: Bus) -> AsyncIterator[tuple[Blobs, Blobs]]:
 
 
 async def stored(owner: Blobs, request: EngineRequest) -> list[KVBlob]:
-    made: list[BlobRef] = []
-    kv = await kv_transfer.store(owner, LAYOUT, request.adapter, prefilled(request), 60, made)
-    assert [blocks.ref for blocks in kv] == made
+    refs: list[BlobRef] = []
+    kv = await kv_transfer.store(owner, LAYOUT, request.adapter, prefilled(request), 60, refs)
+    assert [blocks.ref for blocks in kv] == refs
     return kv
 
 
@@ -97,13 +97,14 @@ async def test_only_blocks_that_are_not_cached_are_read(pair: tuple[Blobs, Blobs
     assert received.runs == []
 
 
-async def test_a_damaged_blob_and_those_behind_it_are_not_used(pair: tuple[Blobs, Blobs]) -> None:
+async def test_a_damaged_blob_and_later_blobs_are_not_used(pair: tuple[Blobs, Blobs]) -> None:
     owner, reader = pair
     request = request_of()
     kv = await stored(owner, request)
-    slot = owner._server.open(kv[1].ref.key, "test")
+    server = owner._server
+    slot = server.open(kv[1].ref.key, "test")
     assert slot is not None
-    owner._server.arena._view[slot.offset + 5] ^= 1
+    server.arena._view[slot.offset + 5] ^= 1
     assert await num_read(reader, request, kv) == 6
 
 
@@ -151,7 +152,7 @@ FOREIGN: list[tuple[Callable[[list[KVBlob]], list[KVBlob]], int]] = [
     (repeated, 12),
     (in_another_order, 6),
     (without_the_second, 6),
-    # Ranges that end behind the prompt, before they begin, or where they begin.
+    # Ranges that end after the prompt, before they begin, or where they begin.
     (lambda kv: [*kv[:3], renamed(kv[3], 9, 100)], 18),
     (lambda kv: [kv[0], renamed(kv[1], 3, -3)], 6),
     (lambda kv: [kv[0], renamed(kv[1], 3, 0), *kv[1:]], 6),
@@ -178,7 +179,7 @@ async def test_blobs_that_do_not_fit_the_prompt_are_not_read(
     num_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those before the first such blob are used, and the log says why no others are."""
+    """Only the blobs before the first such blob are used, and the log has the reason."""
     owner, reader = pair
     request, read, get = request_of(), list[int](), reader.get
     kv = change(await stored(owner, request))
@@ -197,7 +198,7 @@ async def test_blobs_that_do_not_fit_the_prompt_are_not_read(
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 191])
-async def test_a_truncated_blob_and_those_behind_it_are_not_used(
+async def test_a_truncated_blob_and_later_blobs_are_not_used(
     pair: tuple[Blobs, Blobs], monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     """Its owner has cut it, and names the digest of what is left."""

@@ -71,7 +71,7 @@ def sum_of(metrics: Metrics, name: str) -> float:
 
 
 # Prompt, tokens to generate, choices, and how many steps go by before it comes.
-asked = st.lists(
+request_values = st.lists(
     st.tuples(
         st.lists(st.integers(1, 3), min_size=1, max_size=20),
         st.integers(1, 12),
@@ -83,22 +83,22 @@ asked = st.lists(
 )
 
 
-@given(asked)
-def test_counters_match_the_work_done(asked: list[tuple[list[int], int, int, int]]) -> None:
+@given(request_values)
+def test_counters_match_the_work_done(work: list[tuple[list[int], int, int, int]]) -> None:
     rig = Rig()
-    for prompt, max_tokens, n, pause in asked:
+    for prompt, max_tokens, n, pause in work:
         for _ in range(pause):
             if rig.core.has_work:
                 rig.step()
         rig.add(prompt, max_tokens=max_tokens, n=n)
     rig.run()
-    samples, num_choices = rig.samples, sum(n for _, _, n, _ in asked)
-    num_tokens = sum(max_tokens * n for _, max_tokens, n, _ in asked)
+    samples, num_choices = rig.samples, sum(n for _, _, n, _ in work)
+    num_tokens = sum(max_tokens * n for _, max_tokens, n, _ in work)
     assert sum(rig.usages) == num_tokens
     assert total(samples, "generation_tokens_total") == num_tokens
-    assert total(samples, "prompt_tokens_total") == sum(len(prompt) for prompt, *_ in asked)
-    assert total(samples, "request_success_total", finished_reason="length") == len(asked)
-    assert total(samples, "request_success_total") == len(asked)
+    assert total(samples, "prompt_tokens_total") == sum(len(prompt) for prompt, *_ in work)
+    assert total(samples, "request_success_total", finished_reason="length") == len(work)
+    assert total(samples, "request_success_total") == len(work)
     assert count(samples, "inter_token_latency_seconds") == num_tokens - num_choices
     for name in (
         "time_to_first_token_seconds",
@@ -107,7 +107,7 @@ def test_counters_match_the_work_done(asked: list[tuple[list[int], int, int, int
         "engine_queue_time_seconds",
         "e2e_request_latency_seconds",
     ):
-        assert count(samples, name) == len(asked)
+        assert count(samples, name) == len(work)
     assert sum_of(rig.metrics, "iteration_tokens_total") == sum(rig.runner.batches)
     assert count(samples, "iteration_tokens_total") == len(rig.runner.batches)
     assert total(samples, "num_requests_running") == total(samples, "kv_cache_usage_perc") == 0

@@ -1,4 +1,4 @@
-"""Pooling as sentence-transformers writes it beside a model."""
+"""Pooling in the files that sentence-transformers stores with a model."""
 
 import json
 from pathlib import Path
@@ -37,8 +37,8 @@ def write(folder: Path, pooling: Any = None, steps: list[str] | None = None) -> 
 
 
 def modes(*names: str) -> dict[str, Any]:
-    known = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
-    flags = {f"pooling_mode_{name}": name in names for name in known}
+    all_modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
+    flags = {f"pooling_mode_{name}": name in names for name in all_modes}
     return {"word_embedding_dimension": 64, "include_prompt": True} | flags
 
 
@@ -126,7 +126,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, content: str) -> None:
 
 
 def demo_folder(folder: Path, *names: str) -> Path:
-    """Return a folder of the demo model whose pooling has these modes."""
+    """Return a folder of the demo model with these modes of pooling."""
     for file in Path(DEMO_MODEL).iterdir():
         (folder / file.name).symlink_to(file)
     return write(folder, modes(*names), WHOLE[:2])
@@ -145,8 +145,8 @@ def test_an_engine_pools_as_its_folder_says(tmp_path: Path) -> None:
     with torch.no_grad():
         states = reference.eval().model(torch.tensor([prompt])).last_hidden_state[0]
     right = states.double().mean(dim=0).numpy()
-    found = np.frombuffer(outputs[-1].embedding, "<f4")
-    assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+    embedding = np.frombuffer(outputs[-1].embedding, "<f4")
+    assert np.linalg.norm(embedding - right) <= 1e-5 * np.linalg.norm(right)
 
 
 def test_an_engine_does_not_start_with_a_pooling_that_it_lacks(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.cluster.test_hearing import MODEL
 from tests.request_path import run
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
-from workers.engine.loader import load
+from workers.engine.loader import LoadedModel, load
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
 
@@ -27,10 +27,17 @@ PER_SECOND = 25
 """Positions of a second in this model, which has 4096 of them."""
 
 
+ENGINE = EngineConfig(prefix_caching=False, embedding_cache_mib=0)
+
+
 @pytest.fixture(scope="module")
-def core() -> EngineCore:
-    engine = EngineConfig(prefix_caching=False, embedding_cache_mib=0)
-    return build_core(load(SEES, engine), engine)
+def loaded() -> LoadedModel:
+    return load(SEES, ENGINE)
+
+
+@pytest.fixture(scope="module")
+def core(loaded: LoadedModel) -> EngineCore:
+    return build_core(loaded, ENGINE)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,7 @@ def video() -> DecodedVideo:
 def request(
     processor: Processor, name: str, *seconds: float, max_tokens: int | None = 8
 ) -> EngineRequest:
-    """A question about videos whose pairs of frames have so many seconds each."""
+    """A question about videos, with the seconds of each pair of frames by video."""
     token_ids, items = [5, 6, 7], []
     for number, value in enumerate(seconds):
         processed = processor.process(video(), "field", "")
@@ -91,10 +98,13 @@ def test_a_prompt_beyond_the_last_position_is_refused_and_its_neighbour_is_answe
         assert "second_per_grid_ts" in errors["bad"].message
 
 
-def test_an_answer_ends_at_the_last_position(core: EngineCore, processor: Processor) -> None:
+def test_an_answer_ends_at_the_last_position(
+    loaded: LoadedModel, core: EngineCore, processor: Processor
+) -> None:
     seconds = 4000 / PER_SECOND / (NUM_FRAMES // 2 - 1)
     endless = request(processor, "r", seconds, max_tokens=None)
-    located = core._runner._model.family.locate(endless)  # type: ignore[attr-defined]
+    located = loaded.model.family.locate(endless)
+    assert located is not None
     num_free = 4095 - int(located.prompt.max())
     assert 0 < num_free < 4096 - len(endless.prompt_token_ids)
     answers, errors = run(core, [endless])

@@ -23,6 +23,7 @@ from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, KVBlob, RequestTicket, Task
+from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state.token_log import end_request
 from tests.engine.core.test_kv_exchange import Engine, request_of
@@ -181,7 +182,7 @@ def envelope_of_item() -> bytes:
 
 
 async def test_a_task_that_comes_again_goes_straight_on(bus: Bus) -> None:
-    """A worker has died with it, and nobody knows why."""
+    """A worker has died with it, for an unknown reason."""
     model = new_model()
     first = await consume(bus, "prefill", model)
     name = await put(bus, model, PROMPT)
@@ -207,7 +208,7 @@ async def test_a_prompt_that_cannot_be_computed_goes_straight_on(rig: Rig) -> No
 async def test_an_encoder_is_not_waited_for_as_long_as_the_engine_waits(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that wait for no encoder are behind this one."""
+    """Prompts that wait for no encoder are queued after this one."""
 
     async def wait(key: str, mm_hash: str, progress: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -254,7 +255,7 @@ async def test_a_request_that_has_ended_is_not_forwarded(rig: Rig) -> None:
 
 
 def hold_steps(rig: Rig) -> tuple[asyncio.Event, threading.Event]:
-    """Have steps wait. The events say that one has begun, and let all of them go on."""
+    """Hold all steps. The first event is set when a step has begun; the second releases them."""
     runner, began, go_on = rig.engine.runner, asyncio.Event(), threading.Event()
     run, loop = runner.run, asyncio.get_running_loop()
 
@@ -279,7 +280,7 @@ async def test_a_request_that_ends_meanwhile_is_let_go(rig: Rig) -> None:
     assert (await rig.next()).header.request_id == other
 
 
-async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
+async def test_tasks_that_wait_for_a_hanging_step_go_straight_to_the_engine(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends much later, in case that the step ends after all."""
@@ -302,25 +303,25 @@ async def test_what_waits_for_a_step_that_hangs_goes_straight_on(
     assert (await rig.next()).body.kv
 
 
-async def test_the_age_of_the_oldest_task_is_reported(rig: Rig) -> None:
-    held = asyncio.Event()
+async def test_the_age_of_the_oldest_task_is_reported(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = asyncio.Queue[Job]()
 
-    async def hold(*task: Any) -> Any:
-        held.set()
+    async def hold(_task: object, _tensors: object, job: Job) -> Any:
+        jobs.put_nowait(job)
         await asyncio.Event().wait()
 
-    handle = rig.worker._prefill
-    rig.worker._prefill = hold  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(rig.worker, "_prefill", hold)
     assert rig.load()["oldest_s"] == 0
     await rig.put(PROMPT)
-    await asyncio.wait_for(held.wait(), 10)
+    job = await asyncio.wait_for(jobs.get(), 10)
     load = rig.load()
     assert (load["held"], load["draining"]) == (1, 0)
     assert load["oldest_s"] > 0
-    (job,) = rig.worker._jobs
     job.delivery.stored_ms -= 5000
     assert rig.load()["oldest_s"] > 5
-    rig.worker._prefill = handle  # type: ignore[method-assign]
+    monkeypatch.undo()
     rig.context.shutdown.begin()
     assert rig.load()["draining"] == 1
     rig.context.shutdown.hurry.set()

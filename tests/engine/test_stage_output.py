@@ -1,4 +1,4 @@
-"""What an engine writes for its stage: the settings that it refuses, and the logs of codes."""
+"""Outputs of an engine for its stage: refused settings, and the logs of codes."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -196,7 +196,7 @@ def test_logged_frames_are_the_tokens_that_were_sampled() -> None:
 
 
 class _Talker:
-    """What an output asks of a talker: four codebooks, and a prompt as long as the text."""
+    """Stands in for a talker: four codebooks, and a prompt as long as the text."""
 
     codes = range(90)
     end_token_ids = frozenset([96])
@@ -229,7 +229,7 @@ def talker_output() -> TalkerOutput:
     return output
 
 
-def test_the_talker_of_an_omni_model_is_asked_for_its_voices() -> None:
+def test_the_talker_of_an_omni_model_provides_its_voices() -> None:
     assert talker_output().sampling.allowed_token_ids == [*range(90), 96]
     with pytest.raises(ConfigError, match="no voice 'alloy'; it has ethan") as refused:
         stage_output(cast(Any, None), TALKER, loaded(**SPEAKS), "the stage")
@@ -246,7 +246,7 @@ async def test_an_answer_about_an_image_is_not_spoken() -> None:
     assert refused.value.field == "outputs"
 
 
-async def test_a_talker_may_go_on_with_each_token_behind_which_there_is_another(
+async def test_a_talker_speaks_each_token_that_has_a_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def progress() -> None:
@@ -267,12 +267,12 @@ async def test_a_talker_may_go_on_with_each_token_behind_which_there_is_another(
     assert rendered.growth is not None
     assert rendered.spoken is not None
     spoken = []
-    found = []
+    figures = []
     async for speech in rendered.growth:
-        found.append((speech.answer_token_ids, speech.num_inputs))
+        figures.append((speech.answer_token_ids, speech.num_inputs))
         # No more frames are made than there are tokens, until the text is whole.
         spoken.append([rendered.spoken(n) for n in range(len(speech.answer_token_ids))])
-    assert found == [
+    assert figures == [
         ([11], 2),
         ([11, 12, 13], 4),
         ([11, 12, 13], 4),

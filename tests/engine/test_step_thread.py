@@ -1,11 +1,11 @@
 """The step thread: requests, outputs, and cancellations, which free blocks."""
 
 import threading
-import time
 
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from tests.support.engine import make_core
+from tests.support.waiting import wait_until
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
@@ -29,8 +29,10 @@ class SlowRunner(FakeRunner):
 def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     runner = SlowRunner()
     core = make_core(runner, BlockPool(64, 4), 100, max_model_len=128)
-    told: list[tuple[list[tuple[str, RequestOutput]], EngineStats]] = []
-    steps: StepThread[str] = StepThread(core, lambda o, s: told.append((o, s)), lambda error: None)
+    steps_done: list[tuple[list[tuple[str, RequestOutput]], EngineStats]] = []
+    steps: StepThread[str] = StepThread(
+        core, lambda o, s: steps_done.append((o, s)), lambda error: None
+    )
     sampling = SamplingParams(max_tokens=100, temperature=0.0)
     steps.add(EngineRequest("keep", [1, 2, 3], [], sampling), "keep")
     steps.add(EngineRequest("cancel", [4, 5, 6], [], sampling), "cancel")
@@ -43,17 +45,14 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     # The next step has been scheduled, without it.
     runner.go_on.release()
     runner.begun.acquire()
-    outputs, stats = told[1]
+    outputs, stats = steps_done[1]
     assert [owner for owner, _ in outputs] == ["keep"]
     assert stats.num_blocks - stats.num_free_blocks == 1
     assert stats.num_running == 1
     steps.cancel("keep")
     for _ in range(2):
         runner.go_on.release()
-    deadline = time.monotonic() + 5
-    while told[-1][1].num_free_blocks != 64:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: steps_done[-1][1].num_free_blocks == 64)
     assert steps.step_s == 0
     assert core._scheduler.step_cost.is_known
     steps.stop()

@@ -1,4 +1,4 @@
-"""What lies between the steps and the log: merging outputs, and reading a log for a resume."""
+"""Merging the outputs of steps for the log, and reading a log for a resume."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,13 +46,13 @@ def test_merged_steps_hold_the_same_tokens_in_the_same_order(
 def test_a_log_gives_back_the_tokens_of_each_choice(steps: list[set[int]]) -> None:
     outputs = outputs_of(steps)
     records: list[LogRecord] = [TokenChunk(i, 1, o.choices) for i, o in enumerate(outputs)]
-    wanted = [
+    expected = [
         LoggedChoice(
             [t for o in outputs for d in o.choices if d.index == c for t in d.token_ids], False
         )
         for c in range(3)
     ]
-    assert logged_choices(records, 3) == wanted
+    assert logged_choices(records, 3) == expected
 
 
 def test_an_empty_log_is_a_first_attempt() -> None:

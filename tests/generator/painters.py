@@ -1,4 +1,4 @@
-"""A painter with random weights, and a plain loop over it that stands for a worker."""
+"""A painter with random weights, and a plain loop over it in place of a worker."""
 
 import shutil
 import threading

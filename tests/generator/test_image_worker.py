@@ -44,11 +44,6 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 @contextlib.asynccontextmanager
 async def serving(
     bus: Bus,
@@ -60,7 +55,7 @@ async def serving(
     max_tasks: int = 64,
     results: ImageResults | None = None,
 ) -> AsyncIterator[Context]:
-    """Run a worker until the end of the block, in which the test may have stopped it."""
+    """Run a worker until the end of the block. The test may stop it earlier."""
     config = Config(
         {model: ModelConfig("nowhere", stages=msgspec.convert(STAGES, dict[str, StageConfig]))},
         delivery=DeliveryConfig(ack_wait_s=5.0, drain_s=5.0),
@@ -80,10 +75,10 @@ async def serving(
         await context.close()
 
 
-async def asked(
+async def publish_request(
     bus: Bus, model: str, prompt: str, params: PaintParams, lane: str = "interactive"
 ) -> TaskHeader:
-    """The header of a request for images, whose generator has its task."""
+    """Publish the task of a request for images, and return its header."""
     request_id = f"t-{secrets.token_hex(6)}"
     ticket = await accept(bus, model, request_id)
     await output_ends.begin(bus, request_id, ["image"])
@@ -105,9 +100,9 @@ async def file_of(bus: Bus, media: str) -> bytes | None:
 
 async def images_of(bus: Bus, header: TaskHeader) -> dict[int, bytes | None]:
     """The files of a request's images, by their numbers, each once."""
-    found = [r for r in await records_of(bus, header) if isinstance(r, ImageRecord)]
-    assert len({image.number for image in found}) == len(found)
-    return {image.number: await file_of(bus, image.media) for image in found}
+    records = [r for r in await records_of(bus, header) if isinstance(r, ImageRecord)]
+    assert len({image.number for image in records}) == len(records)
+    return {image.number: await file_of(bus, image.media) for image in records}
 
 
 async def began(painter: WatchedPainter) -> None:
@@ -133,19 +128,19 @@ async def test_images_that_join_and_leave_a_batch_equal_those_painted_alone(
     async with serving(bus, model, painter):
         headers = []
         for prompt, params in REQUESTS:
-            headers.append(await asked(bus, model, prompt, params))
+            headers.append(await publish_request(bus, model, prompt, params))
             await began(painter)
             painter.may_go_on.release()
         painter.may_go_on.release(1000)
         for header in headers:
             await settled(bus, header)
-        found = [await images_of(bus, header) for header in headers]
+        answers = [await images_of(bus, header) for header in headers]
         *_, preview, _, _ = await records_of(bus, headers[4])
         previews = [r for r in await records_of(bus, headers[4]) if isinstance(r, StepState)]
         assert await file_of(bus, preview.preview) is not None
-    for (prompt, params), images in zip(REQUESTS, found, strict=True):
+    for (prompt, params), images in zip(REQUESTS, answers, strict=True):
         assert images == {n: painted_alone(prompt, params, n) for n in range(params.n)}
-    assert found[4] == found[5]
+    assert answers[4] == answers[5]
     assert [(state.step, state.state) for state in previews] == [(1, ""), (2, "")]
     # Images at different steps shared a batch, and none had more than its limit.
     assert any(len(set(times)) > 1 for times in painter.batches)
@@ -161,13 +156,13 @@ async def test_no_step_is_done_of_an_image_whose_request_has_ended(
 ) -> None:
     painter = WatchedPainter(gated=True)
     async with serving(bus, model, painter, batch=1):
-        header = await asked(bus, model, "red", PaintParams("16x16", n, 50, seed=1))
+        header = await publish_request(bus, model, "red", PaintParams("16x16", n, 50, seed=1))
         await began(painter)
         await end_request(bus, header.request_id, 1, Cancelled("cancelled"), [])
         await bus.notify(subjects.ended(header.request_id))
         await asyncio.sleep(0.2)
         painter.may_go_on.release()
-        other = await asked(bus, model, "blue", PaintParams("16x16", 1, 1, seed=1))
+        other = await publish_request(bus, model, "blue", PaintParams("16x16", 1, 1, seed=1))
         painter.may_go_on.release(100)
         await settled(bus, header)
         await settled(bus, other)
@@ -179,9 +174,9 @@ async def test_the_interactive_lane_goes_before_the_steps_of_the_batch_lane(
 ) -> None:
     painter = WatchedPainter(gated=True)
     async with serving(bus, model, painter, batch=1):
-        slow = await asked(bus, model, "red", PaintParams("16x16", 1, 4, seed=1), "batch")
+        slow = await publish_request(bus, model, "red", PaintParams("16x16", 1, 4, seed=1), "batch")
         await began(painter)
-        soon = await asked(bus, model, "blue", PaintParams("16x16", 1, 5, seed=1))
+        soon = await publish_request(bus, model, "blue", PaintParams("16x16", 1, 5, seed=1))
         await asyncio.sleep(0.3)
         painter.may_go_on.release(100)
         await settled(bus, soon)
@@ -199,7 +194,7 @@ async def test_a_worker_that_stops_leaves_its_latents_to_another_one(
     params = PaintParams("16x16", 1, 6, seed=9)
     stopping = WatchedPainter(gated=True)
     async with serving(bus, model, stopping, checkpoint_s=checkpoint_s) as context:
-        header = await asked(bus, model, "red", params)
+        header = await publish_request(bus, model, "red", params)
         for _ in range(3):
             await began(stopping)
             stopping.may_go_on.release()
@@ -221,18 +216,18 @@ async def test_a_request_that_waits_for_an_equal_one_leaves_it_a_place(
     params, results = PaintParams("16x16", 1, 3, seed=9), ImageResults(bus, 600.0)
     stopping, full = WatchedPainter(gated=True), WatchedPainter()
     async with serving(bus, model, stopping, max_tasks=1, results=results) as first:
-        painting = await asked(bus, model, "red", params)
+        painting = await publish_request(bus, model, "red", params)
         await began(stopping)
         async with serving(bus, model, full, max_tasks=1, results=results):
-            waiting = await asked(bus, model, "red", params)
+            waiting = await publish_request(bus, model, "red", params)
             attempts = subjects.ATTEMPTS_STREAM, subjects.attempts(waiting.request_id)
             await until(lambda: bus.read_last(*attempts))
             first.shutdown.begin()
             stopping.may_go_on.release(1000)
             for header in (painting, waiting):
                 await settled(bus, header)
-            found = [await images_of(bus, header) for header in (painting, waiting)]
-    assert found == 2 * [{0: painted_alone("red", params)}]
+            answers = [await images_of(bus, header) for header in (painting, waiting)]
+    assert answers == 2 * [{0: painted_alone("red", params)}]
 
 
 async def test_a_suspect_that_waits_for_an_equal_one_lets_it_have_its_turn(
@@ -246,7 +241,7 @@ async def test_a_suspect_that_waits_for_an_equal_one_lets_it_have_its_turn(
     where = subjects.stage_filter("dit", model, "interactive")
     inbox = await bus.queues.consume(subjects.STAGES_STREAM, queue, where, 1, 5.0)
     for pause_s in (2.0, 0.0):
-        header = await asked(bus, model, "red", params)
+        header = await publish_request(bus, model, "red", params)
         died = AttemptRecord("dit", "generator-dead", 1, bus.now_ms(), 0, model=model)
         await bus.publish_without_id(subjects.attempts(header.request_id), to_json(died))
         await (await inbox.next()).retry(pause_s)
@@ -259,14 +254,14 @@ async def test_a_suspect_that_waits_for_an_equal_one_lets_it_have_its_turn(
     async with serving(bus, model, painter, results=results):
         for header in headers:
             await settled(bus, header)
-        found = [await images_of(bus, header) for header in headers]
-    assert found == 2 * [{0: painted_alone("red", params)}]
+        answers = [await images_of(bus, header) for header in headers]
+    assert answers == 2 * [{0: painted_alone("red", params)}]
 
 
-async def test_an_image_whose_latents_are_gone_begins_anew(bus: Bus, model: str) -> None:
+async def test_an_image_without_stored_latents_begins_again(bus: Bus, model: str) -> None:
     params = PaintParams("16x16", 1, 3, seed=9)
     painter = WatchedPainter()
-    header = await asked(bus, model, "red", params)
+    header = await publish_request(bus, model, "red", params)
     log = await LogWriter.open(bus, header.request_id, 1, "image")
     await log.step(0, 2, 3, state=media_store.media_url("0" * 64))
     async with serving(bus, model, painter):
@@ -285,7 +280,7 @@ async def test_a_text_that_the_painter_does_not_read_is_refused(
     painter = WatchedPainter()
     async with serving(bus, model, painter):
         params = PaintParams("16x16", negative_prompt=negative)
-        header = await asked(bus, model, prompt, params)
+        header = await publish_request(bus, model, prompt, params)
         await settled(bus, header)
     # The event loop has other requests to attend to.
     assert threading.main_thread() not in painter.encoding_threads

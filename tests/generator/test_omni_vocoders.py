@@ -52,12 +52,12 @@ def spoken(
     vocoder: NeuralVocoder, codes: Codes, spec: ChunkSpec, speaker: Speaker = SPEAKER
 ) -> list[Samples]:
     """The samples of each chunk, in their order."""
-    found: list[Samples] = []
+    parts: list[Samples] = []
     start = 0
     while (window := window_at(spec, start, len(codes), is_complete=True)) is not None:
-        found += vocoder.synthesize([cut(vocoder, codes, window, speaker)])
+        parts += vocoder.synthesize([cut(vocoder, codes, window, speaker)])
         start = window.end
-    return found
+    return parts
 
 
 @torch.no_grad()
@@ -67,13 +67,13 @@ def test_qwen3_speaks_like_transformers_whole_and_in_chunks(
     vocoder, reference = vocoders["3"], omni.reference_qwen3(folders["3"]).code2wav
     codes = codes_of(vocoder, 1, 120)
     batch = torch.from_numpy(codes.T.astype(np.int64))[None]
-    wanted = omni.pcm(reference.chunked_decode(batch, 300, 25))
+    expected = omni.pcm(reference.chunked_decode(batch, 300, 25))
     (whole,) = spoken(vocoder, codes, WHOLE)
-    np.testing.assert_array_equal(whole, wanted)
-    assert len(wanted) == 120 * vocoder.samples_per_frame - vocoder.num_missing
+    np.testing.assert_array_equal(whole, expected)
+    assert len(expected) == 120 * vocoder.samples_per_frame - vocoder.num_missing
     assert vocoder.num_missing > 0
     spec = ChunkSpec(first=(3, 9), size=25, left=40, right=1)
-    np.testing.assert_array_equal(np.concatenate(spoken(vocoder, codes, spec)), wanted)
+    np.testing.assert_array_equal(np.concatenate(spoken(vocoder, codes, spec)), expected)
     # The reference's own chunks lack samples at their ends, and are the same else.
     pieces = spoken(vocoder, codes, ChunkSpec(size=50, left=25, right=1))
     short = [piece[: len(piece) - vocoder.num_missing] for piece in pieces[:-1]]
@@ -93,13 +93,13 @@ def test_qwen25_speaks_like_transformers_with_the_noise_of_the_seed(
     noise = torch.from_numpy(vocoder.noise(SPEAKER.seed, 0, 80))[None]
     monkeypatch.setattr(torch, "randn", lambda shape, **_: noise.reshape(shape))
     stored = load_file(folders["2.5"] / VOICES_FILE)
-    wanted = reference(
+    expected = reference(
         torch.from_numpy(codes[None, :, 0].astype(np.int64)),
         conditioning=stored["Ethan.cond"].double(),
         reference_mel=stored["Ethan.ref_mel"].double(),
     )
     (whole,) = spoken(vocoder, codes, WHOLE)
-    np.testing.assert_array_equal(whole, omni.pcm(wanted))
+    np.testing.assert_array_equal(whole, omni.pcm(expected))
     assert len(whole) == 40 * vocoder.samples_per_frame
     pieces = spoken(vocoder, codes, ChunkSpec(first=(3,), size=15, left=1000, right=1000))
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
@@ -126,9 +126,9 @@ def test_a_chunk_in_a_batch_has_the_samples_that_it_has_alone(
 
     monkeypatch.setattr(vocoder, "decode", counted)
     monkeypatch.setattr(vocoder, "max_rows", 3)
-    for one, other in zip(alone, vocoder.synthesize(chunks), strict=True):
-        assert len(one) == 10 * vocoder.samples_per_frame
-        np.testing.assert_array_equal(one, other)
+    for samples, other in zip(alone, vocoder.synthesize(chunks), strict=True):
+        assert len(samples) == 10 * vocoder.samples_per_frame
+        np.testing.assert_array_equal(samples, other)
     assert sizes == [3, 1]
 
 

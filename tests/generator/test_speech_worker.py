@@ -1,4 +1,4 @@
-"""The generator's worker on a real broker, with a vocoder that waits until it is let on."""
+"""The generator's worker on a real broker, with a vocoder that waits until the test releases it."""
 
 import asyncio
 import contextlib
@@ -50,11 +50,6 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 def make_context(bus: Bus, model: str, **changes: Any) -> Context:
     """The context of a worker, with these changes to its stage."""
     stages = STAGES | {"code2wav": STAGES["code2wav"] | changes}
@@ -71,7 +66,7 @@ def make_context(bus: Bus, model: str, **changes: Any) -> Context:
 async def serving(
     bus: Bus, model: str, vocoder: CountingVocoder, thread: VocoderThread
 ) -> AsyncIterator[Context]:
-    """Run a worker until the end of the block, in which the test may have stopped it."""
+    """Run a worker until the end of the block. The test may stop it earlier."""
     context = make_context(bus, model)
     chunks = ChunkSpec(size=1, left=0, right=0)
     running = asyncio.create_task(SpeechWorker(context, model, thread, chunks, vocoder).serve())
@@ -85,7 +80,7 @@ async def serving(
 
 
 async def spoken(bus: Bus, model: str, codes: list[int], *, ended: bool = True) -> TaskHeader:
-    """The header of a request with these codes, whose generator has its task."""
+    """Publish the task of a request with these codes, and return its header."""
     request_id = f"t-{secrets.token_hex(6)}"
     ticket = await accept(bus, model, request_id)
     await output_ends.begin(bus, request_id, OUTPUTS)
@@ -145,8 +140,8 @@ async def test_a_worker_that_stops_leaves_the_rest_to_another_one(bus: Bus, mode
         context.shutdown.begin()
         stopping.may_go_on.release(10)
     assert stopping.batches == [[5]]
-    (made,) = await audio_of(bus, header)
-    assert made.num_samples == 1
+    (first_chunk,) = await audio_of(bus, header)
+    assert first_chunk.num_samples == 1
     next_one = CountingVocoder()
     next_one.may_go_on.release(10)
     async with serving(bus, model, next_one, VocoderThread(next_one, 1)):

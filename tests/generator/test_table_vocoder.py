@@ -32,10 +32,10 @@ def vocoder(tmp_path_factory: pytest.TempPathFactory) -> Vocoder:
 
 
 def in_chunks(vocoder: Vocoder, codes: Codes, spec: ChunkSpec) -> Samples:
-    made = [
+    parts = [
         vocoder.synthesize([cut(vocoder, codes, window)])[0] for window in windows(spec, len(codes))
     ]
-    return np.concatenate(made)
+    return np.concatenate(parts)
 
 
 @given(spec=SPECS, num_frames=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))
@@ -50,7 +50,7 @@ def test_any_cut_gives_the_samples_of_the_whole(
 
 
 @given(num_frames=st.integers(8, 40), num_more=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
-def test_frames_behind_the_context_change_nothing(
+def test_frames_beyond_the_context_change_nothing(
     vocoder: Vocoder, num_frames: int, num_more: int, seed: int
 ) -> None:
     codes = voices.codes_of(seed, num_frames + num_more)

@@ -18,7 +18,7 @@ BAD = 13
 
 
 class CountingVocoder:
-    """A vocoder whose samples are the codes. It waits until it is let on."""
+    """A vocoder that returns the codes as samples. It waits until the test releases it."""
 
     sample_rate, samples_per_frame, num_codebooks, num_codes = 1, 1, 1, 100
     min_left, min_right, num_missing = 0, 0, 0
@@ -32,13 +32,13 @@ class CountingVocoder:
         return 0
 
     def synthesize(self, chunks: Sequence[Chunk]) -> list[Samples]:
-        found = [int(chunk.codes[0, 0]) for chunk in chunks]
-        self.batches.append(found)
+        values = [int(chunk.codes[0, 0]) for chunk in chunks]
+        self.batches.append(values)
         self.began.release()
         assert self.may_go_on.acquire(timeout=20)
-        if BAD in found:
+        if BAD in values:
             raise ValueError("a bad code")
-        return [np.array([code], np.int16) for code in found]
+        return [np.array([code], np.int16) for code in values]
 
 
 @contextlib.asynccontextmanager
@@ -63,7 +63,7 @@ async def began(vocoder: CountingVocoder) -> None:
     assert await asyncio.to_thread(vocoder.began.acquire, timeout=20)
 
 
-async def test_what_waits_while_a_batch_runs_is_the_next_batch() -> None:
+async def test_images_that_wait_while_a_batch_runs_are_the_next_batch() -> None:
     vocoder = CountingVocoder()
     async with running(vocoder, max_batch=3) as thread:
         tasks = [speak(thread, 50)]
@@ -71,7 +71,7 @@ async def test_what_waits_while_a_batch_runs_is_the_next_batch() -> None:
         assert thread.batch_s > 0
         tasks += [speak(thread, code) for code in (4, 2, 1, 3)]
         vocoder.may_go_on.release(10)
-        assert [made.tolist() for made in await asyncio.gather(*tasks)] == [
+        assert [samples.tolist() for samples in await asyncio.gather(*tasks)] == [
             [50],
             [4],
             [2],
@@ -116,7 +116,7 @@ async def test_a_handler_that_is_stopped_leaves_nothing_in_the_queue() -> None:
         assert (await again).tolist() == [2]
 
 
-async def test_an_error_is_that_of_the_chunk_that_causes_it() -> None:
+async def test_only_the_chunk_that_causes_an_error_fails() -> None:
     vocoder = CountingVocoder()
     async with running(vocoder) as thread:
         first = speak(thread, 1)
@@ -124,7 +124,7 @@ async def test_an_error_is_that_of_the_chunk_that_causes_it() -> None:
         tasks = [speak(thread, code) for code in (2, BAD, 3)]
         await asyncio.sleep(0)
         vocoder.may_go_on.release(10)
-        made = await asyncio.gather(first, *tasks, return_exceptions=True)
-        assert isinstance(made[2], ValueError)
-        assert [x.tolist() for x in made if not isinstance(x, BaseException)] == [[1], [2], [3]]
+        outcomes = await asyncio.gather(first, *tasks, return_exceptions=True)
+        assert isinstance(outcomes[2], ValueError)
+        assert [x.tolist() for x in outcomes if not isinstance(x, BaseException)] == [[1], [2], [3]]
         assert vocoder.batches == [[1], [2, 3, BAD], [2], [3], [BAD]]

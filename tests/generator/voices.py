@@ -36,8 +36,10 @@ def write(
 ) -> Path:
     """Write a table, with these arrays changed or, if they are None, left out; return its file."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {name: value for name, value in (arrays() | dict(changed)).items() if value is not None}
-    save_file(found, folder / TABLE_FILE, dict(metadata))
+    tensors = {
+        name: value for name, value in (arrays() | dict(changed)).items() if value is not None
+    }
+    save_file(tensors, folder / TABLE_FILE, dict(metadata))
     return folder / TABLE_FILE
 
 

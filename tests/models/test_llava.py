@@ -39,7 +39,7 @@ class Road:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.model: Any = llava.write_model(folder, **settings)
-        self.model.generation_config.eos_token_id = None  # for answers of the length asked for
+        self.model.generation_config.eos_token_id = None  # for answers of the requested length
         self.own: Any = LlavaProcessor.from_pretrained(folder, local_files_only=True)
         self.processor = Processor(ModelConfig(str(folder)))
         loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, kernels="torch"))
@@ -68,21 +68,21 @@ class Road:
             max_new_tokens=max_tokens,
             pad_token_id=0,
         )
-        told: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
-        return told
+        answer_ids: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
+        return answer_ids
 
     @functools.cache  # noqa: B019
     def cases(self) -> tuple[list[Case], dict[str, list[int]]]:
         """At most 64 tokens each, and what transformers answers."""
-        asked = {
+        questions = {
             "text": ("Who?", [], 24),
             "one": ("See?", [llava.draw_image(1, 90, 60)], 20),
             "two": ("é", [llava.draw_image(2, 42, 120), llava.draw_image(3, 33, 21)], 12),
             "short": ("", [], 30),
         }
-        answers = {name: self.expected(*question) for name, question in asked.items()}
+        answers = {name: self.expected(*question) for name, question in questions.items()}
         assert all(len(set(answer)) > 5 for answer in answers.values()), "or it would prove little"
-        return [self.case(name, *question) for name, question in asked.items()], answers
+        return [self.case(name, *question) for name, question in questions.items()], answers
 
 
 SETTINGS = {
@@ -134,7 +134,7 @@ def test_images_change_the_output(plain: Road) -> None:
     assert first != second
 
 
-def test_images_that_touch_are_told_apart(tmp_path: Path) -> None:
+def test_images_that_touch_are_separate(tmp_path: Path) -> None:
     road = Road(tmp_path, template=TOUCHING)
     images = [llava.draw_image(4, 50, 50), llava.draw_image(5, 50, 50)]
     case = road.case("touching", "", images, 8)
@@ -168,7 +168,7 @@ def with_rows(case: Case, newline: int, width: int) -> Case:
 
 @pytest.mark.parametrize("budget", [5, 7, 512])
 def test_text_within_an_image_stays_text(plain: Road, budget: int) -> None:
-    """A mask says which tokens of a placeholder are text; transformers looks for image tokens."""
+    """A mask marks the text within a placeholder; transformers looks for image tokens."""
     images = [llava.draw_image(1, 90, 60), llava.draw_image(2, 42, 42)]
     case = with_rows(plain.case("rows", "See?", images, 12), newline=7, width=3)
     token_ids = torch.tensor([case.request.prompt_token_ids])
@@ -296,8 +296,10 @@ def test_weights_by_the_names_of_published_folders(tmp_path: Path) -> None:
 def test_a_missing_projector_is_named(tmp_path: Path) -> None:
     llava.write_model(tmp_path)
     file = tmp_path / "model.safetensors"
-    kept = {name: w for name, w in load_file(file).items() if "multi_modal_projector" not in name}
-    save_file(kept, file, metadata={"format": "pt"})
+    weights = {
+        name: w for name, w in load_file(file).items() if "multi_modal_projector" not in name
+    }
+    save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="multi_modal_projector"):
         load_from(tmp_path)
 

@@ -166,7 +166,7 @@ def own_ids(folder: Path, messages: list[Message], pictures: list[Image.Image]) 
     ],
     ids=["as LLaVA's", "pictures touching", "with a BOS"],
 )
-def test_token_ids_are_those_of_transformers_own_processor(
+def test_token_ids_equal_the_results_of_transformers_processor(
     tmp_path: Path, messages: list[Message], strategy: llava.Strategy, template: str
 ) -> None:
     config = llava.write_processor(tmp_path, strategy=strategy, template=template)
@@ -224,8 +224,8 @@ def test_lines_are_refused_before_they_are_scaled(plain: Path, size: tuple[int, 
 def changed(folder: Path, name: str, **values: Any) -> None:
     """`None` takes a value away."""
     settings = json.loads((folder / name).read_text()) | values
-    kept = {key: value for key, value in settings.items() if value is not None}
-    (folder / name).write_text(json.dumps(kept))
+    present = {key: value for key, value in settings.items() if value is not None}
+    (folder / name).write_text(json.dumps(present))
 
 
 @pytest.mark.parametrize(

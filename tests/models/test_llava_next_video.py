@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video: pixels as recorded from its processor, answers as those of `generate`."""
+"""LLaVA-NeXT-Video: pixels as recorded from its processor, answers equal to `generate`."""
 
 import copy
 import hashlib
@@ -67,7 +67,7 @@ def noise(num: int, height: int, width: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["frames"]))
-def test_pixels_are_those_of_the_processor_bit_for_bit(tmp_path: Path, case: Any) -> None:
+def test_pixels_equal_the_processors_bit_for_bit(tmp_path: Path, case: Any) -> None:
     layout = open_layout(tmp_path)
     num, height, width = case["frames"]
     frames = noise(num, height, width, case["seed"])
@@ -100,14 +100,14 @@ def test_the_size_of_patches_is_in_the_fingerprint(tmp_path: Path) -> None:
 
 def test_eight_frames_are_taken_from_the_first_to_the_last(tmp_path: Path) -> None:
     layout = open_layout(tmp_path)
-    for total, asked, expected in (
+    for total, sampling, expected in (
         (100, FrameSampling(), np.linspace(0, 99, 8)),
         (5, FrameSampling(), np.arange(5)),
         (100, FrameSampling(num_frames=3), [0, 49, 99]),
         (100, FrameSampling(fps=0.5), np.linspace(0, 99, 5)),
         (100, FrameSampling(max_frames=2), [0, 99]),
     ):
-        plan = layout.plan(VideoProbe(total, 10.0, 100, 60), asked, "field")
+        plan = layout.plan(VideoProbe(total, 10.0, 100, 60), sampling, "field")
         assert list(plan.indexes) == np.array(expected).astype(int).tolist()
 
 
@@ -134,7 +134,7 @@ def make_request(layout: LlavaNextVideoLayout, name: str, *nums: int) -> EngineR
     return EngineRequest(name, token_ids, items, sampling)
 
 
-def test_answers_are_those_of_generate(twins: Twins, tmp_path: Path) -> None:
+def test_answers_equal_the_answers_of_generate(twins: Twins, tmp_path: Path) -> None:
     layout = open_layout(tmp_path)
     assert twins.tower is not None
     restore: Any = getattr(twins.tower.adapter, "restore")  # noqa: B009
@@ -170,7 +170,7 @@ def test_a_video_is_split_between_its_frames(twins: Twins, tmp_path: Path) -> No
     torch.testing.assert_close(torch.cat(tower.adapter.encode(tower.model, parts)), whole)
 
 
-def test_what_is_not_supported_is_refused(twins: Twins, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused(twins: Twins, tmp_path: Path) -> None:
     for settings in (
         {"size": {"shortest_edge": 64}},
         {"crop_size": {"height": 56, "width": 28}},

@@ -1,4 +1,4 @@
-"""Features of sounds, bit for bit those of transformers, and the sounds that are refused."""
+"""Features of sounds equal transformers' features bit for bit; sounds that are refused."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_extractor(folder: Path, **settings: Any) -> Path:
-    given = {"feature_size": NUM_BINS, "chunk_length": WINDOW_S, **settings}
-    transformers.WhisperFeatureExtractor(**given).save_pretrained(folder)
+    params = {"feature_size": NUM_BINS, "chunk_length": WINDOW_S, **settings}
+    transformers.WhisperFeatureExtractor(**params).save_pretrained(folder)
     return folder
 
 
@@ -64,19 +64,19 @@ def process(layout: MelLayout, samples: Samples, sampling: FrameSampling = ANY) 
     return fields
 
 
-# The ends of the window, and a sound in all of which its end is heard.
+# The ends of the window, and a sound that is affected by its end everywhere.
 LENGTHS = [321, 400, 1600, 16_000, 63_799, 63_800, 63_840, 63_841, 63_999, 64_000]
 
 
 @pytest.mark.parametrize("num_samples", LENGTHS)
-def test_features_are_those_of_transformers(
+def test_features_equal_the_features_of_transformers(
     layout: Qwen2AudioLayout, extractor: Any, num_samples: int
 ) -> None:
     check_features(layout, extractor, draw_sound(num_samples, num_samples))
 
 
 @given(st.integers(321, WINDOW_S * SAMPLE_RATE), st.sampled_from([0.0, 1e-6, 1.0]))
-def test_features_of_any_sound_are_those_of_transformers(
+def test_features_of_any_sound_equal_the_features_of_transformers(
     layout: Qwen2AudioLayout, extractor: Any, num_samples: int, loudness: float
 ) -> None:
     sound = draw_sound(num_samples, num_samples) * np.float32(loudness)
@@ -85,11 +85,11 @@ def test_features_of_any_sound_are_those_of_transformers(
 
 def check_features(layout: Qwen2AudioLayout, extractor: Any, samples: Samples) -> None:
     fields = process(layout, samples)
-    wanted, num_frames = extract(extractor, samples)
+    expected, num_frames = extract(extractor, samples)
     features, told_frames = layout.restore(fields)
     assert told_frames == num_frames
     assert to_numpy(fields["input_features"]).shape[1] <= num_frames + 3
-    assert np.array_equal(features, wanted)
+    assert np.array_equal(features, expected)
 
 
 @pytest.mark.parametrize(("window_s", "seconds"), [(30, 2.5), (300, 0.7)])
@@ -102,7 +102,7 @@ def test_features_of_the_models_windows(tmp_path: Path, window_s: int, seconds: 
     check_features(Qwen2AudioLayout(folder, config), extractor, sound)
 
 
-def test_tokens_are_those_of_the_processors() -> None:
+def test_tokens_equal_the_tokens_of_the_processors() -> None:
     for num_frames in range(3, 3001):
         # The formula of both processors.
         assert count_tokens(num_frames) == ((num_frames - 1) // 2 + 1 - 2) // 2 + 1
@@ -137,12 +137,12 @@ def test_items_of_other_servers_have_the_same_fields(
     for each in (layout, omni):
         fields = process(each, draw_sound(3, 20_000))
         wire = each.to_wire(fields)
-        told, num_tokens = each.from_wire(wire, "item")
+        decoded, num_tokens = each.from_wire(wire, "item")
         assert num_tokens == count_tokens(int(to_numpy(fields["audio_frames"])))
-        num_frames = int(to_numpy(told["audio_frames"]))
+        num_frames = int(to_numpy(decoded["audio_frames"]))
         assert num_frames == 125
-        sent, received = (to_numpy(item["input_features"]) for item in (fields, told))
-        assert np.array_equal(sent[:, :num_frames], received[:, :num_frames])
+        ours, received = (to_numpy(item["input_features"]) for item in (fields, decoded))
+        assert np.array_equal(ours[:, :num_frames], received[:, :num_frames])
         with pytest.raises(InvalidRequest, match="features"):
             each.from_wire(spoilt(wire), "item")
 

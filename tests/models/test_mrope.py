@@ -68,7 +68,9 @@ def test_positions_are_those_that_the_checkpoints_were_trained_with(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_positions_of_images_are_those_of_transformers(models: dict[str, Any], name: str) -> None:
+def test_positions_of_images_equal_the_positions_of_transformers(
+    models: dict[str, Any], name: str
+) -> None:
     model = copy.copy(models[name])
     sizes = [(60, 120), (140, 84), (56, 56), (28, 300)]
     for num in range(1, len(sizes) + 1):

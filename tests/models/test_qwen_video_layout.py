@@ -45,8 +45,8 @@ ANY = FrameSampling(max_frames=768)
 LAYOUTS = {"qwen2": QwenVideoLayout, "qwen2.5": Qwen25VideoLayout, "qwen3": Qwen3VideoLayout}
 
 
-def layout(folder: Path, kind: str, given: dict[str, Any]) -> QwenVideoLayout:
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(given))
+def layout(folder: Path, kind: str, settings: dict[str, Any]) -> QwenVideoLayout:
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     opened = LAYOUTS[kind].open(folder, CONFIG)
     assert opened is not None
     return opened
@@ -63,7 +63,7 @@ def sequence(frames: np.ndarray, fps: float = 4.0) -> VideoProbe:
 @pytest.mark.parametrize(
     "case", [case for case in RECORDED["cases"] if case["kind"] in LAYOUTS], ids=str
 )
-def test_pixels_are_those_of_the_processor_bit_for_bit(tmp_path: Path, case: Any) -> None:
+def test_pixels_equal_the_processors_bit_for_bit(tmp_path: Path, case: Any) -> None:
     ours = layout(tmp_path, case["kind"], case["settings"])
     frames = noise(case["frames"], case["seed"])
     plan = ours.plan(sequence(frames), ANY, "field")
@@ -76,23 +76,23 @@ def test_pixels_are_those_of_the_processor_bit_for_bit(tmp_path: Path, case: Any
     assert num_tokens == plan.num_tokens == math.prod(case["grid"]) // 4
 
 
-def theirs_by_step(total: int, fps: float, asked: FrameSampling) -> list[int]:
+def theirs_by_step(total: int, fps: float, sampling: FrameSampling) -> list[int]:
     """The frames by the formula of Qwen2-VL's processor, within the video."""
-    if asked.num_frames is not None:
-        num = round(asked.num_frames / 2) * 2
+    if sampling.num_frames is not None:
+        num = round(sampling.num_frames / 2) * 2
     else:
         most = math.floor(min(768, total) / 2) * 2
-        by_rate = max(total / fps * (asked.fps or 2.0), 4)
+        by_rate = max(total / fps * (sampling.fps or 2.0), 4)
         num = math.floor(min(by_rate, most, total) / 2) * 2
     if not 0 < num <= total:
         return []  # an error there
     return [min(i, total - 1) for i in torch.arange(0, total, total / num).int().tolist()]
 
 
-def theirs_evenly(total: int, fps: float, asked: FrameSampling) -> list[int]:
-    num = asked.num_frames
+def theirs_evenly(total: int, fps: float, sampling: FrameSampling) -> list[int]:
+    num = sampling.num_frames
     if num is None:
-        num = min(max(int(total / fps * (asked.fps or 2.0)), 4), 768, total)
+        num = min(max(int(total / fps * (sampling.fps or 2.0)), 4), 768, total)
     frames: list[int] = np.linspace(0, total - 1, num).round().astype(int).tolist()
     return frames
 
@@ -106,19 +106,19 @@ rates = st.one_of(st.floats(1, 120), st.sampled_from([8, 23.976, 24, 25, 29.97, 
     st.floats(0.1, 30) | st.none(),
     st.integers(1, 768) | st.none(),
 )
-def test_frames_are_those_of_the_processors(
+def test_frames_equal_the_frames_of_the_processors(
     total: int, fps: float, asked_fps: float | None, num: int | None
 ) -> None:
-    asked = FrameSampling(None if num else asked_fps, num, 768)
+    sampling = FrameSampling(None if num else asked_fps, num, 768)
     probe, rule = VideoProbe(total, fps, 8, 8), SamplingRule()
-    sampled = sample_by_step(probe, asked, rule, 2, "field")
-    expected = theirs_by_step(total, fps, asked)
+    sampled = sample_by_step(probe, sampling, rule, 2, "field")
+    expected = theirs_by_step(total, fps, sampling)
     assert not expected or list(sampled.indexes) == expected
     assert list(sampled.indexes) == sorted(sampled.indexes)
     assert 0 <= sampled.indexes[0] <= sampled.indexes[-1] < total
     assert sampled.sampled_fps == pytest.approx(len(sampled.indexes) / total * fps)
-    evenly = sample_evenly(probe, asked, rule, "field").indexes
-    expected = theirs_evenly(total, fps, asked)
+    evenly = sample_evenly(probe, sampling, rule, "field").indexes
+    expected = theirs_evenly(total, fps, sampling)
     if num is None or num <= total:
         assert list(evenly) == expected
     assert len(evenly) <= total
@@ -127,8 +127,8 @@ def test_frames_are_those_of_the_processors(
 def test_a_request_may_not_ask_for_what_contradicts_itself() -> None:
     probe = VideoProbe(100, 10.0, 8, 8)
     for sample in (
-        lambda probe, asked: sample_by_step(probe, asked, SamplingRule(), 2, "f"),
-        lambda probe, asked: sample_evenly(probe, asked, SamplingRule(), "f"),
+        lambda probe, sampling: sample_by_step(probe, sampling, SamplingRule(), 2, "f"),
+        lambda probe, sampling: sample_evenly(probe, sampling, SamplingRule(), "f"),
     ):
         with pytest.raises(InvalidRequest, match="not both"):
             sample(probe, FrameSampling(2.0, 4))
@@ -185,11 +185,11 @@ def test_a_video_that_ends_early_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"resample": 2}, {"do_normalize": False}, {"patch_size": "many"}, []], ids=str
+    "value", [{"resample": 2}, {"do_normalize": False}, {"patch_size": "many"}, []], ids=str
 )
-def test_other_settings_are_refused_by_name(tmp_path: Path, given: Any) -> None:
+def test_other_settings_are_refused_by_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ConfigError, match="video_preprocessor_config"):
-        layout(tmp_path, "qwen2", given)
+        layout(tmp_path, "qwen2", value)
 
 
 def test_the_settings_of_images_need_not_suit_videos(tmp_path: Path) -> None:
@@ -203,9 +203,11 @@ def test_the_settings_of_images_need_not_suit_videos(tmp_path: Path) -> None:
 
 
 def test_settings_change_the_fingerprint(tmp_path: Path) -> None:
-    given: list[dict[str, Any]] = [{}, {"fps": 1}, {"patch_size": 7}, {"max_pixels": 50_000}]
-    prints = {layout(tmp_path, kind, one).fingerprint for one in given for kind in LAYOUTS}
-    assert len(prints) == len(given) * len(LAYOUTS)
+    variants: list[dict[str, Any]] = [{}, {"fps": 1}, {"patch_size": 7}, {"max_pixels": 50_000}]
+    prints = {
+        layout(tmp_path, kind, settings).fingerprint for settings in variants for kind in LAYOUTS
+    }
+    assert len(prints) == len(variants) * len(LAYOUTS)
     nested = {"video_processor": {"fps": 1}}
     (tmp_path / "processor_config.json").write_text(msgspec.json.encode(nested).decode())
     assert layout(tmp_path, "qwen2", {}).fingerprint in prints

@@ -1,4 +1,4 @@
-"""The pixels that the engine restores are those of transformers' own processor, bit for bit.
+"""The pixels that the engine restores equal the pixels of transformers' processor bit for bit.
 
 Files of every mode, images of every size, and processors of other models and settings.
 """
@@ -53,16 +53,16 @@ Loaded = tuple[Processor, Qwen2VLImageProcessorPil]
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
     """Ours and transformers' own, of one folder; made once for each of `SETTINGS`."""
-    made: dict[str, Loaded] = {}
+    processors: dict[str, Loaded] = {}
 
     def load(name: str) -> Loaded:
-        if name not in made:
+        if name not in processors:
             folder = write_model(tmp_path_factory.mktemp("model"), VISION, TEMPLATE)
-            given = {"image_processor_type": "Qwen2VLImageProcessor"} | SETTINGS[name]
-            (folder / "preprocessor_config.json").write_text(json.dumps(given))
+            settings = {"image_processor_type": "Qwen2VLImageProcessor"} | SETTINGS[name]
+            (folder / "preprocessor_config.json").write_text(json.dumps(settings))
             own = Qwen2VLImageProcessorPil.from_pretrained(folder)
-            made[name] = Processor(ModelConfig(str(folder))), own
-        return made[name]
+            processors[name] = Processor(ModelConfig(str(folder))), own
+        return processors[name]
 
     return load
 
@@ -85,13 +85,13 @@ def assert_same(loaded: Loaded, image: Image.Image, expected: Image.Image) -> No
     """`image` is what we have decoded, `expected` what transformers is given."""
     ours, own = loaded
     picture = ours.process(DecodedImage(image, "hash"), FIELD, "")
-    wanted = own(images=[expected], return_tensors="np")
+    inputs = own(images=[expected], return_tensors="np")
     values = restored(picture, own.temporal_patch_size)
-    theirs = wanted["pixel_values"].astype(np.float32)
+    theirs = inputs["pixel_values"].astype(np.float32)
     assert values.dtype == np.float32
     assert np.array_equal(values.view(np.uint32), theirs.view(np.uint32))
     grid = to_torch(picture.fields["image_grid_thw"]).tolist()
-    assert grid == wanted["image_grid_thw"][0].tolist()
+    assert grid == inputs["image_grid_thw"][0].tolist()
     assert picture.num_tokens * own.merge_size**2 == np.prod(grid)
 
 
@@ -178,6 +178,6 @@ def test_every_mode(load: Callable[[str], Loaded], file: str, name: str) -> None
     assert_same(load(name), ours, expected(Image.open(io.BytesIO(data))))
 
 
-def test_the_settings_are_told_apart(load: Callable[[str], Loaded]) -> None:
+def test_different_settings_have_different_fingerprints(load: Callable[[str], Loaded]) -> None:
     """Or the tests above would compare one with itself."""
     assert len({load(name)[0].hash_media(IMAGE, "file", "") for name in SETTINGS}) == len(SETTINGS)

@@ -10,7 +10,7 @@ from shared.models import resizing
 from shared.models.resizing import resize_bicubic
 
 SIDES = st.integers(1, 160)
-# torch fails an assertion of its own where one pixel is to be left.
+# torch fails an internal assertion when one pixel is to remain.
 RESIZED = st.integers(2, 160)
 
 

@@ -1,4 +1,4 @@
-"""Text families beside those of test_parity, token for token; and windows, where they have them."""
+"""Further text families, token for token, with attention windows where they have them."""
 
 import copy
 import random

@@ -67,9 +67,9 @@ def test_a_tower_whose_weights_are_missing_is_refused(tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL, folder)
     (file,) = folder.glob("*.safetensors")
     weights = load_file(file)
-    kept = {name: weight for name, weight in weights.items() if "merger.mlp.2" not in name}
-    assert len(kept) < len(weights)
-    save_file(kept, file, metadata={"format": "pt"})
+    others = {name: weight for name, weight in weights.items() if "merger.mlp.2" not in name}
+    assert len(others) < len(weights)
+    save_file(others, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"merger\.mlp\.2"):
         load_tower(folder, torch.float32, "cpu")
 

@@ -1,7 +1,7 @@
 """A family that exists in this file only: one declaration is all that the workers need.
 
-The toy model looks at a raster in a CLIP tower with a bias of its own, has a placeholder token of
-its own name, and gives all tokens of an image one position. It answers token for token as
+The toy model encodes a raster in a CLIP tower with an added bias, has a placeholder token with
+another name, and gives all tokens of an image one position. It answers token for token as
 transformers' `generate` does.
 """
 
@@ -221,8 +221,8 @@ def generate(twins: Twins, folder: Path, text: str, images: list[Image.Image]) -
     answer = reference.generate(
         **inputs, do_sample=False, min_new_tokens=16, max_new_tokens=16, pad_token_id=0
     )
-    told: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
-    return told
+    answer_ids: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
+    return answer_ids
 
 
 @pytest.mark.parametrize("budget", [7, 512])
@@ -240,7 +240,7 @@ def test_a_family_of_one_file_gives_the_tokens_of_generate(
         rendered = render(processor, messages(text, images), decoded)
         cases.append(make_case(name, rendered, images, max_tokens=16))
     answers, _ = run_core(twins, cases, num_blocks=64, budget=budget, steps_between=3)
-    expected = {name: generate(twins, folder, *asked) for name, asked in questions.items()}
+    expected = {name: generate(twins, folder, *question) for name, question in questions.items()}
     assert answers == expected
     assert all(len(set(answer)) > 5 for answer in expected.values()), "or it would prove little"
 

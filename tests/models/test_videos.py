@@ -1,7 +1,7 @@
-"""Answers about videos are those of transformers' forward, token for token.
+"""Answers about videos equal the answers of transformers' forward, token for token.
 
-transformers' own `generate` places the text behind a video wrongly, so that its forward is given
-the positions of the original rule, which tests/models/test_mrope.py holds to a recorded reference.
+`generate` of transformers gives wrong positions to the text after a video. Its forward therefore
+gets the positions of the original rule, which tests/models/test_mrope.py checks on a recording.
 """
 
 import json
@@ -134,8 +134,8 @@ def expected_answer(twins: Twins, request: EngineRequest) -> list[int]:
     ):
         fields = [item.fields for item in request.items if item.modality == modality]
         if fields:
-            inputs[pixels] = torch.cat([restore(one) for one in fields])
-            inputs[grids] = torch.stack([one[grids] for one in fields])
+            inputs[pixels] = torch.cat([restore(item) for item in fields])
+            inputs[grids] = torch.stack([item[grids] for item in fields])
     located = twins.served.family.locate(request)
     token_ids = torch.tensor([request.prompt_token_ids])
     num_tokens, delta = token_ids.shape[1], 0
@@ -209,7 +209,7 @@ def test_a_prompt_may_be_cut_anywhere(model: Model) -> None:
         assert run_schedule(model.twins, [Case(prompt, [])], schedule) == {"cut": expected}
 
 
-def test_an_answer_goes_on_where_it_was_resumed(model: Model) -> None:
+def test_an_answer_continues_where_it_was_resumed(model: Model) -> None:
     prompt = make_prompt(model, "resumed", 5, Clip(4), 6)
     expected = expected_answer(model.twins, prompt)
     resumed = replace(

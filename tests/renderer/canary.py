@@ -22,7 +22,7 @@ LOOPBACK = ["127.0.0.0/8"]
 
 
 class Canary:
-    """A real server; `answers` says what it does with a path."""
+    """A real server; `answers` has its reaction to each path."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.connections = 0
@@ -80,9 +80,9 @@ def send(body: bytes, status: int = 200, **headers: str) -> Answer:
     return answer
 
 
-def config(networks: list[str] | None = None, **given: object) -> RendererConfig:
-    given = {"media_hosts": ["*"], "fetch_timeout_s": 1.0} | given
-    return RendererConfig(media_networks=networks or [], **given)  # type: ignore[arg-type]
+def config(networks: list[str] | None = None, **settings: object) -> RendererConfig:
+    settings = {"media_hosts": ["*"], "fetch_timeout_s": 1.0} | settings
+    return RendererConfig(media_networks=networks or [], **settings)  # type: ignore[arg-type]
 
 
 RUNNER = asyncio.Runner()
@@ -92,20 +92,20 @@ atexit.register(RUNNER.close)
 class Blocking:
     """A fetcher or a loader for tests without a loop."""
 
-    def __init__(self, made: Fetcher | MediaLoader) -> None:
-        self._made = made
+    def __init__(self, reader: Fetcher | MediaLoader) -> None:
+        self._reader = reader
 
     def fetch(self, *args: Any) -> bytes:
-        assert isinstance(self._made, Fetcher)
-        return RUNNER.run(self._made.fetch(*args))
+        assert isinstance(self._reader, Fetcher)
+        return RUNNER.run(self._reader.fetch(*args))
 
     def read(self, *args: Any) -> bytes:
-        assert isinstance(self._made, MediaLoader)
-        return RUNNER.run(self._made.read(*args))
+        assert isinstance(self._reader, MediaLoader)
+        return RUNNER.run(self._reader.read(*args))
 
 
-def fetcher(networks: list[str] | None = None, **given: object) -> Blocking:
-    return Blocking(Fetcher(config(networks, **given)))
+def fetcher(networks: list[str] | None = None, **settings: object) -> Blocking:
+    return Blocking(Fetcher(config(networks, **settings)))
 
 
 def loader(limits: RendererConfig) -> Blocking:
@@ -113,13 +113,13 @@ def loader(limits: RendererConfig) -> Blocking:
 
 
 def resolve_as(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """Names resolve to each of `answers` in turn; returns the names that were asked for."""
-    asked: list[str] = []
+    """Resolve names to each of `answers` in turn, and return the resolved names."""
+    hosts: list[str] = []
 
     async def getaddrinfo(_: object, host: str, **options: object) -> Any:
-        asked.append(host)
-        found = answers[min(len(asked), len(answers)) - 1]
-        return SimpleNamespace(nodes=[SimpleNamespace(addr=(a.encode(), 0)) for a in found])
+        hosts.append(host)
+        addresses = answers[min(len(hosts), len(answers)) - 1]
+        return SimpleNamespace(nodes=[SimpleNamespace(addr=(a.encode(), 0)) for a in addresses])
 
     monkeypatch.setattr(aiodns.DNSResolver, "getaddrinfo", getaddrinfo)
-    return asked
+    return hosts

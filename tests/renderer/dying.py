@@ -1,4 +1,4 @@
-"""A renderer that is killed when it has fetched and pinned, and is about to hand over.
+"""A renderer that is killed when it has fetched and pinned, and is about to forward.
 
 Arguments: the configuration file and the broker's URL.
 """

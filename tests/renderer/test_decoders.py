@@ -67,7 +67,7 @@ def spawner() -> str:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def decoder_jobs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The jobs for which a decoder was started."""
     jobs: list[object] = []
     fork = Forks.fork
@@ -92,19 +92,19 @@ async def rig(
 
 
 async def test_a_hundred_requests_with_one_video_decode_it_once(
-    rig: Rig, given: list[object]
+    rig: Rig, decoder_jobs: list[object]
 ) -> None:
     for _ in range(100):
         await rig.send(SEQUENCE.decode())
     bodies = [(await rig.sink.next())[0] for _ in range(100)]
-    assert len(given) == 1
+    assert len(decoder_jobs) == 1
     assert {item.modality for body in bodies for item in body.items} == {VIDEO}
     assert len({item.mm_hash for body in bodies for item in body.items}) == 1
 
 
 @pytest.mark.parametrize("spawner", ["tests.renderer.decoding.dying"])
 async def test_a_hundred_requests_with_one_bomb_cost_one_decoder(
-    rig: Rig, given: list[object]
+    rig: Rig, decoder_jobs: list[object]
 ) -> None:
     url = data_url(b"abort")
     errors = [await rig.error(id) for id in [await rig.send(url) for _ in range(100)]]
@@ -112,21 +112,21 @@ async def test_a_hundred_requests_with_one_bomb_cost_one_decoder(
         ("invalid_media", "messages[0].content[0].video_url.url")
     }
     assert "signal 6" in errors[0].message
-    assert len(given) == 1
+    assert len(decoder_jobs) == 1
     await rig.send_image()
     await rig.sink.next()
 
 
 @pytest.mark.parametrize("spawner", ["tests.renderer.decoding.dying"])
-async def test_images_do_not_wait_behind_videos(rig: Rig, given: list[object]) -> None:
+async def test_images_do_not_wait_for_videos(rig: Rig, decoder_jobs: list[object]) -> None:
     """All decoders are busy until the renderer ends, and more videos wait for them."""
     for number in range(4):
         await rig.send(data_url(b"sleep:%d" % number))
-    await until(lambda: len(given) >= 2)
+    await until(lambda: len(decoder_jobs) >= 2)
     for _ in range(3):
         await rig.send_image()
         await rig.sink.next()
-    assert len(given) == 2
+    assert len(decoder_jobs) == 2
 
 
 @pytest.mark.parametrize("spawner", ["tests.renderer.decoding.hiding"])

@@ -33,17 +33,13 @@ AGAIN: Any = SimpleNamespace(delivery=SimpleNamespace(attempt=2))
 
 
 def context_of(bus: Bus, model: str, **changes: Any) -> Context:
-    made = ModelConfig("nowhere", prefill="prefill", min_prefill_tokens=100)
+    settings = ModelConfig("nowhere", prefill="prefill", min_prefill_tokens=100)
     config = Config(
-        {model: msgspec.structs.replace(made, **changes)}, delivery=DeliveryConfig(ack_wait_s=2.0)
+        {model: msgspec.structs.replace(settings, **changes)},
+        delivery=DeliveryConfig(ack_wait_s=2.0),
     )
     name = f"renderer-{secrets.token_hex(4)}"
     return Context("renderer", name, None, config, bus, structlog.get_logger())
-
-
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
 
 
 async def beat(bus: Bus, model: str, worker: str = "", **load: float) -> str:
@@ -113,7 +109,7 @@ async def test_a_worker_of_another_model_or_stage_gets_none(bus: Bus, model: str
 async def test_a_burst_does_not_go_to_one_worker(
     bus: Bus, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next heartbeat tells how much work it has."""
+    """Its next heartbeat has its amount of work."""
     monkeypatch.setattr(detour, "BEATS_TTL_S", 600.0)
     await beat(bus, model)
     await beat(bus, model)
@@ -123,20 +119,20 @@ async def test_a_burst_does_not_go_to_one_worker(
     assert went == [True] * 2 * detour.MAX_SENT + [False] * (20 - 2 * detour.MAX_SENT)
 
 
-async def test_requests_of_one_model_leave_room_for_those_of_another(bus: Bus, model: str) -> None:
+async def test_requests_of_one_model_leave_room_for_another_model(bus: Bus, model: str) -> None:
     both = [model, f"{model}-other"]
     context = context_of(bus, model)
     context.config.models[both[1]] = context.config.models[model]
     context.pipelines = pipelines_of(context.config)
-    for one in both:
-        await beat(bus, one)
+    for name in both:
+        await beat(bus, name)
     detours = Detours(context, both)
     went = [await detours.suits(header_of(model), LONG, FIRST) for _ in range(8)]
     assert went == [True] * detour.MAX_SENT + [False] * (8 - detour.MAX_SENT)
     assert await detours.suits(header_of(both[1]), LONG, FIRST)
 
 
-async def test_without_a_detour_nothing_is_asked(model: str) -> None:
+async def test_without_a_detour_the_bus_is_not_used(model: str) -> None:
     """The bus is not there, and would fail."""
     context = context_of(SimpleNamespace(), model, prefill="engine")  # type: ignore[arg-type]
     detours = Detours(context, [model])
@@ -179,7 +175,7 @@ async def engines(bus: Bus, model: str) -> AsyncIterator[Consumer]:
     await consumer.stop()
 
 
-async def test_a_renderer_that_starts_leaves_the_queue_to_workers_it_has_not_heard_of(
+async def test_a_renderer_that_starts_leaves_the_queue_to_unknown_workers(
     bus: Bus, model: str, engines: Consumer
 ) -> None:
     """Workers send a heartbeat every second, and a broker that restarts has lost them all."""

@@ -1,4 +1,4 @@
-"""Renderers beside other servers: what they tell, and images that these have processed."""
+"""Renderers with other servers: model cards, tokens, and images that other servers processed."""
 
 import hashlib
 import json
@@ -50,18 +50,18 @@ class Rig:
     async def features(
         self, messages: list[Message], tenant: str = "", **more: Any
     ) -> RenderedFeatures:
-        asked = FeaturesRequest(GenerateRequest(self.model, messages), **more)
-        answer = await client.render_features(self.bus, asked, tenant=tenant)
+        call = FeaturesRequest(GenerateRequest(self.model, messages), **more)
+        answer = await client.render_features(self.bus, call, tenant=tenant)
         return answer
 
-    async def engine(self, asked: Prompt, tenant: str = "", salt: str = "") -> EngineBody:
+    async def engine(self, prompt: Prompt, tenant: str = "", salt: str = "") -> EngineBody:
         """Return the engine's input, without regard to the place of the items' tensors."""
-        await publish(self.bus, task_for(self.bus, self.model, asked, tenant, salt))
+        await publish(self.bus, task_for(self.bus, self.model, prompt, tenant, salt))
         body, _ = await self._sink.next()
         return body
 
-    async def refused(self, asked: Prompt, tenant: str = "", salt: str = "") -> tuple[str, Any]:
-        task = task_for(self.bus, self.model, asked, tenant, salt)
+    async def refused(self, prompt: Prompt, tenant: str = "", salt: str = "") -> tuple[str, Any]:
+        task = task_for(self.bus, self.model, prompt, tenant, salt)
         await publish(self.bus, task)
         (failure,) = [record async for record in client.follow(self.bus, task.header.request_id)]
         error = failure.error  # type: ignore[union-attr]
@@ -96,12 +96,12 @@ def processor() -> Processor:
     return Processor(ModelConfig(str(DEMO_MODEL)))
 
 
-def without_data(asked: Prompt) -> Prompt:
-    features = [msgspec.structs.replace(feature, data=None) for feature in asked.features]
-    return msgspec.structs.replace(asked, features=features)
+def without_data(prompt: Prompt) -> Prompt:
+    features = [msgspec.structs.replace(feature, data=None) for feature in prompt.features]
+    return msgspec.structs.replace(prompt, features=features)
 
 
-async def test_a_renderer_tells_of_its_model(rig: Rig, processor: Processor) -> None:
+async def test_a_renderer_describes_its_model(rig: Rig, processor: Processor) -> None:
     card = await client.model_card(rig.bus, rig.model)
     assert card == ModelCard(
         rig.model, 4096, 768, True, True, "hermes", [None, None], hidden_size=192
@@ -123,9 +123,9 @@ async def test_tokens_and_texts_go_both_ways(rig: Rig) -> None:
 async def test_messages_are_counted_with_or_without_the_answers_beginning(rig: Rig) -> None:
     hello = [Message("user", "hello")]
     counts = []
-    for wanted in (True, False):
-        asked = TokenizeRequest(hello, add_generation_prompt=wanted)
-        answer = await client.tokenize(rig.bus, rig.model, asked)
+    for has_beginning in (True, False):
+        call = TokenizeRequest(hello, add_generation_prompt=has_beginning)
+        answer = await client.tokenize(rig.bus, rig.model, call)
         counts.append(answer.count)
     assert counts[0] > counts[1]
 
@@ -153,17 +153,17 @@ async def test_stored_images_are_found_for_their_tenant_alone(rig: Rig) -> None:
     messages = messages_with([url])
     assert (await rig.features(messages, tenant="a")).features
     for tenant in ("", "b"):
-        asked = FeaturesRequest(GenerateRequest(rig.model, messages))
+        call = FeaturesRequest(GenerateRequest(rig.model, messages))
         with pytest.raises(MediaNotFound):
-            await client.render_features(rig.bus, asked, tenant=tenant)
+            await client.render_features(rig.bus, call, tenant=tenant)
         with pytest.raises(MediaNotFound):
             await client.tokenize(rig.bus, rig.model, TokenizeRequest(messages), tenant=tenant)
 
 
 async def test_an_engine_is_given_the_same_for_features_as_for_messages(rig: Rig) -> None:
     messages = messages_with([data_url(IMAGE), data_url(png(2))])
-    asked = await rig.asked_with(await rig.features(messages))
-    theirs, ours = await rig.engine(asked), await rig.engine(Prompt(messages))
+    prompt = await rig.asked_with(await rig.features(messages))
+    theirs, ours = await rig.engine(prompt), await rig.engine(Prompt(messages))
     assert theirs.prompt_token_ids == ours.prompt_token_ids
     assert [i.placeholder for i in theirs.items] == [i.placeholder for i in ours.items]
     assert {i.mm_hash for i in theirs.items}.isdisjoint({i.mm_hash for i in ours.items})
@@ -181,16 +181,16 @@ async def test_a_claimed_hash_is_no_key_of_ours(rig: Rig) -> None:
 
 async def test_a_hash_that_was_sent_before_is_enough(rig: Rig) -> None:
     tenant = f"t{secrets.token_hex(4)}"
-    asked = await rig.asked_with(await rig.features(messages_with([data_url(IMAGE)])), tenant)
+    prompt = await rig.asked_with(await rig.features(messages_with([data_url(IMAGE)])), tenant)
     miss = ("mm_cache_miss", "features.kwargs_data.image[0]")
-    assert await rig.refused(without_data(asked), tenant) == miss
-    first = await rig.engine(asked, tenant)
-    again = await rig.engine(without_data(asked), tenant)
+    assert await rig.refused(without_data(prompt), tenant) == miss
+    first = await rig.engine(prompt, tenant)
+    again = await rig.engine(without_data(prompt), tenant)
     assert again.items[0].mm_hash == first.items[0].mm_hash
-    assert await rig.refused(without_data(asked), "other") == miss
-    assert await rig.refused(without_data(asked)) == miss
-    assert await rig.refused(without_data(asked), tenant, "salt") == miss
-    salted = await rig.engine(asked, tenant, "salt")
+    assert await rig.refused(without_data(prompt), "other") == miss
+    assert await rig.refused(without_data(prompt)) == miss
+    assert await rig.refused(without_data(prompt), tenant, "salt") == miss
+    salted = await rig.engine(prompt, tenant, "salt")
     assert salted.items[0].mm_hash != first.items[0].mm_hash
 
 
@@ -198,26 +198,26 @@ async def test_the_latest_item_of_a_hash_counts_and_a_lost_one_is_a_miss(rig: Ri
     name, hashes = f"h{secrets.token_hex(4)}", []
     for seed in (1, 2):
         rendered = await rig.features(messages_with([data_url(png(seed))]))
-        asked = await rig.asked_with(rendered, name=name)
-        hashes.append((await rig.engine(asked)).items[0].mm_hash)
-    again = await rig.engine(without_data(asked))
+        prompt = await rig.asked_with(rendered, name=name)
+        hashes.append((await rig.engine(prompt)).items[0].mm_hash)
+    again = await rig.engine(without_data(prompt))
     assert again.items[0].mm_hash == hashes[1]
 
 
-async def test_what_is_no_item_is_refused_and_not_noted(rig: Rig) -> None:
+async def test_bytes_that_are_no_item_are_refused_and_not_stored(rig: Rig) -> None:
     rendered = await rig.features(messages_with([data_url(IMAGE)]))
-    asked = await rig.asked_with(rendered, name=f"h{secrets.token_hex(4)}")
+    prompt = await rig.asked_with(rendered, name=f"h{secrets.token_hex(4)}")
     url = await client.pin_media(rig.bus, b"garbage" + secrets.token_bytes(4))
-    (good,) = asked.features
+    (good,) = prompt.features
     field = "features.kwargs_data.image[0]"
-    bad = msgspec.structs.replace(asked, features=[msgspec.structs.replace(good, data=url)])
+    bad = msgspec.structs.replace(prompt, features=[msgspec.structs.replace(good, data=url)])
     assert await rig.refused(bad) == ("invalid_request", field)
-    assert await rig.refused(without_data(asked)) == ("mm_cache_miss", field)
+    assert await rig.refused(without_data(prompt)) == ("mm_cache_miss", field)
     unknown = f"media:{hashlib.sha256(secrets.token_bytes(8)).hexdigest()}"
-    lost = msgspec.structs.replace(asked, features=[msgspec.structs.replace(good, data=unknown)])
+    lost = msgspec.structs.replace(prompt, features=[msgspec.structs.replace(good, data=unknown)])
     assert await rig.refused(lost) == ("media_not_found", field)
     short = msgspec.structs.replace(good, length=good.length - 1)
-    misplaced = msgspec.structs.replace(asked, features=[short])
+    misplaced = msgspec.structs.replace(prompt, features=[short])
     place = "features.mm_placeholders.image[0]"
     assert await rig.refused(misplaced) == ("invalid_request", place)
 

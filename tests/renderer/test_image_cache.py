@@ -79,19 +79,19 @@ async def test_another_renderer_of_the_machine_has_it_too(
     renderer: Start, processor: Processor
 ) -> None:
     (ours, our_blobs), (theirs, their_blobs) = await renderer(), await renderer()
-    made = await ours.prepare(processor, PART, png(), "", 60)
-    found = await theirs.prepare(processor, PART, png(), "", 60)
+    our_image = await ours.prepare(processor, PART, png(), "", 60)
+    their_image = await theirs.prepare(processor, PART, png(), "", 60)
     assert (theirs.counters.processed, theirs.counters.hits) == (0, 1)
-    assert found.ref is not None
-    assert made.ref is not None
-    assert found.ref.worker == made.ref.worker
-    assert await contents(their_blobs, found) == await contents(our_blobs, made)
+    assert their_image.ref is not None
+    assert our_image.ref is not None
+    assert their_image.ref.worker == our_image.ref.worker
+    assert await contents(their_blobs, their_image) == await contents(our_blobs, our_image)
     await our_blobs.close()
     assert (await theirs.prepare(processor, PART, png(), "", 60)).ref is not None
     assert theirs.counters.processed == 1, "it is processed again once no renderer has it"
 
 
-async def test_those_who_come_together_wait_for_the_first(
+async def test_simultaneous_requests_wait_for_the_first(
     renderer: Start, processor: Processor
 ) -> None:
     images, blobs = await renderer()
@@ -103,9 +103,9 @@ async def test_those_who_come_together_wait_for_the_first(
     prepared = await asyncio.gather(*waiting, return_exceptions=True)
     assert images.counters.processed == 1
     assert isinstance(prepared[0], asyncio.CancelledError)
-    found = [await contents(blobs, p) for p in prepared[1:] if isinstance(p, PreparedImage)]
-    assert len(found) == 7
-    assert all(one == found[0] for one in found)
+    copies = [await contents(blobs, p) for p in prepared[1:] if isinstance(p, PreparedImage)]
+    assert len(copies) == 7
+    assert all(image == copies[0] for image in copies)
 
 
 async def test_a_bad_image_fails_for_each_by_its_own_field(
@@ -139,7 +139,7 @@ async def test_without_room_it_goes_into_the_message(renderer: Start, processor:
     assert (await images.prepare(processor, PART, png(), "", 60)).ref is not None
 
 
-async def test_what_was_made_for_one_tenant_is_not_found_for_another(
+async def test_images_of_one_tenant_are_not_found_for_another(
     renderer: Start, processor: Processor
 ) -> None:
     (ours, _), (theirs, _) = await renderer(), await renderer()

@@ -1,7 +1,8 @@
 """Media of the batch lane get the time that interactive requests leave."""
 
-import asyncio
+import operator
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shared.protocol.requests import ImagePart, ImageURL, Message, VideoPart, Vi
 from tests.renderer.decoding import files
 from tests.renderer.rig import config_for, new_model, publish, renderer, task_for
 from tests.support.media import data_url, png
+from tests.support.waiting import until
 from workers.renderer.media.decoders import BATCH_NICENESS
 from workers.renderer.processing.processor import Processor
 
@@ -32,13 +34,13 @@ def media_of(lane: str) -> list[ImagePart | VideoPart]:
 async def test_media_are_processed_at_the_priority_of_their_lane(
     broker: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[tuple[str, str], int] = {}
+    priorities: dict[tuple[str, str], int] = {}
     lane, process = "", Processor.process
 
     def note(self: Processor, *args: Any) -> Any:
         image = process(self, *args)
         # The niceness of this thread alone.
-        seen[lane, image.modality] = os.nice(0)
+        priorities[lane, image.modality] = os.nice(0)
         return image
 
     model = new_model()
@@ -47,11 +49,9 @@ async def test_media_are_processed_at_the_priority_of_their_lane(
         for lane in subjects.LANES:
             task = task_for(bus, model, [Message("user", [*media_of(lane)])])
             await publish(bus, replace(task, header=replace(task.header, lane=lane)))
-            async with asyncio.timeout(30):
-                while (lane, VIDEO) not in seen:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(partial(operator.contains, priorities, (lane, VIDEO)))
     patient = min(19, os.nice(0) + BATCH_NICENESS)
-    assert seen == {
+    assert priorities == {
         ("interactive", IMAGE): os.nice(0),
         ("interactive", VIDEO): os.nice(0),
         ("batch", IMAGE): patient,

@@ -25,17 +25,11 @@ TTL_S = 60.0
 
 
 @pytest.fixture
-def model() -> str:
-    """A model name of its own, so that tasks of other tests do not interfere."""
-    return f"m{secrets.token_hex(4)}"
-
-
-@pytest.fixture
 async def blobs(bus: Bus) -> AsyncIterator[Blobs]:
-    kept = Blobs(bus, "renderer", f"test-{secrets.token_hex(4)}", BlobsConfig(arena_mib=8))
-    await kept.start()
-    yield kept
-    await kept.close()
+    store = Blobs(bus, "renderer", f"test-{secrets.token_hex(4)}", BlobsConfig(arena_mib=8))
+    await store.start()
+    yield store
+    await store.close()
 
 
 def packer(bus: Bus, blobs: Blobs, model: str, **more: Any) -> Packer:
@@ -82,9 +76,9 @@ async def test_large_images_go_to_encoders_and_small_ones_stay(
 ) -> None:
     small, large = prepared(blobs, 9), prepared(blobs, 10)
     images = [small, large]
-    made = refs_of(images)
+    refs = refs_of(images)
     items, tensors = await packer(bus, blobs, model, local_tokens=9).pack(
-        header_of(bus, model), images, ranges_of(images), made
+        header_of(bus, model), images, ranges_of(images), refs
     )
     stays, goes = items
     assert (stays.blob, stays.embedding) == (small.ref, None)
@@ -93,43 +87,47 @@ async def test_large_images_go_to_encoders_and_small_ones_stay(
     # The engine gets only the metadata of an image that an encoder has.
     assert set(goes.fields) == {"grid"}
     assert len(tensors) == 1
-    assert made == [small.ref]
+    assert refs == [small.ref]
     assert await queued(bus, model, small) is None
-    found = await queued(bus, model, large)
-    assert found is not None
-    task, _ = found
+    message = await queued(bus, model, large)
+    assert message is not None
+    task, _ = message
     assert task.body.item.blob == large.ref
     assert task.body.item.placeholder.length == 10
 
 
-async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model: str) -> None:
+async def test_an_image_with_a_published_task_is_released(
+    bus: Bus, blobs: Blobs, model: str
+) -> None:
     pack = packer(bus, blobs, model).pack
     first = prepared(blobs, 10)
-    made = refs_of([first])
-    await pack(header_of(bus, model), [first], ranges_of([first]), made)
-    assert made == []
+    refs = refs_of([first])
+    await pack(header_of(bus, model), [first], ranges_of([first]), refs)
+    assert refs == []
     for lane in ("interactive", "batch"):
         again = prepared(blobs, 10, first.mm_hash)
-        made = refs_of([again])
-        items, _ = await pack(header_of(bus, model, lane), [again], ranges_of([again]), made)
+        refs = refs_of([again])
+        items, _ = await pack(header_of(bus, model, lane), [again], ranges_of([again]), refs)
         assert items[0].embedding is not None
-        assert made == []
+        assert refs == []
     assert await queued(bus, model, first, "batch") is None
     assert blobs.num_pinned == 1
     assert len(blobs._server._leases) == 1
 
 
-async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, model: str) -> None:
+async def test_no_task_is_published_for_an_encoded_image(
+    bus: Bus, blobs: Blobs, model: str
+) -> None:
     image = prepared(blobs, 10)
     key = embedding_key(model, image.mm_hash)
     await bus.publish_without_id(subjects.result(key), b"told")
-    made = refs_of([image])
-    await packer(bus, blobs, model).pack(header_of(bus, model), [image], ranges_of([image]), made)
+    refs = refs_of([image])
+    await packer(bus, blobs, model).pack(header_of(bus, model), [image], ranges_of([image]), refs)
     assert await queued(bus, model, image) is None
     assert blobs.num_pinned == 0
 
 
-async def test_what_finds_no_room_waits_for_some(bus: Bus, blobs: Blobs, model: str) -> None:
+async def test_an_image_without_room_waits_for_room(bus: Bus, blobs: Blobs, model: str) -> None:
     """It would fit into the arena, but not into a message."""
     fields = {"pixels": from_numpy(np.zeros(bus.max_payload - 4096, dtype=np.uint8))}
     homeless = PreparedImage(secrets.token_hex(32), 10, None, fields, {})

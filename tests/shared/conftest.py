@@ -11,29 +11,29 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat
 
 CONFIG = BlobsConfig(arena_mib=64, listen="127.0.0.1")
-Told = Callable[[BlobAddress], BlobAddress]
+Advertise = Callable[[BlobAddress], BlobAddress]
 
 
 class StartBlobs(Protocol):
-    """Starts a worker's blobs and publishes the address that `told` makes of theirs."""
+    """Starts a worker's blobs and publishes the address that `advertise` makes of theirs."""
 
-    async def __call__(self, config: BlobsConfig = ..., told: Told = ...) -> Blobs: ...
+    async def __call__(self, config: BlobsConfig = ..., advertise: Advertise = ...) -> Blobs: ...
 
 
 @pytest.fixture
 async def start(bus: Bus) -> AsyncIterator[StartBlobs]:
-    """Start a worker's blobs, and tell of them as its heartbeat would."""
+    """Start a worker's blobs, and publish a heartbeat with their address."""
     started: list[Blobs] = []
 
     async def start(
         config: BlobsConfig = CONFIG,
-        told: Told = lambda address: address,
+        advertise: Advertise = lambda address: address,
     ) -> Blobs:
         worker = f"test-{secrets.token_hex(4)}"
         blobs = Blobs(bus, "test", worker, config)
         await blobs.start()
         started.append(blobs)
-        beat = Heartbeat("test", worker, "0", 0, [], {}, told(blobs.address))
+        beat = Heartbeat("test", worker, "0", 0, [], {}, advertise(blobs.address))
         await bus.heartbeats.publish(worker, to_json(beat))
         return blobs
 

@@ -53,7 +53,7 @@ def test_a_clients_fault_may_be_retried_only_where_time_mends_it(
 
 def test_codes_are_unique() -> None:
     codes = [kind.code for kind in LEAVES if not kind.__subclasses__()]
-    # InvalidRequest covers all cases without a class of their own.
+    # InvalidRequest covers all cases without a separate class.
     assert len(codes) == len(set(codes))
 
 

@@ -36,8 +36,8 @@ def test_sixteen_engines_have_exactly_these_figures(router: str) -> None:
 def test_a_scaled_pool_has_exactly_these_figures(scaler: str) -> None:
     figures = run_scaler(scaler, 5000, 16, seed=1)
     assert figures.num_ended == 5000
-    found = quantile(figures.ttft_s, 0.5), round(figures.engine_s / 5000, 3), figures.num_started
-    assert found == EXPECTED_SCALED[scaler]
+    values = quantile(figures.ttft_s, 0.5), round(figures.engine_s / 5000, 3), figures.num_started
+    assert values == EXPECTED_SCALED[scaler]
 
 
 @pytest.mark.parametrize("router", ROUTERS)

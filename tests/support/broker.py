@@ -1,19 +1,32 @@
-"""A nats-server for as long as a block of a test runs."""
+"""A nats-server for as long as a block of a test runs, and the state of a connection to it."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 
 
 @contextlib.contextmanager
 def running_broker(folder: Path, **settings: Any) -> Iterator[EmbeddedServer]:
-    """Run a server that stores in a folder; `settings` are those of EmbeddedServer."""
+    """Run a server that stores in a folder. `settings` are arguments of EmbeddedServer."""
     server = EmbeddedServer(folder, **settings)
     server.start()
     try:
         yield server
     finally:
         server.stop()
+
+
+def break_connection(bus: Bus) -> None:
+    """Close the socket of a connection, as when the broker is lost."""
+    transport = bus.connection.nc._transport
+    assert transport is not None
+    transport.close()
+
+
+def subscriptions_of(bus: Bus) -> set[int]:
+    """Return the ids of a connection's subscriptions."""
+    return set(bus.connection.nc._subs)

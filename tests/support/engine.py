@@ -18,6 +18,7 @@ from shared.protocol import subjects
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.protocol.task_messages import RequestTicket
 from shared.stage.runtime import Context
+from shared.stage.worker_loop import WorkerLoop
 from tests.fakes import FakeRunner
 from tests.support.waiting import until
 from tests.support.workers import Announcement
@@ -29,6 +30,7 @@ from workers.engine.core.request_state import Decode
 from workers.engine.core.sequence import Batch, SampledToken
 from workers.engine.core.step_runner import StepRunner
 from workers.engine.item_loader import ItemLoader
+from workers.engine.open_request import RecordPacer
 from workers.engine.stage_output import StageOutput, TextOutput
 from workers.engine.worker import EngineWorker
 
@@ -97,6 +99,24 @@ class EngineRig:
         return self.announced.load()
 
     @property
+    def loop(self) -> WorkerLoop:
+        """Consumers and claimed jobs of the worker."""
+        return self.worker._loop
+
+    @property
+    def pacer(self) -> RecordPacer:
+        return self.worker._pacer
+
+    def pull_load(self) -> float:
+        """Return the load that sets the priority of pulls."""
+        return self.worker._pull_load()
+
+    def num_gathered(self, request_id: str) -> int:
+        """Return the number of outputs that wait for the next record of a request."""
+        opened = self.worker._requests.get(request_id)
+        return len(opened.pending) if opened else 0
+
+    @property
     def num_steps(self) -> int:
         """Number of steps whose outputs the worker has received."""
         metrics = self.context.metrics.of(self.model)
@@ -110,7 +130,7 @@ class EngineRig:
             await asyncio.sleep(0.001)
 
     async def until_held(self, count: int = 1) -> None:
-        """Wait until so many requests have begun here."""
+        """Wait until `count` requests have begun here."""
         await until(lambda: self.load()["held"] >= count)
 
     async def put(

@@ -1,4 +1,4 @@
-"""What a worker that serves in this process announces about itself."""
+"""Announcement of a worker that serves in this process."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Sounds that the training of the demo that hears makes by itself."""
+"""Synthetic sounds for the training of the demo with audio input."""
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ def test_rows_of_beeps_fit_and_have_a_sound(high: bool) -> None:
     for number in range(1, MAX_BEEPS + 1):
         for _ in range(20):
             row = beeps(rng, number, high)
-            heard = in_a_room(rng, row)
-            assert row.dtype == heard.dtype == np.float32
-            assert len(row) < len(heard) <= MAX_S * RATE
-            assert np.isfinite(heard).all()
-            assert 0 < np.abs(heard).max() < 2
+            sound = in_a_room(rng, row)
+            assert row.dtype == sound.dtype == np.float32
+            assert len(row) < len(sound) <= MAX_S * RATE
+            assert np.isfinite(sound).all()
+            assert 0 < np.abs(sound).max() < 2
             assert np.abs(row).max() > 0.01
 
 

@@ -1,4 +1,4 @@
-"""The demo model's training and its judge: what they draw and ask, and that they share nothing."""
+"""The demo model's training and its judge: their drawings and questions, and their independence."""
 
 import ast
 import io
@@ -104,7 +104,7 @@ def test_the_judge_imports_nothing_of_the_training() -> None:
                     assert module in allowed or module.startswith("ops.training.judge."), file
 
 
-def test_unseen_questions_are_not_asked_in_training_and_seen_ones_are() -> None:
+def test_training_has_the_seen_questions_and_no_unseen_ones() -> None:
     trained = set(questions_of_training())
     for questions in QUESTIONS.seen_wordings.values():
         assert {plain(question) for question in questions} <= trained
@@ -154,7 +154,7 @@ def test_the_fast_paths_compute_what_transformers_does() -> None:
     check(MODEL, 16)
 
 
-def test_the_text_behind_a_long_clip_goes_on_behind_its_largest_position() -> None:
+def test_the_text_after_a_long_clip_continues_after_its_largest_position() -> None:
     encoder, sample = Encoder(load_tokenizer(MODEL)), clip_sample(random.Random(1), (84, 84))
     sample.turns, sample.apart, sample.pictures_first = sample.turns[:1], False, True
     row = encoder.encode(sample, [(5, 3, 3)])
@@ -163,7 +163,7 @@ def test_the_text_behind_a_long_clip_goes_on_behind_its_largest_position() -> No
 
 
 def test_questions_about_one_picture_do_not_see_one_another() -> None:
-    """A row of separate questions gives each answer the loss that it has in a row of its own."""
+    """A row of separate questions gives each answer the same loss as a separate row."""
     torch.manual_seed(0)
     model = Qwen2VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32)
     model.set_attn_implementation("eager")
@@ -187,27 +187,27 @@ def test_questions_about_one_picture_do_not_see_one_another() -> None:
 
 
 def test_clips_show_what_their_scenes_say() -> None:
-    seen = set()
+    changes = set()
     for seed in range(60):
         frames, scene = draw_clip(random.Random(seed), (84, 84))
         assert len(frames) in (4, 6, 8)
         first, last = (np.asarray(frames[n], dtype=np.int16) for n in (0, -1))
         changed = np.abs(first - last).sum(axis=2) > 60
         if scene.motion and changed.any():
-            seen.add(scene.motion)
+            changes.add(scene.motion)
         if scene.change:
-            seen.add(scene.change)
+            changes.add(scene.change)
         if scene.colour is None:
             assert scene.last_colour is not None
             assert not np.array_equal(first, last)
-    assert seen == {"left", "right", "up", "down", "grows", "shrinks"}
+    assert changes == {"left", "right", "up", "down", "grows", "shrinks"}
 
 
 @pytest.mark.parametrize("kind", ["plain", "shape", "count", "where", "character"])
 def test_the_same_numbers_draw_the_same_picture(kind: str) -> None:
-    one, scene = draw_scene(random.Random(7), kind, (84, 112))
+    picture, scene = draw_scene(random.Random(7), kind, (84, 112))
     again, same = draw_scene(random.Random(7), kind, (84, 112))
-    assert (np.asarray(one) == np.asarray(again)).all()
+    assert (np.asarray(picture) == np.asarray(again)).all()
     assert scene == same
 
 
@@ -215,8 +215,8 @@ def test_a_call_in_training_is_one_that_the_judge_reads() -> None:
     tool = add_tool(random.Random(2))
     call = parse_call(tool.call(3, 4))
     assert call == (tool.name, dict(zip(tool.arguments, (3, 4), strict=True)))
-    told = definition((tool.name, tool.arguments, tool.text))
-    assert told == tool.definition()
+    tool_definition = definition((tool.name, tool.arguments, tool.text))
+    assert tool_definition == tool.definition()
     assert parse_call("7") is None
     assert parse_call("<tool_call>\n{}\n</tool_call>") is None
 

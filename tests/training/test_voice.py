@@ -1,4 +1,4 @@
-"""The demo's voice: its files load, say what they said when they were made, and are understood."""
+"""The demo's voice: its files load, speak as recorded, and are understood."""
 
 import json
 from pathlib import Path
@@ -65,15 +65,15 @@ def test_the_engine_serves_the_talker() -> None:
     assert (report.family, report.reason) == ("Qwen", None)
 
 
-def test_the_tokenizer_is_the_demo_models_with_the_codes_behind_it() -> None:
+def test_the_tokenizer_is_the_demo_models_followed_by_the_codes() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(VOICE / "talker", local_files_only=True)
     demo = PreTrainedTokenizerFast.from_pretrained(SEEING, local_files_only=True)
     text = "4 yellow crosses on black"
     assert tokenizer.encode(text) == demo.encode(text)
     assert tokenizer.convert_tokens_to_ids("<|code_0|>") == talker.CODE_OFFSET
     assert tokenizer.convert_tokens_to_ids("<|code_1023|>") == talker.CODE_OFFSET + 1023
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
-    assert asked == talker.prompt_of(tokenizer, text)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
+    assert prompt == talker.prompt_of(tokenizer, text)
 
 
 def test_the_table_says_how_each_code_sounds() -> None:
@@ -90,7 +90,7 @@ def test_the_table_says_how_each_code_sounds() -> None:
     assert (np.diff(table["band_hz"]) > 0).all()
 
 
-def test_what_the_talker_said_is_understood(
+def test_the_speech_of_the_talker_is_understood(
     codes: dict[str, list[int]], vocoder: Vocoder, listener: Listener
 ) -> None:
     short = [text for text in codes if text in listener.templates]

@@ -34,12 +34,12 @@ def test_the_engine_says_the_recorded_codes_in_one_batch() -> None:
     for text in spoken:
         prompt = [*output.encode(text), output.voices["alloy"]]
         core.add(EngineRequest(text, prompt, [], output.sampling))
-    found: dict[str, list[int]] = {text: [] for text in spoken}
+    codes_by_text: dict[str, list[int]] = {text: [] for text in spoken}
     while core.has_work:
         for step in core.step():
             assert step.error is None
             for delta in step.choices:
                 codes = (token for token in delta.token_ids if token in output.codes)
-                found[step.request_id] += [output.codes.index(token) for token in codes]
+                codes_by_text[step.request_id] += [output.codes.index(token) for token in codes]
                 assert delta.finish_reason in (None, "stop")
-    assert found == spoken
+    assert codes_by_text == spoken

@@ -58,10 +58,10 @@ def content_until(sequence: Sequence, stop: int) -> object:
 
 
 @given(sequences(), sequences())
-def test_hashes_are_equal_if_and_only_if_contents_are(one: Sequence, other: Sequence) -> None:
-    for i, (first, second) in enumerate(zip(hashes_of(one), hashes_of(other), strict=False)):
+def test_hashes_are_equal_if_and_only_if_contents_are(sequence: Sequence, other: Sequence) -> None:
+    for i, (first, second) in enumerate(zip(hashes_of(sequence), hashes_of(other), strict=False)):
         stop = (i + 1) * BLOCK_SIZE
-        assert (first == second) == (content_until(one, stop) == content_until(other, stop))
+        assert (first == second) == (content_until(sequence, stop) == content_until(other, stop))
 
 
 @given(sequences())
@@ -80,11 +80,11 @@ def test_hashes_are_whole_and_stay_as_the_sequence_grows(sequence: Sequence) -> 
 def test_images_of_equal_size_share_no_block_from_the_first_on() -> None:
     token_ids = [1, 2, 1, 2] + [PAD] * 6 + [1, 2]
     place = PlaceholderRange(4, 6)
-    one, other = (
+    hashes, other = (
         hashes_of(sequence_of(token_ids, [Item("image", mm_hash, place, {})], ""))
         for mm_hash in ("a" * 64, "b" * 64)
     )
-    assert [first == second for first, second in zip(one, other, strict=True)] == [
+    assert [first == second for first, second in zip(hashes, other, strict=True)] == [
         True,
         False,
         False,
@@ -95,11 +95,11 @@ def test_images_of_equal_size_share_no_block_from_the_first_on() -> None:
 def test_an_item_hash_covers_its_position_in_the_block() -> None:
     """The same image in the same placeholders, one token later."""
     token_ids = [PAD] * 6
-    one, other = (
+    hashes, other = (
         hashes_of(sequence_of(token_ids, [Item("image", "a", PlaceholderRange(offset, 2), {})], ""))
         for offset in (3, 4)
     )
-    assert [first == second for first, second in zip(one, other, strict=True)] == [True, False]
+    assert [first == second for first, second in zip(hashes, other, strict=True)] == [True, False]
 
 
 @pytest.mark.parametrize("mm_hash", ["", "a"])
@@ -121,7 +121,7 @@ def test_the_chain_is_the_same_in_every_process() -> None:
         "request = EngineRequest('r', [1, 0, 0, 0, 2, 3], items, SamplingParams(), tenant='x');"
         "print(block_hashes(Sequence(request, 0, 0, [1, 0, 0, 0, 2, 3], 1), 2, 3))"
     )
-    found = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", program],
             env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
@@ -132,4 +132,4 @@ def test_the_chain_is_the_same_in_every_process() -> None:
         for seed in ("0", "1")
     }
     item = Item("image", "a", PlaceholderRange(1, 3), {})
-    assert found == {f"{hashes_of(sequence_of([1, 0, 0, 0, 2, 3], [item], 'x'))}\n"}
+    assert outputs == {f"{hashes_of(sequence_of([1, 0, 0, 0, 2, 3], [item], 'x'))}\n"}

@@ -38,16 +38,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(chain=st.lists(st.sampled_from(CONTENTS), max_size=4, unique=True))
     def share(self, chain: list[str]) -> None:
-        found = self.pool.find(chain)
-        assert [self.written[block] for block in found] == chain[: len(found)]
-        assert len(found) == len(chain) or not self.pool.find(chain[len(found) :][:1])
+        blocks = self.pool.find(chain)
+        assert [self.written[block] for block in blocks] == chain[: len(blocks)]
+        assert len(blocks) == len(chain) or not self.pool.find(chain[len(blocks) :][:1])
         num_free = self.pool.num_free
-        at_rest = [block for block in found if self.pool.ref_count(block) == 0]
-        assert self.pool.can_allocate(num_free - len(at_rest), also_held=found)
-        assert not self.pool.can_allocate(num_free - len(at_rest) + 1, also_held=found)
-        self.pool.share(found)
+        at_rest = [block for block in blocks if self.pool.ref_count(block) == 0]
+        assert self.pool.can_allocate(num_free - len(at_rest), also_held=blocks)
+        assert not self.pool.can_allocate(num_free - len(at_rest) + 1, also_held=blocks)
+        self.pool.share(blocks)
         assert self.pool.num_free == num_free - len(at_rest)
-        self.held.append(found)
+        self.held.append(blocks)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -64,9 +64,9 @@ class Script(FakeRunner):
         start = sequence.num_output_tokens
         if sequence.token_mask is not None:
             return [SampledToken(_first_allowed(sequence.token_mask, self._answer[start]))]
-        asked = sequence.request.sampling.logprobs is not None
+        has_logprobs = sequence.request.sampling.logprobs is not None
         return [
-            SampledToken(t, TokenLogprobs(-float(t), 1, [], []) if asked else None)
+            SampledToken(t, TokenLogprobs(-float(t), 1, [], []) if has_logprobs else None)
             for t in self._answer[start : start + self._stride]
         ]
 
@@ -122,7 +122,7 @@ def say(answer: list[int], **params: Any) -> ChoiceDelta:
         ({"detokenize": False, "stop_token_ids": [5]}, "", 5),
     ],
 )
-def test_where_the_text_ends(
+def test_the_text_ends_at_a_stop(
     params: dict[str, Any], text: str, stop_reason: str | int | None
 ) -> None:
     delta = say([2, 3, 4, 5] * 3, max_tokens=12, **params)
@@ -132,8 +132,8 @@ def test_where_the_text_ends(
 def test_special_tokens_are_written_on_demand() -> None:
     answer = [2, SPECIAL, 3, EOS]
     assert say(answer).text == "ab"
-    shown = say(answer, skip_special_tokens=False, include_stop_str_in_output=True)
-    assert (shown.text, shown.stop_reason, shown.token_ids) == ("a<s>b<eos>", None, answer)
+    delta = say(answer, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert (delta.text, delta.stop_reason, delta.token_ids) == ("a<s>b<eos>", None, answer)
 
 
 @given(
@@ -175,9 +175,9 @@ def test_no_stop_string_counts_that_ends_within_the_first_tokens(
         {"logprobs": 0, "max_tokens": 6},
     ],
 )
-def test_tokens_behind_a_stop_event_are_dropped(stride: int, params: dict[str, Any]) -> None:
+def test_tokens_after_a_stop_event_are_dropped(stride: int, params: dict[str, Any]) -> None:
     answer = [2, 3, 4, 5, 6, 7, EOS, 8, 9]
-    one = merge_deltas(
+    merged = merge_deltas(
         [RequestOutput("r", finish(new_core(Script(answer)), make_request(**params)))]
     )
     core = new_core(Script(answer, stride), prefix_caching=False)
@@ -187,11 +187,11 @@ def test_tokens_behind_a_stop_event_are_dropped(stride: int, params: dict[str, A
         for output in core.step():
             assert output.error is None
             deltas += output.choices
-    assert merge_deltas([RequestOutput("r", deltas)]) == one
-    logprobs = one[0].logprobs
+    assert merge_deltas([RequestOutput("r", deltas)]) == merged
+    logprobs = merged[0].logprobs
     assert (logprobs is None) == ("logprobs" not in params)
     if logprobs is not None:
-        assert [-found.logprob for found in logprobs] == one[0].token_ids
+        assert [-entry.logprob for entry in logprobs] == merged[0].token_ids
 
 
 # -- grammars -------------------------------------------------------------------------------------
@@ -224,11 +224,11 @@ def _first_allowed(mask: TokenMask, token_id: int) -> int:
 
 
 def test_each_choice_has_a_mask_that_is_advanced_through_its_log() -> None:
-    made: list[EvenThenOdd] = []
+    masks: list[EvenThenOdd] = []
 
     def new_mask() -> TokenMask:
-        made.append(EvenThenOdd())
-        return made[-1]
+        masks.append(EvenThenOdd())
+        return masks[-1]
 
     answer = [5, 6, 7, 8, 9, 10, 11, 12]
     expected = [6, 6, 8, 9, 10, 11, 0]
@@ -240,7 +240,7 @@ def test_each_choice_has_a_mask_that_is_advanced_through_its_log() -> None:
         request = replace(make_request(), logged=logged, new_token_mask=new_mask)
         deltas = finish(new_core(Script(answer)), request)
         assert [t for d in deltas for t in d.token_ids] == expected[cut:]
-    assert all(mask.token_ids == expected for mask in made)
+    assert all(mask.token_ids == expected for mask in masks)
 
 
 def test_a_failing_mask_fails_only_its_request() -> None:
@@ -329,13 +329,13 @@ def test_requests_can_skip_the_prefix_cache() -> None:
             max_tokens=1, ignore_eos=True, skip_reading_prefix_cache=True
         ).sampling,
     )
-    found = []
-    for asked in (request, skips, request):
-        core.add(asked)
+    hits = []
+    for variant in (request, skips, request):
+        core.add(variant)
         (output,) = core.step()
         assert output.usage is not None
-        found.append(output.usage.cached_tokens)
-    assert found == [0, 0, 8]
+        hits.append(output.usage.cached_tokens)
+    assert hits == [0, 0, 8]
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -345,11 +345,13 @@ def test_log_probabilities_join_on_and_a_record_stays_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outputs_module, "MAX_RECORD_VALUES", 12)
-    one = TokenLogprobs(-1.0, 1, [5, 6], [-1.0, -2.0])
-    outputs = [RequestOutput("r", [ChoiceDelta(0, i, [5], "a", logprobs=[one])]) for i in range(5)]
+    entry = TokenLogprobs(-1.0, 1, [5, 6], [-1.0, -2.0])
+    outputs = [
+        RequestOutput("r", [ChoiceDelta(0, i, [5], "a", logprobs=[entry])]) for i in range(5)
+    ]
     assert [num_for_record(outputs[i:]) for i in range(6)] == [3, 3, 3, 2, 1, 0]
     (delta,) = merge_deltas(outputs[:3])
-    assert (delta.token_ids, delta.logprobs) == ([5] * 3, [one] * 3)
-    large = replace(outputs[0], prompt_logprobs=[one] * 9)
+    assert (delta.token_ids, delta.logprobs) == ([5] * 3, [entry] * 3)
+    large = replace(outputs[0], prompt_logprobs=[entry] * 9)
     assert num_for_record([large, *outputs]) == 1
     assert merge_deltas([RequestOutput("r", [ChoiceDelta(0, 0, [5], "a")])])[0].logprobs is None

@@ -15,6 +15,7 @@ from tests.fakes import FakeRunner
 from tests.support import engine
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
+from workers.engine.core.request_state import Decode
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
@@ -39,6 +40,7 @@ def make_core(
     runner: FakeRunner | None = None,
     num_blocks: int = 64,
     prefix_caching: bool = True,
+    decode: Decode = decode,
     **limits: int,
 ) -> EngineCore:
     return engine.make_core(
@@ -151,13 +153,13 @@ def test_a_generated_placeholder_is_no_part_of_an_item() -> None:
 
 @given(many, st.integers(6, 15), st.integers(1, 6), st.integers(1, 20), st.data())
 def test_other_requests_do_not_change_an_output(
-    wanted: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
+    batch: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
 ) -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner, 2 * half_blocks, max_num_seqs=max_seqs, max_num_batched_tokens=budget)
     outputs: list[RequestOutput] = []
     cancelled = set()
-    for request in wanted:
+    for request in batch:
         core.add(request)
         for _ in range(data.draw(st.integers(0, 4))):
             outputs += core.step()
@@ -167,13 +169,13 @@ def test_other_requests_do_not_change_an_output(
     outputs += finish_all(core)
     assert max(runner.batches, default=0) <= budget
     assert runner.is_empty
-    for request in wanted:
+    for request in batch:
         if request.request_id not in cancelled:
             assert answers_of(outputs, request) == answers_of(run_alone(request), request)
 
 
 @given(requests)
-def test_the_text_is_that_of_the_tokens_up_to_the_stop(request: EngineRequest) -> None:
+def test_the_text_ends_with_the_tokens_up_to_the_stop(request: EngineRequest) -> None:
     for token_ids, text, finish_reason, stop_reason in answers_of(run_alone(request), request):
         if isinstance(stop_reason, str):
             assert decode(token_ids).startswith(text + stop_reason)
@@ -306,8 +308,7 @@ def test_a_log_that_cannot_be_replayed_leaves_no_state() -> None:
     def fails(token_ids: list[int], **kwargs: object) -> str:
         raise RuntimeError("no text for these")
 
-    core = make_core()
-    core._factory = replace(core._factory, decode=fails)
+    core = make_core(decode=fails)
     bad = replace(make_request("bad"), logged=[LoggedChoice([5], False)])
     with pytest.raises(RuntimeError):
         core.add(bad)
@@ -408,14 +409,15 @@ def cached_tokens(core: EngineCore, request: EngineRequest) -> int:
 
 def test_the_cost_of_tokens_is_not_learned_from_steps_that_encode() -> None:
     core = make_core()
+    step_cost = core._scheduler.step_cost
     core.add(imaged("first"))
     core.step()
     assert core.stats().encoded_items == 1
     core.observe_time(5.0)
-    assert not core._scheduler.step_cost.is_known
+    assert not step_cost.is_known
     core.step()
     core.observe_time(0.5)
-    assert core._scheduler.step_cost.line() == (0.0, 0.5)
+    assert step_cost.line() == (0.0, 0.5)
 
 
 def test_a_repeated_prompt_and_its_image_are_not_recomputed() -> None:
@@ -440,12 +442,12 @@ def test_another_image_shares_the_blocks_before_it() -> None:
 
 def test_blocks_of_another_tenant_are_not_found() -> None:
     core = make_core()
-    found = [
+    figures = [
         (cached_tokens(core, imaged(f"{i}", f"a of {tenant}", tenant)), core.stats())
         for i, tenant in enumerate(["x", "y", "", "x", "y", ""])
     ]
-    assert [num_tokens for num_tokens, _ in found] == [0, 0, 0, 8, 8, 8]
-    assert [stats.encoded_items for _, stats in found] == [1, 2, 3, 3, 3, 3]
+    assert [num_tokens for num_tokens, _ in figures] == [0, 0, 0, 8, 8, 8]
+    assert [stats.encoded_items for _, stats in figures] == [1, 2, 3, 3, 3, 3]
 
 
 def test_without_the_cache_all_is_computed() -> None:
@@ -545,7 +547,7 @@ def test_the_logged_part_of_a_resumed_output_is_cached() -> None:
 
 
 def test_an_embedding_ends_with_its_prompt_and_fails_alone() -> None:
-    """In chunks, beside an answer and beside a request that poisons its batch."""
+    """In chunks, in one batch with an answer and with a request that fails its batch."""
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner, max_num_batched_tokens=4)
     embedded = replace(make_request("e", [1, 2, 3, 4, 5, 6]), embedding=EmbeddingParams())

@@ -46,14 +46,14 @@ class Speech:
     num_known: int
     frames: list[int]
 
-    def known(self) -> SpokenText:
+    def spoken_text(self) -> SpokenText:
         num_inputs = len(self.request.prompt_token_ids) - 1 + max(0, self.num_known - 1)
         is_whole = self.num_known == len(self.text)
         return SpokenText([], self.text[: self.num_known], None, None if is_whole else num_inputs)
 
     @property
-    def wanted(self) -> list[int]:
-        """What a plain loop over the whole text says."""
+    def expected_frames(self) -> list[int]:
+        """Frames of a plain loop over the whole text."""
         spoken = replace(self.request, speech=SpokenText([], self.text, None), logged=[])
         sequence = Sequence(spoken, 0, 0, [*spoken.prompt_token_ids], MAX_FRAMES)
         sequence.speech = spoken.speech
@@ -71,7 +71,7 @@ def make_speech(rng: random.Random, name: str, num_known: int = 0) -> Speech:
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(2, 10))]
     speech = Speech(EngineRequest(name, prompt, [], sampling), text, num_known, [])
     lane = rng.choice(["interactive", "batch"])
-    speech.request = replace(speech.request, lane=lane, speech=speech.known())
+    speech.request = replace(speech.request, lane=lane, speech=speech.spoken_text())
     return speech
 
 
@@ -96,7 +96,7 @@ def step(core: EngineCore, speeches: dict[str, Speech]) -> None:
 
 
 def test_a_speech_depends_on_its_text_alone_however_it_comes() -> None:
-    """Also under preemption, after cancellations, and behind frames that are in the log."""
+    """Also under preemption, after cancellations, and after frames that are in the log."""
     num_waits = num_preemptions = num_cached = 0
     for seed in range(40):
         rng = random.Random(seed)
@@ -116,7 +116,7 @@ def test_a_speech_depends_on_its_text_alone_however_it_comes() -> None:
             elif running and action < 0.45:
                 speech = speeches[rng.choice(running)]
                 speech.num_known = min(speech.num_known + rng.randint(1, 3), len(speech.text))
-                core.extend_speech(speech.request.request_id, speech.known())
+                core.extend_speech(speech.request.request_id, speech.spoken_text())
             elif running and action < 0.49:
                 # As after a death: another attempt begins with the log, and reads the text again.
                 speech = speeches[rng.choice(running)]
@@ -139,11 +139,11 @@ def test_a_speech_depends_on_its_text_alone_however_it_comes() -> None:
         num_preemptions += stats.num_preemptions
         num_cached += stats.prefix_hit_tokens
         for name in speeches.keys() - cancelled:
-            assert speeches[name].frames == speeches[name].wanted
+            assert speeches[name].frames == speeches[name].expected_frames
     assert min(num_waits, num_preemptions, num_cached) > 20
 
 
-def test_a_sequence_without_input_keeps_its_blocks_and_others_go_on() -> None:
+def test_a_sequence_without_input_keeps_its_blocks_and_others_continue() -> None:
     rng = random.Random(1)
     core = make_core(ReadingRunner(2, VOCAB_SIZE))
     silent = make_speech(rng, "silent")
@@ -160,13 +160,13 @@ def test_a_sequence_without_input_keeps_its_blocks_and_others_go_on() -> None:
     core.add(other.request)
     while core.has_work:
         step(core, speeches)
-    assert other.frames == other.wanted
+    assert other.frames == other.expected_frames
     assert core.stats().num_without_input == 1
     silent.num_known = len(silent.text)
-    core.extend_speech("silent", silent.known())
+    core.extend_speech("silent", silent.spoken_text())
     while core.has_work:
         step(core, speeches)
-    assert silent.frames == silent.wanted
+    assert silent.frames == silent.expected_frames
 
 
 def test_one_of_a_better_priority_gets_the_place_of_one_without_input() -> None:
@@ -187,10 +187,10 @@ def test_one_of_a_better_priority_gets_the_place_of_one_without_input() -> None:
     assert core.stats().num_preemptions == 2, "those behind them wait"
     for name, speech in speeches.items():
         speech.num_known = len(speech.text)
-        core.extend_speech(name, speech.known())
+        core.extend_speech(name, speech.spoken_text())
     while core.has_work:
         step(core, speeches)
-    assert all(speech.frames == speech.wanted for speech in speeches.values())
+    assert all(speech.frames == speech.expected_frames for speech in speeches.values())
 
 
 def test_no_step_is_tried_while_all_wait_for_one_without_input() -> None:

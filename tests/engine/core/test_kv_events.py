@@ -107,7 +107,7 @@ def registered(core: EngineCore) -> set[int]:
     return {event_hash(block_hash) for block_hash in core._pool._block_by_hash}
 
 
-def test_the_bytes_are_those_of_vllm() -> None:
+def test_the_bytes_equal_vllms() -> None:
     """Payload of these events by vLLM's own encoder (0.32.0)."""
     events: list[KVEvent] = [
         AllBlocksCleared(),
@@ -157,14 +157,14 @@ requests = st.builds(
     st.integers(12, 30),
 )
 def test_events_describe_exactly_the_cached_blocks(
-    wanted: list[EngineRequest], num_blocks: int
+    batch: list[EngineRequest], num_blocks: int
 ) -> None:
     """The events hold for computed, shared, evicted, preempted and failed blocks."""
     events = KVEvents()
     core = new_core(num_blocks, events)
     findable = Findable()
     findable.hashes.add(0)  # of an engine of that name before
-    for request in wanted:
+    for request in batch:
         core.add(request)
         core.step()
         findable.apply(events.take())
@@ -198,10 +198,10 @@ def test_a_long_prompt_is_published_as_several_chained_events() -> None:
     assert max(map(len, batches)) < 2**19
     assert len(batches) > 1
     findable = Findable()
-    told = [event for batch in batches for event in decode(batch)]
-    findable.apply(told)
+    published = [event for batch in batches for event in decode(batch)]
+    findable.apply(published)
     assert len(findable.hashes) == num_blocks
-    stored = [event for event in told if isinstance(event, BlockStored)]
+    stored = [event for event in published if isinstance(event, BlockStored)]
     assert [event.parent_block_hash for event in stored[1:]] == [
         event.block_hashes[-1] for event in stored[:-1]
     ]

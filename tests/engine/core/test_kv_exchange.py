@@ -62,8 +62,8 @@ class Engine:
         """Run a request and return the number of its prompt tokens that were computed."""
         before = self.core.stats().prefix_hit_tokens
         self.run(request)
-        found = self.core.stats().prefix_hit_tokens - before
-        return len(request.prompt_token_ids) - found
+        num_hits = self.core.stats().prefix_hit_tokens - before
+        return len(request.prompt_token_ids) - num_hits
 
 
 def request_of(
@@ -101,8 +101,8 @@ def test_restored_blocks_are_not_computed_and_yield_the_same_tokens(
     outputs = engine.run(received(request, prefilled(request)))
     expected = Engine(seed=2).run(request)
     by_choice = {i: [t for j, ts in tokens_of(outputs) if j == i for t in ts] for i in range(n)}
-    wanted = {i: [t for j, ts in tokens_of(expected) if j == i for t in ts] for i in range(n)}
-    assert by_choice == wanted
+    token_ids = {i: [t for j, ts in tokens_of(expected) if j == i for t in ts] for i in range(n)}
+    assert by_choice == token_ids
     usage = outputs[-1].usage
     assert usage is not None
     assert usage.cached_tokens == 20
@@ -271,27 +271,27 @@ def test_others_advance_while_a_long_prompt_is_restored(monkeypatch: pytest.Monk
         outputs = engine.core.step()
         new = {output.request_id: output.choices[0].token_ids for output in outputs}
         steps.append((sum(written), new))
-    # The first token is that of the step before which the last blocks were restored.
+    # The first token comes from the step before which the last blocks were restored.
     assert [(num, sorted(new)) for num, new in steps[:4]] == [
         *[(16 // BLOCK_SIZE, ["running"])] * 3,
         (7, ["r", "running"]),
     ]
     assert all(len(new["running"]) == 1 for _, new in steps[:19])
-    found = [token for _, new in steps for token in new.get("r", [])]
-    assert found == [t for _, ts in tokens_of(Engine(num_blocks=96).run(request)) for t in ts]
+    token_ids = [token for _, new in steps for token in new.get("r", [])]
+    assert token_ids == [t for _, ts in tokens_of(Engine(num_blocks=96).run(request)) for t in ts]
     engine.pool.check_integrity()
 
 
 def test_requests_are_restored_in_their_order_within_one_budget() -> None:
     first, second = request_of(31), replace(request_of(33), request_id="second")
-    both = [received(one, prefilled(one)) for one in (first, second)]
+    both = [received(request, prefilled(request)) for request in (first, second)]
     engine = Engine(num_blocks=96)
-    for one in both:
-        engine.core.add(one)
+    for each in both:
+        engine.core.add(each)
     left = []
     for _ in range(5):
         engine.core.step()
-        kvs = (one.received for one in both)
+        kvs = (request.received for request in both)
         left.append(tuple(len(kv.runs) for kv in kvs if kv is not None))
     # Fifteen blocks in five runs, sixteen in six; eight before each step.
     assert left == [(3, 6), (0, 6), (0, 3), (0, 0), (0, 0)]
@@ -324,7 +324,7 @@ def test_blocks_that_are_evicted_between_two_steps_are_computed() -> None:
     num_blocks=st.integers(28, 48),
     pauses=st.lists(st.integers(0, 3), min_size=4, max_size=4),
 )
-def test_restored_among_others_all_tokens_are_those_of_one_alone(
+def test_a_restored_request_among_others_yields_the_tokens_of_one_alone(
     lengths: list[int], num_blocks: int, pauses: list[int]
 ) -> None:
     requests = [
@@ -332,12 +332,12 @@ def test_restored_among_others_all_tokens_are_those_of_one_alone(
         for number, length in enumerate(lengths)
     ]
     engine = Engine(num_blocks=num_blocks)
-    found: dict[str, list[tuple[int, list[int]]]] = {}
+    answers: dict[str, list[tuple[int, list[int]]]] = {}
 
     def step() -> None:
         for output in engine.core.step():
             assert output.error is None
-            found.setdefault(output.request_id, []).extend(tokens_of([output]))
+            answers.setdefault(output.request_id, []).extend(tokens_of([output]))
 
     for request, pause in zip(requests, pauses, strict=False):
         engine.core.add(received(request, prefilled(request)))
@@ -349,7 +349,7 @@ def test_restored_among_others_all_tokens_are_those_of_one_alone(
     for request in requests:
         alone = tokens_of(Engine(num_blocks=96).run(request))
         for choice in range(request.sampling.n):
-            assert [t for c, ts in found[request.request_id] if c == choice for t in ts] == [
+            assert [t for c, ts in answers[request.request_id] if c == choice for t in ts] == [
                 t for c, ts in alone if c == choice for t in ts
             ]
 

@@ -64,7 +64,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.pool, max_seqs, budget, MAX_MODEL_LEN, prefix_caching, drafting
         )
-        # The second is that of a token.
+        # Time of a step without tokens. Each token takes another second.
         self.base_s = base_s
         self.rng = random.Random(seed)
         self.max_seqs, self.budget = max_seqs, budget
@@ -211,9 +211,9 @@ def test_the_last_batch_sequence_is_preempted() -> None:
         request = EngineRequest(f"r{first}", prompt, [], SamplingParams(), lane=lane)
         sequences.append(Sequence(request, 0, 0, list(prompt), 9))
         scheduler.add(sequences[-1])
-    for wanted in (3, 2):
+    for num_scheduled in (3, 2):
         batch = scheduler.schedule()
-        assert len(batch.scheduled) == wanted
+        assert len(batch.scheduled) == num_scheduled
         for s in batch.scheduled:
             if s.samples:
                 s.sequence.token_ids.append(0)
@@ -292,7 +292,7 @@ def test_no_item_of_the_batch_lane_is_encoded_in_a_step_with_interactive_sequenc
     for _ in range(3):
         assert run_step(scheduler, 0) == {"i99": 1}
     scheduler.remove(scheduler.running[0])
-    # One item in each step, whoever has it.
+    # One item in each step, whichever sequence has it.
     assert run_step(scheduler, 0) == {"b0": 5}
     assert run_step(scheduler, 0) == {"b0": 4}
     assert run_step(scheduler, 0) == {"b0": 1, "b1": 12}
@@ -321,7 +321,7 @@ def test_an_item_of_the_batch_lane_is_encoded_when_it_comes_first_of_all() -> No
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_an_item_is_encoded_before_those_of_sequences_that_arrived_later(begins: bool) -> None:
+def test_an_item_is_encoded_before_the_items_of_later_sequences(begins: bool) -> None:
     """Others would be started up to their items, and would then come before those that wait."""
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN, False)
     scheduler._last_interactive = 0

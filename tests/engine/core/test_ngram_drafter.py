@@ -1,4 +1,4 @@
-"""Drafts equal those of a plain search over all earlier tokens, and failing drafts cost little."""
+"""Drafts equal the results of a plain search over all earlier tokens; failing ones cost little."""
 
 from hypothesis import given
 from hypothesis import strategies as st

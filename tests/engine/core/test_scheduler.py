@@ -39,12 +39,12 @@ def test_long_prompts_are_chunked_and_decodes_are_scheduled_first() -> None:
     short, long = make_sequence(1), make_sequence(7)
     scheduler.add(short)
     scheduler.add(long)
-    taken = []
+    steps = []
     for _ in range(3):
         batch = scheduler.schedule()
-        taken.append([(s.sequence is long, s.num_new_tokens, s.samples) for s in batch.scheduled])
+        steps.append([(s.sequence is long, s.num_new_tokens, s.samples) for s in batch.scheduled])
         advance(scheduler, batch)
-    assert taken == [
+    assert steps == [
         [(False, 1, True), (True, 3, False)],
         [(False, 1, True), (True, 3, False)],
         [(False, 1, True), (True, 1, True)],
@@ -81,7 +81,7 @@ def test_the_last_sequence_is_preempted_and_readmitted_first() -> None:
 
 
 def test_none_is_admitted_in_the_step_of_a_preemption() -> None:
-    """Although there is room for it, and its priority is better than that of the preempted one."""
+    """Although there is room for it, and its priority is higher than the preempted one's."""
     pool = BlockPool(8, BLOCK_SIZE)
     scheduler = Scheduler(pool, 4, 32, MAX_MODEL_LEN)
     first, last, late = make_sequence(8), make_sequence(8, first=99, lane="batch"), make_sequence(1)
@@ -108,7 +108,7 @@ def new_tokens(scheduler: Scheduler) -> dict[Sequence, int]:
 
 
 @pytest.mark.parametrize(("prompt_len", "num_cached"), [(7, 6), (8, 6), (9, 8), (2, 0), (1, 0)])
-def test_all_full_blocks_except_that_of_the_last_token_are_shared(
+def test_all_full_blocks_except_the_last_tokens_block_are_shared(
     prompt_len: int, num_cached: int
 ) -> None:
     pool = BlockPool(32, BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""The time of a step by its tokens, and what follows from it for prompts beside decodes."""
+"""The time of a step by its tokens, and the limit on prompts in a step with decodes."""
 
 import math
 import random
@@ -91,11 +91,11 @@ def test_a_step_takes_as_long_as_it_should(
 
 
 def test_nothing_is_limited_without_decodes_or_a_limit_or_a_measured_step() -> None:
-    known, limit = cost_of(0.01, 1e-3, [1, 64]), PrefillLimit(0.02)
-    assert limit.max_tokens(known, 0) is None
+    cost, limit = cost_of(0.01, 1e-3, [1, 64]), PrefillLimit(0.02)
+    assert limit.max_tokens(cost, 0) is None
     assert limit.max_tokens(StepCost(), 5) is None
-    assert PrefillLimit().max_tokens(known, 5) is None
-    assert limit.max_tokens(known, 5) == MIN_CHUNK
+    assert PrefillLimit().max_tokens(cost, 5) is None
+    assert limit.max_tokens(cost, 5) == MIN_CHUNK
 
 
 def make_scheduler(limit: PrefillLimit, num_blocks: int = 600) -> Scheduler:
@@ -112,7 +112,7 @@ def chunks(scheduler: Scheduler) -> dict[Sequence, int]:
     return {s.sequence: s.num_new_tokens for s in batch.scheduled}
 
 
-def test_prompts_beside_a_decode_get_what_it_leaves_of_the_time() -> None:
+def test_prompts_get_the_time_that_decodes_leave() -> None:
     # 10 ms + 1 ms for each token: 40 tokens fit into 50 ms, one of which is decoded.
     scheduler = make_scheduler(PrefillLimit(0.05, 0.0))
     short, long, other = (

@@ -1,4 +1,4 @@
-"""Greedy tokens of the kernels in bfloat16 are those of float32, but for near ties.
+"""Greedy tokens of the kernels in bfloat16 equal the tokens in float32, except near ties.
 
 Tiles run on a processor that has some, and elsewhere on a model of them in software.
 """
@@ -55,7 +55,7 @@ def kernels(
 
 
 def demo_model() -> tuple[PreTrainedModel, Tensor]:
-    """The demo model, and what it answers to itself, in which few tokens are near ties."""
+    """The demo model, and its continuation of a prompt, where few tokens are near ties."""
     load: Any = Qwen2VLForConditionalGeneration.from_pretrained
     model = load(DEMO_MODEL, dtype=torch.bfloat16).eval().requires_grad_(False)
     exact = copy.deepcopy(model).float()
@@ -71,7 +71,7 @@ def random_model() -> tuple[PreTrainedModel, Tensor]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1}
     model: Any = LlamaForCausalLM(LlamaConfig(**{**TEXT, **sizes}))
-    # Wide weights tell tokens apart.
+    # Wide weights separate the logits of tokens.
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.data *= 5
@@ -80,7 +80,7 @@ def random_model() -> tuple[PreTrainedModel, Tensor]:
 
 
 def logits_of(native: NativeModel, ids: Tensor, num_axes: int) -> Tensor:
-    """Compute the logits behind each token [num_tokens, vocab_size], in steps of CHUNKS."""
+    """Compute the logits after each token [num_tokens, vocab_size], in steps of CHUNKS."""
     num_blocks = -(-len(ids) // 8)
     cache = native.new_cache(num_blocks, 8)
     logits = []
@@ -97,7 +97,7 @@ def logits_of(native: NativeModel, ids: Tensor, num_axes: int) -> Tensor:
 @needs_bf16
 @pytest.mark.parametrize("implementation", ["vector", "tiles"])
 @pytest.mark.parametrize(("make", "num_axes"), [(demo_model, 3), (random_model, 1)])
-def test_greedy_tokens_are_those_of_float32_but_for_near_ties(
+def test_greedy_tokens_equal_float32_except_near_ties(
     make: Callable[[], tuple[PreTrainedModel, Tensor]],
     num_axes: int,
     implementation: Implementation,

@@ -124,7 +124,7 @@ def test_a_pool_uses_the_configured_memory(tmp_path: Path) -> None:
 
 
 class Pair:
-    """The same steps through both models, each with a cache of its own."""
+    """The same steps through both models, each with a separate cache."""
 
     def __init__(self, model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> None:
         flat = FlatModel(adapt(copy.deepcopy(model)))
@@ -345,7 +345,7 @@ def fresh_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     # The library compiled here is only opened; nothing is computed with it. So its functions are
-    # empty, because those of the kernels take seconds to compile.
+    # empty, because the real kernels take seconds to compile.
     library._declare(declared := Names())  # type: ignore[arg-type]
     source = tmp_path_factory.mktemp("source") / "empty.cpp"
     source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in declared.names))

@@ -121,7 +121,7 @@ class Served:
         self.tables = [[7, 2, 5], [0], [4, 9, 1, 10]]
 
     def step(self, owners: list[int], token_ids: list[list[int]], pasts: list[int]) -> list[int]:
-        """The most likely token behind each."""
+        """The most likely next token of each sequence."""
         device = self.model.device
         starts = [0]
         for ids in token_ids:
@@ -177,7 +177,7 @@ def serve(model: PreTrainedModel, device: torch.device, *, decodes: bool = True)
         ),
     ],
 )
-def test_outputs_are_those_of_transformers(device: torch.device, name: str) -> None:
+def test_outputs_equal_the_outputs_of_transformers(device: torch.device, name: str) -> None:
     model = build(name)
     sharpen(model)
     served = serve(model, device)

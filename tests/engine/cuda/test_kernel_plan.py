@@ -58,14 +58,14 @@ def test_tiles_hold_every_token_once(spans: list[tuple[int, int]], queries_per_t
     num_new, seq_lens = [new for _, new in spans], [past + new for past, new in spans]
     tables = [[i * 100 + j for j in range(20)] for i in range(len(spans))]
     plan = make_plan(tables, num_new, seq_lens, queries_per_tile=queries_per_tile)
-    found = {}
+    owners = {}
     for row, num_queries, position, owner in [*plan.decodes.tolist(), *plan.chunks.tolist()]:
         assert num_queries <= queries_per_tile
         for j in range(num_queries):
-            assert row + j not in found
-            found[row + j] = (owner, position + j)
+            assert row + j not in owners
+            owners[row + j] = (owner, position + j)
     expected = [(i, past + j) for i, (past, new) in enumerate(spans) for j in range(new)]
-    assert [found[row] for row in range(len(expected))] == expected
+    assert [owners[row] for row in range(len(expected))] == expected
     slots = [tables[i][t // 4] * 4 + t % 4 for i, t in expected]
     assert plan.slot_mapping.tolist() == slots
 

@@ -168,7 +168,7 @@ def test_a_window_reads_its_own_blocks_only() -> None:
     assert alike.mask is None
 
 
-def test_layers_of_one_window_share_a_plan_and_those_of_others_have_their_own() -> None:
+def test_layers_share_a_plan_only_with_layers_of_the_same_window() -> None:
     plan = plan_step(
         [[0, 1, 2]],
         [0, 1],
@@ -233,11 +233,13 @@ TINY: dict[str, Any] = {
         ("GptOss", TINY | {"head_dim": 16, "num_local_experts": 2}, "s_aux"),
     ],
 )
-def test_what_a_layer_asks_of_attention_is_never_ignored(
+def test_no_setting_of_attention_is_ignored(
     name: str, config: dict[str, Any], argument: str
 ) -> None:
-    made = getattr(transformers, f"{name}Config")(**config)
-    model = FlatModel(LanguageAdapter(getattr(transformers, f"{name}ForCausalLM")(made).eval()))
+    model_config = getattr(transformers, f"{name}Config")(**config)
+    model = FlatModel(
+        LanguageAdapter(getattr(transformers, f"{name}ForCausalLM")(model_config).eval())
+    )
     with pytest.raises(NotImplementedError, match=f"{argument} of .*Attention is not supported"):
         warm_up(model, 8)
 

@@ -1,4 +1,4 @@
-"""Models that hear, on the engine against transformers' own `generate`, token for token."""
+"""Models with audio input on the engine equal transformers' `generate`, token for token."""
 
 import copy
 import random
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.models.frames import VideoSettings, resize_frame
 from shared.models.media import VideoProbe
@@ -28,6 +29,7 @@ from tests.engine.model.test_parity import (
     RandomSchedule,
     Twins,
     draw_image,
+    greedy_answer,
     item_of,
     run_schedule,
     widen,
@@ -91,11 +93,14 @@ class Layout(MelLayout):
     def from_wire(self, wire: Any, field: str) -> Any:
         raise NotImplementedError
 
+    def fields_of(self, sound: Samples) -> dict[str, TensorData]:
+        num_frames = -(-len(sound) // 160)
+        return self._fields_of(self._extract(sound, num_frames), num_frames)
+
 
 def sound_item(sound: Samples, offset: int) -> Item:
     num_frames = -(-len(sound) // 160)
-    layout = Layout()
-    fields = layout._fields_of(layout._extract(sound, num_frames), num_frames)
+    fields = Layout().fields_of(sound)
     placeholder = PlaceholderRange(offset, count_tokens(num_frames))
     tensors = {name: to_torch(tensor) for name, tensor in fields.items()}
     return Item("audio", content_hash(sound.tobytes()), placeholder, tensors)
@@ -103,7 +108,7 @@ def sound_item(sound: Samples, offset: int) -> Item:
 
 @dataclass(frozen=True)
 class Clip:
-    """A video of noise, of which all frames are taken."""
+    """A video of noise; all of its frames are used."""
 
     num_frames: int
     fps: float
@@ -115,7 +120,7 @@ RATES: Any = SimpleNamespace(
 )
 
 Content = int | tuple[int, int] | Clip
-"""A sound of so many samples, an image of this size, or a video."""
+"""A number of samples of a sound, the size of an image, or a video."""
 
 
 def video_item(clip: Clip, offset: int, seed: int) -> Item:
@@ -154,7 +159,6 @@ def make_case(name: str, media: list[Content], num_words: int) -> HeardCase:
 
 
 def reference_answer(model: Any, case: Case, **options: bool) -> list[int]:
-    token_ids = torch.tensor([case.request.prompt_token_ids])
     inputs: dict[str, Any] = (
         dict(PROCESSOR(case.images, return_tensors="pt")) if case.images else {}
     )
@@ -166,23 +170,14 @@ def reference_answer(model: Any, case: Case, **options: bool) -> list[int]:
         seconds = torch.stack([v["second_per_grid_ts"] for v in videos])
         inputs["video_second_per_grid"] = seconds
     if isinstance(case, HeardCase) and case.sounds:
-        heard = [extract(EXTRACTOR, sound) for sound in case.sounds]
-        inputs["input_features"] = torch.from_numpy(np.stack([features for features, _ in heard]))
-        frames = torch.tensor([num_frames for _, num_frames in heard])
+        inputs_of_sounds = [extract(EXTRACTOR, sound) for sound in case.sounds]
+        inputs["input_features"] = torch.from_numpy(
+            np.stack([features for features, _ in inputs_of_sounds])
+        )
+        frames = torch.tensor([num_frames for _, num_frames in inputs_of_sounds])
         mask = torch.arange(EXTRACTOR.nb_max_frames) < frames[:, None]
         inputs["feature_attention_mask"] = mask.long()
-    answer = model.generate(
-        input_ids=token_ids,
-        attention_mask=torch.ones_like(token_ids),
-        **inputs,
-        **options,
-        do_sample=False,
-        min_new_tokens=14,
-        max_new_tokens=14,
-        pad_token_id=0,
-    )
-    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return told
+    return greedy_answer(model, case.request, **inputs, **options)
 
 
 def make_twins(model: Any) -> Twins:

@@ -27,12 +27,12 @@ def test_an_error_without_a_message_has_its_type(
         raise error
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
-    what = "no" if error.args else type(error).__name__
-    reason = f"config.json cannot be read: {what}"
+    detail = "no" if error.args else type(error).__name__
+    reason = f"config.json cannot be read: {detail}"
     assert check_folders.examine(DEMO) == FolderReport(reason=reason)
 
 
-def test_an_error_behind_the_configuration_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_the_configuration_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Any) -> None:
         raise KeyError("vision_config")
 

@@ -86,7 +86,7 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, list[Reque
     return outputs
 
 
-def asked(name: str, prompt: list[int], params: EmbeddingParams | None) -> EngineRequest:
+def request_for(name: str, prompt: list[int], params: EmbeddingParams | None) -> EngineRequest:
     return EngineRequest(name, prompt, [], SamplingParams(max_tokens=4), embedding=params)
 
 
@@ -99,8 +99,8 @@ def expected(
 ) -> Any:
     with torch.no_grad():
         states = reference.model(torch.tensor([prompt])).last_hidden_state[0].double()
-    kept = (states.mean(dim=0) if mode == "mean" else states[-1])[:dimensions]
-    return (kept / kept.norm() if normalize else kept).numpy()
+    pooled = (states.mean(dim=0) if mode == "mean" else states[-1])[:dimensions]
+    return (pooled / pooled.norm() if normalize else pooled).numpy()
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -114,8 +114,10 @@ def test_embeddings_are_the_last_hidden_states(
     prompts += prompts[-1][:20], prompts[-1][:17]
     dimensions_of = (None, 1, 5, 64, 24, None, 3)
     params = [EmbeddingParams(dimensions=d, normalize=d != 5) for d in dimensions_of]
-    requests = [asked(f"e{i}", *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
-    others = [asked(f"t{i}", prompt, None) for i, prompt in enumerate(prompts[2:4])]
+    requests = [
+        request_for(f"e{i}", *pair) for i, pair in enumerate(zip(prompts, params, strict=True))
+    ]
+    others = [request_for(f"t{i}", prompt, None) for i, prompt in enumerate(prompts[2:4])]
     core = core_of(served, budget)
     alone = run(core, others)
     outputs = run(core, [*requests[:3], *others, *requests[3:]])
@@ -124,17 +126,21 @@ def test_embeddings_are_the_last_hidden_states(
         assert request.embedding is not None
         dimensions, normalize = request.embedding.dimensions, request.embedding.normalize
         right = expected(reference, request.prompt_token_ids, dimensions, normalize)
-        found = np.frombuffer(output.embedding, "<f4")
-        assert found.shape == (dimensions or HIDDEN_SIZE,)
-        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+        embedding = np.frombuffer(output.embedding, "<f4")
+        assert embedding.shape == (dimensions or HIDDEN_SIZE,)
+        assert np.linalg.norm(embedding - right) <= 1e-5 * np.linalg.norm(right)
         assert output.choices == []
         assert output.usage is not None
         assert output.usage == Usage(len(request.prompt_token_ids), 0, output.usage.cached_tokens)
     assert core.stats().prefix_hit_tokens > 0
     for request in others:
         tokens = [
-            [token for output in found[request.request_id] for token in output.choices[0].token_ids]
-            for found in (alone, outputs)
+            [
+                token
+                for output in results[request.request_id]
+                for token in output.choices[0].token_ids
+            ]
+            for results in (alone, outputs)
         ]
         assert tokens[0] == tokens[1]
 
@@ -148,8 +154,8 @@ def assert_mean(
     assert request.embedding is not None
     prompt, dimensions = request.prompt_token_ids, request.embedding.dimensions
     right = expected(reference, prompt, dimensions, normalize, "mean")
-    found = np.frombuffer(output.embedding, "<f4")
-    assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+    embedding = np.frombuffer(output.embedding, "<f4")
+    assert np.linalg.norm(embedding - right) <= 1e-5 * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -159,12 +165,12 @@ def test_mean_pooling_covers_every_token(reference: Any, served: DecoderModel, b
     prompts = [[rng.randrange(NUM_TEXT_IDS) for _ in range(n)] for n in (1, 9, 23, MAX_MODEL_LEN)]
     prompts += prompts[-1][:40], prompts[-1][:40]
     requests = [
-        asked(f"e{i}", prompt, EmbeddingParams(dimensions=(None, 5)[i % 2]))
+        request_for(f"e{i}", prompt, EmbeddingParams(dimensions=(None, 5)[i % 2]))
         for i, prompt in enumerate(prompts)
     ]
     core = core_of(served, budget, pooling=MEAN)
-    run(core, [asked("cached", prompts[-1], None)])
-    text = asked("text", prompts[-1][:33], None)
+    run(core, [request_for("cached", prompts[-1], None)])
+    text = request_for("text", prompts[-1][:33], None)
     outputs = run(core, [*requests[:3], text, *requests[3:]])
     for request in requests:
         (output,) = outputs[request.request_id]
@@ -187,19 +193,19 @@ def test_pooled_rows_have_no_logits_and_no_limit_but_the_budget(
     monkeypatch.setattr(served, "forward", counted)
     prompts = [[first, *range(1, 60)] for first in range(100, 108)]
     assert sum(map(len, prompts)) > MAX_PROMPT_LOGITS
-    requests = [asked(f"e{i}", prompt, EmbeddingParams()) for i, prompt in enumerate(prompts)]
+    requests = [request_for(f"e{i}", prompt, EmbeddingParams()) for i, prompt in enumerate(prompts)]
     text = EngineRequest("text", [1, 2, 3], [], SamplingParams(max_tokens=1))
     core = core_of(served, 512, pooling=pooling)
     outputs = run(core, [text, *requests[:7]]) | run(core, [requests[7]])
     assert num_logits == [1, 0]
     for request in requests:
         right = expected(reference, request.prompt_token_ids, None, True, pooling.mode)
-        found = np.frombuffer(outputs[request.request_id][0].embedding, "<f4")
-        assert np.linalg.norm(found - right) <= 1e-5
+        embedding = np.frombuffer(outputs[request.request_id][0].embedding, "<f4")
+        assert np.linalg.norm(embedding - right) <= 1e-5
 
 
 def test_a_sum_that_is_not_finite_has_no_mean() -> None:
-    request = asked("e", [1, 2], EmbeddingParams())
+    request = request_for("e", [1, 2], EmbeddingParams())
     sequence = Sequence(request, 0, 0, [1, 2], 1, pooling=MEAN)
     states = torch.full((2, HIDDEN_SIZE), 3e38)
     with pytest.raises(ArithmeticError, match="not finite"):
@@ -212,7 +218,7 @@ def test_mean_pooling_begins_again_after_a_preemption(reference: Any, served: De
     texts = [
         EngineRequest(f"t{i}", [1 + i, 2, 3], [], SamplingParams(max_tokens=30)) for i in range(3)
     ]
-    request = asked("e", [*range(1, 36)], EmbeddingParams())
+    request = request_for("e", [*range(1, 36)], EmbeddingParams())
     (output,) = run(core, [*texts, request])["e"]
     assert core.stats().num_preemptions > 0
     assert_mean(reference, request, output)
@@ -229,10 +235,12 @@ def test_mean_pooling_counts_the_tokens_of_a_repeated_step_once(
             return sampled
 
     core = core_of(served, 12, Failing(served, NUM_BLOCKS, BLOCK_SIZE), MEAN)
-    requests = [asked(name, [*range(1, 30)], EmbeddingParams()) for name in ("good", "better")]
+    requests = [
+        request_for(name, [*range(1, 30)], EmbeddingParams()) for name in ("good", "better")
+    ]
     core.add(requests[0])
     core.step()
-    outputs = run(core, [asked("bad", [5, 6], None), requests[1]])
+    outputs = run(core, [request_for("bad", [5, 6], None), requests[1]])
     assert isinstance(outputs["bad"][-1].error, WorkerFailure)
     for request in requests:
         assert_mean(reference, request, outputs[request.request_id][-1])
@@ -243,7 +251,7 @@ def test_the_model_decides_on_normalization_unless_the_request_does(
 ) -> None:
     core = core_of(served, 64, pooling=Pooling("mean", normalize=False))
     for number, normalize in enumerate((None, False, True)):
-        request = asked(f"e{number}", [1, 2, 3], EmbeddingParams(normalize=normalize))
+        request = request_for(f"e{number}", [1, 2, 3], EmbeddingParams(normalize=normalize))
         (output,) = run(core, [request])[request.request_id]
         assert_mean(reference, request, output, normalize=bool(normalize))
 
@@ -251,14 +259,14 @@ def test_the_model_decides_on_normalization_unless_the_request_does(
 def test_more_dimensions_than_the_model_has_are_refused(served: DecoderModel) -> None:
     params = EmbeddingParams(dimensions=HIDDEN_SIZE + 1)
     with pytest.raises(InvalidRequest, match=str(HIDDEN_SIZE)) as caught:
-        core_of(served, 64).add(asked("e", [1, 2], params))
+        core_of(served, 64).add(request_for("e", [1, 2], params))
     assert caught.value.field == "embedding.dimensions"
 
 
 def test_a_prompt_over_the_context_is_refused(served: DecoderModel) -> None:
     core = core_of(served, 64)
     with pytest.raises(ContextTooLong, match=r"65 tokens, more than .* context of 64"):
-        core.add(asked("e", [1] * (MAX_MODEL_LEN + 1), EmbeddingParams()))
+        core.add(request_for("e", [1] * (MAX_MODEL_LEN + 1), EmbeddingParams()))
 
 
 def test_states_that_are_not_finite_are_neither_returned_nor_shared(
@@ -274,9 +282,9 @@ def test_states_that_are_not_finite_are_neither_returned_nor_shared(
 
     core = core_of(served, 12, Spoilt(served, NUM_BLOCKS, BLOCK_SIZE))
     prompt, params = [*range(1, 20)], EmbeddingParams()
-    (failed,) = run(core, [asked("bad", prompt, params)])["bad"]
+    (failed,) = run(core, [request_for("bad", prompt, params)])["bad"]
     assert isinstance(failed.error, WorkerFailure)
-    (output,) = run(core, [asked("good", prompt, params)])["good"]
+    (output,) = run(core, [request_for("good", prompt, params)])["good"]
     assert core.stats().prefix_hit_tokens == 0
     right = expected(reference, prompt, None, normalize=True)
     assert np.linalg.norm(np.frombuffer(output.embedding, "<f4") - right) <= 1e-5

@@ -101,7 +101,7 @@ def load_int8(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTr
 
 
 def with_rounded_weights(model: PreTrainedModel, served: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy for transformers, with the weights that the integers of `served` stand for."""
+    """Return a copy for transformers, with the weights that the integers of `served` represent."""
     reference = copy.deepcopy(model)
     for name, layer in int8_layers(served):
         linear: Any = reference.get_submodule(name)
@@ -142,35 +142,35 @@ def test_only_linear_layers_of_the_decoder_are_rounded(tmp_path: Path) -> None:
 def test_each_full_weight_is_dropped_before_the_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[weakref.ref[Tensor]] = []
+    weights: list[weakref.ref[Tensor]] = []
     fill = Int8Linear.fill
 
     def watched(self: Int8Linear, weight: Tensor) -> None:
-        assert all(earlier() is None for earlier in taken)
-        taken.append(weakref.ref(weight))
+        assert all(earlier() is None for earlier in weights)
+        weights.append(weakref.ref(weight))
         fill(self, weight)
 
     monkeypatch.setattr(Int8Linear, "fill", watched)
     model = build("llama").eval()
     served = load_int8(model, tmp_path, torch.float32)
-    assert len(taken) == 3 * 7
+    assert len(weights) == 3 * 7
     saved = sum(3 * layer.weight.numel() for _, layer in int8_layers(served))
     assert saved == report_on(served).saved_bytes > 0
 
 
 def test_a_weight_is_rounded_in_parts() -> None:
-    """Its float32 copies are not as large as the weight, and the result is that of the whole."""
+    """Its float32 copies are smaller than the weight, and the result equals rounding it at once."""
     sizes = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            made = func(*args, **kwargs or {})
-            for tensor in made if isinstance(made, tuple | list) else [made]:
+            result = func(*args, **kwargs or {})
+            for tensor in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(tensor, Tensor) and tensor.dtype != torch.int8:
                     sizes.append(tensor.untyped_storage().nbytes())
-            return made
+            return result
 
     num_channels, num_inputs = 3 * FILLED_CHANNELS + 7, 32
     linear = nn.Linear(num_inputs, num_channels, dtype=torch.bfloat16).requires_grad_(False)

@@ -33,7 +33,7 @@ SAMPLED = SamplingParams(temperature=1.2, max_tokens=16, ignore_eos=True, seed=1
 
 
 class Engine:
-    """An engine of its own memory; models are shared, because they hold no state."""
+    """An engine with separate memory; models are shared, because they hold no state."""
 
     def __init__(
         self,
@@ -142,11 +142,11 @@ def test_prompts_that_are_restored_in_parts_and_others_answer_as_alone(
             ("later", prompts[1][:60]),
         )
     ]
-    expected = {one.request_id: Engine(model, None).answer(one) for one in requests}
+    expected = {request.request_id: Engine(model, None).answer(request) for request in requests}
     running, *received = requests
     # Two blocks are restored before each step.
     engine = Engine(model, None, max_num_batched_tokens=2 * BLOCK_SIZE)
-    found = {name: [list[int]() for _ in range(sampling.n)] for name in expected}
+    answers = {name: [list[int]() for _ in range(sampling.n)] for name in expected}
     num_new = list[int]()
 
     def step() -> None:
@@ -155,21 +155,21 @@ def test_prompts_that_are_restored_in_parts_and_others_answer_as_alone(
         for output in outputs:
             assert output.error is None
             for delta in output.choices:
-                found[output.request_id][delta.index] += delta.token_ids
+                answers[output.request_id][delta.index] += delta.token_ids
 
     engine.core.add(running)
-    while not found["running"][-1]:
+    while not answers["running"][-1]:
         step()
     num_new.clear()
-    for one in received:
-        runs = Engine(model, None).prefill(one)
-        engine.core.add(replace(one, received=ReceivedKV(runs)))
+    for prompt in received:
+        runs = Engine(model, None).prefill(prompt)
+        engine.core.add(replace(prompt, received=ReceivedKV(runs)))
         step()
     while engine.core.has_work:
         step()
     # Meanwhile, most of the long prompt's fourteen blocks are restored.
     assert num_new[:8] == [1] * 8
-    assert found == expected
+    assert answers == expected
     assert engine.num_found >= 112 + 56
 
 

@@ -146,7 +146,7 @@ def test_a_resume_continues_with_its_adapter(mixed: Mixed) -> None:
     assert answers == {name: answer[5:] for name, answer in expected.items()}
 
 
-def test_sampled_choices_are_those_of_an_engine_of_merged_weights(seeing: Mixed) -> None:
+def test_sampled_choices_equal_an_engine_of_merged_weights(seeing: Mixed) -> None:
     case = sampled(case_of("wide", 1), 5)
     for name, reference in seeing.references.items():
         family = adapt(copy.deepcopy(reference))
@@ -161,13 +161,13 @@ def test_sampled_choices_are_those_of_an_engine_of_merged_weights(seeing: Mixed)
 
 def test_no_block_is_shared_between_adapters_and_each_finds_its_own(seeing: Mixed) -> None:
     engine = Engine(seeing.twins, embedding_cache_bytes=2**20)
-    found = []
+    hits = []
     for adapter in (None, "small", "large", None, "small", "large"):
         case = renamed(case_of("wide", 1, 2), adapter)
         (answer,) = engine.run(case.request).values()
         assert answer.token_ids == {0: seeing.expected([case])[case.request.request_id]}
-        found.append(answer.cached_tokens > 0)
-    assert found == [False] * 3 + [True] * 3
+        hits.append(answer.cached_tokens > 0)
+    assert hits == [False] * 3 + [True] * 3
     assert engine.runner.encoded_items == 1, "the tower is the same for all"
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import InvalidRequest
@@ -21,6 +20,7 @@ from tests.engine.model.test_parity import (
     Case,
     RandomSchedule,
     Twins,
+    greedy_answer,
     make_case,
     run_schedule,
 )
@@ -31,7 +31,7 @@ from workers.engine.model.talker import Talker
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # That the penalty sees no prompt is what is wanted of the talker in transformers.
+    # The talker in transformers intends a penalty that sees no prompt.
     pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`"),
 ]
 
@@ -74,22 +74,8 @@ def make(
 
 
 def thinker_answer(whole: Any, case: Case) -> list[int]:
-    token_ids = torch.tensor([case.request.prompt_token_ids])
-    inputs: dict[str, Any] = (
-        dict(PROCESSOR(case.images, return_tensors="pt")) if case.images else {}
-    )
-    max_tokens = case.request.sampling.max_tokens
-    answer = whole.thinker.generate(
-        input_ids=token_ids,
-        attention_mask=torch.ones_like(token_ids),
-        **inputs,
-        do_sample=False,
-        min_new_tokens=max_tokens,
-        max_new_tokens=max_tokens,
-        pad_token_id=0,
-    )
-    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return told
+    inputs = PROCESSOR(case.images, return_tensors="pt") if case.images else {}
+    return greedy_answer(whole.thinker, case.request, **inputs)
 
 
 @pytest.mark.parametrize("name", ["3", "2.5"])
@@ -99,14 +85,14 @@ def test_thinkers_write_what_transformers_writes(models: dict[str, Omni], name: 
         make_case("text", [], 23, 12, omni.IMAGE_MARKS),
         make_case("two", [(60, 120), (90, 84)], 5, 12, omni.IMAGE_MARKS),
     ]
-    told = {case.request.request_id: thinker_answer(model.whole, case) for case in cases}
-    assert all(len(set(answer)) > 3 for answer in told.values())
+    answers = {case.request.request_id: thinker_answer(model.whole, case) for case in cases}
+    assert all(len(set(answer)) > 3 for answer in answers.values())
     twins = Twins(model.whole, model.thinker.model, model.thinker.tower)
     for schedule in (
         RandomSchedule(random.Random(1), 64, 4, max_chunk=64, preempt_share=0),
         RandomSchedule(random.Random(2), 64, 4, max_chunk=7, preempt_share=0.1),
     ):
-        assert run_schedule(twins, cases, schedule) == told
+        assert run_schedule(twins, cases, schedule) == answers
 
 
 # -- talkers --------------------------------------------------------------------------------------
@@ -148,7 +134,7 @@ def speak(
     )
     core = build_core(sized, engine)
     allowed = [*talker.codes, *talker.end_token_ids]
-    found = {question: [*frames] for question, frames in logged.items()}
+    spoken = {question: [*frames] for question, frames in logged.items()}
     waiting = []
     unread = {question: model.answers[question].token_ids for question in logged}
     for question, frames in logged.items():
@@ -181,9 +167,9 @@ def speak(
             for delta in output.choices:
                 assert isinstance(delta, FrameDelta)
                 for code, residual in zip(delta.token_ids, delta.residuals, strict=True):
-                    found[output.request_id] += [[code, *residual]] * (code in talker.codes)
+                    spoken[output.request_id] += [[code, *residual]] * (code in talker.codes)
     assert engine is ROOMY or sampling is not GREEDY or core.stats().num_preemptions > 0
-    return found
+    return spoken
 
 
 def known_text(
@@ -202,16 +188,16 @@ def known_text(
 @pytest.mark.parametrize("name", ["3", "2.5"])
 def test_talkers_speak_what_transformers_speaks(models: dict[str, Omni], name: str) -> None:
     model = models[name]
-    wanted = {question: answer.frames for question, answer in model.answers.items()}
-    assert sum(map(len, wanted.values())) > NUM_FRAMES
-    assert len({frame[0] for frames in wanted.values() for frame in frames}) > 5
+    expected = {question: answer.frames for question, answer in model.answers.items()}
+    assert sum(map(len, expected.values())) > NUM_FRAMES
+    assert len({frame[0] for frames in expected.values() for frame in frames}) > 5
     nothing: Spoken = {question: [] for question in QUESTIONS}
-    assert speak(model, nothing) == wanted
+    assert speak(model, nothing) == expected
     # Chunks of seven tokens, and too few blocks for all.
-    assert speak(model, nothing, engine=SMALL) == wanted
-    assert speak(model, nothing, engine=SMALL, arrivals=random.Random(4)) == wanted
-    resumed = {question: frames[:5] for question, frames in wanted.items()}
-    assert speak(model, resumed) == wanted
+    assert speak(model, nothing, engine=SMALL) == expected
+    assert speak(model, nothing, engine=SMALL, arrivals=random.Random(4)) == expected
+    resumed = {question: frames[:5] for question, frames in expected.items()}
+    assert speak(model, resumed) == expected
 
 
 @pytest.mark.parametrize("name", ["3", "2.5"])
@@ -230,13 +216,13 @@ def test_a_text_outside_of_the_vocabulary_is_not_spoken(models: dict[str, Omni],
 
 
 def test_a_talker_that_reads_while_it_speaks_says_the_same(models: dict[str, Omni]) -> None:
-    """However the text comes, in small chunks, with preemption, and behind logged frames."""
+    """For every arrival of the text, in small chunks, with preemption, and after logged frames."""
     model = models["3"]
-    wanted = {question: answer.frames for question, answer in model.answers.items()}
+    expected = {question: answer.frames for question, answer in model.answers.items()}
     nothing: Spoken = {question: [] for question in QUESTIONS}
-    resumed = {question: frames[:5] for question, frames in wanted.items()}
+    resumed = {question: frames[:5] for question, frames in expected.items()}
     for seed, (logged, engine) in enumerate([(nothing, ROOMY), (nothing, SMALL), (resumed, ROOMY)]):
-        assert speak(model, logged, engine=engine, typing=random.Random(seed)) == wanted
+        assert speak(model, logged, engine=engine, typing=random.Random(seed)) == expected
     together = speak(model, nothing, SAMPLED)
     assert speak(model, nothing, SAMPLED, SMALL, typing=random.Random(3)) == together
     other = models["2.5"].talker.talker

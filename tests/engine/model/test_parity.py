@@ -255,24 +255,29 @@ def make_cases(sees: bool) -> list[Case]:
     ]
 
 
-def reference_answer(model: Any, case: Case) -> list[int]:
-    token_ids = torch.tensor([case.request.prompt_token_ids])
-    inputs: dict[str, Any] = {}
-    if case.images:
-        inputs = dict(PROCESSOR(case.images, return_tensors="pt"))
-        inputs["mm_token_type_ids"] = (token_ids == IMAGE).int()
-    max_tokens = case.request.sampling.max_tokens
+def greedy_answer(model: Any, request: EngineRequest, **inputs: Any) -> list[int]:
+    """Return the greedy answer of transformers, as long as the request allows."""
+    token_ids = torch.tensor([request.prompt_token_ids])
     answer = model.generate(
         input_ids=token_ids,
         attention_mask=torch.ones_like(token_ids),
         **inputs,
         do_sample=False,
-        min_new_tokens=max_tokens,
-        max_new_tokens=max_tokens,
+        min_new_tokens=request.sampling.max_tokens,
+        max_new_tokens=request.sampling.max_tokens,
         pad_token_id=0,
     )
-    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
-    return told
+    answer_ids: list[int] = answer[0, token_ids.shape[1] :].tolist()
+    return answer_ids
+
+
+def reference_answer(model: Any, case: Case) -> list[int]:
+    inputs: dict[str, Any] = {}
+    if case.images:
+        inputs = dict(PROCESSOR(case.images, return_tensors="pt"))
+        token_ids = torch.tensor([case.request.prompt_token_ids])
+        inputs["mm_token_type_ids"] = (token_ids == IMAGE).int()
+    return greedy_answer(model, case.request, **inputs)
 
 
 # -- any schedule gives the same tokens -----------------------------------------------------------
@@ -383,7 +388,7 @@ def test_any_schedule_yields_the_tokens_of_generate(
 
 
 def test_images_change_the_output(seeing: Twins) -> None:
-    """Other images with the same words change the output, also that of the reference."""
+    """Other images with the same words change the output, also the reference's."""
     case = make_case("seen", [(90, 60)], 9, 12)
     image = draw_image(999, 90, 60)
     offset = case.request.items[0].placeholder.offset
@@ -398,8 +403,7 @@ def test_images_change_the_output(seeing: Twins) -> None:
 
 
 class CountingRunner(ModelRunner):
-    """Counts how often each request did not go on where it was: more than once a choice after a
-    preemption."""
+    """Counts the starts of each request: more than one for each choice after a preemption."""
 
     def __init__(
         self, twins: Twins, num_blocks: int, block_size: int, embedding_cache_bytes: int = 0
@@ -481,9 +485,11 @@ def from_afar(case: Case, tower: Tower) -> Case:
     items = []
     for item in case.request.items:
         (embedding,) = tower.encode([item.fields])
-        _, (sent,) = envelope.decode(envelope.encode(_Nothing(), [from_torch(embedding)]), _Nothing)
+        _, (received,) = envelope.decode(
+            envelope.encode(_Nothing(), [from_torch(embedding)]), _Nothing
+        )
         metadata = {name: item.fields[name] for name in tower.adapter.metadata}
-        items.append(replace(item, fields=metadata, embedding=to_torch(sent)))
+        items.append(replace(item, fields=metadata, embedding=to_torch(received)))
     return Case(replace(case.request, items=items), case.images)
 
 
@@ -526,7 +532,7 @@ def test_preempted_requests_yield_the_tokens_of_generate(twins: Twins, budget: i
 def run_sampled(
     twins: Twins, requests: list[EngineRequest], num_blocks: int, budget: int, seed: int
 ) -> tuple[dict[tuple[str, int], list[int]], CountingRunner]:
-    """Tokens of every choice, from a pool whose blocks are scattered by `seed`."""
+    """Tokens of every choice, from a pool with blocks in an order drawn from `seed`."""
     runner = CountingRunner(twins, num_blocks, 4)
     core = make_core(
         runner,

@@ -92,9 +92,9 @@ def test_ranks_of_single_layers(model: PreTrainedModel, adapter: Path) -> None:
             {f"{KEY}.lora_A.weight": torch.ones(2, 64), f"{KEY}.lora_B.weight": torch.ones(64, 2)}
         ),
     )
-    found = read(model, adapter)
-    assert found[Q].b.unique().tolist() == [6 / 2]
-    assert [len(low_rank.a) for low_rank in found.values()] == [2, 4, 4]
+    weights = read(model, adapter)
+    assert weights[Q].b.unique().tolist() == [6 / 2]
+    assert [len(low_rank.a) for low_rank in weights.values()] == [2, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_names_of_older_transformers(model: PreTrainedModel, adapter: Path) -> N
 
 
 def test_a_model_in_another_dtype(adapter: Path) -> None:
-    found = read(build("qwen2_vl").bfloat16(), adapter)
-    assert {low_rank.b.dtype for low_rank in found.values()} == {torch.bfloat16}
+    weights = read(build("qwen2_vl").bfloat16(), adapter)
+    assert {low_rank.b.dtype for low_rank in weights.values()} == {torch.bfloat16}
 
 
 # -- rejected adapters ----------------------------------------------------------------------------

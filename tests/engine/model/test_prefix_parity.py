@@ -1,4 +1,4 @@
-"""Outputs with caches against those of transformers' `generate`, and of runs without caches."""
+"""Outputs with caches equal the outputs of transformers' `generate` and of runs without caches."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -159,11 +159,11 @@ def test_a_repeated_request_recomputes_no_block_and_no_image(twins: Twins) -> No
     assert engine.runner.encoded_items == 1
 
 
-def test_another_image_of_equal_size_shares_no_block_behind_it(twins: Twins) -> None:
+def test_another_image_of_equal_size_shares_no_later_block(twins: Twins) -> None:
     engine = Engine(twins)
-    one, other = case_of(1, "wide", 2), case_of(1, "wide too", 2)
-    assert one.request.prompt_token_ids == other.request.prompt_token_ids
-    engine.run(one.request)
+    case, other = case_of(1, "wide", 2), case_of(1, "wide too", 2)
+    assert case.request.prompt_token_ids == other.request.prompt_token_ids
+    engine.run(case.request)
     (answer,) = engine.run(other.request).values()
     assert answer.cached_tokens == 8, "seven words, and what begins a picture"
     assert answer.token_ids == {0: reference_answer(twins.reference, other)}
@@ -172,11 +172,11 @@ def test_another_image_of_equal_size_shares_no_block_behind_it(twins: Twins) -> 
 
 def test_blocks_are_found_by_their_own_tenant_only(twins: Twins) -> None:
     engine = Engine(twins, embedding_cache_bytes=2**20)
-    found = []
+    figures = []
     for tenant in ("a", "b", "a", "b"):
         (answer,) = engine.run(case_of("wide", 1, tenant=tenant).request).values()
-        found.append((answer.cached_tokens > 0, engine.runner.encoded_items))
-    assert found == [(False, 1), (False, 2), (True, 2), (True, 2)]
+        figures.append((answer.cached_tokens > 0, engine.runner.encoded_items))
+    assert figures == [(False, 1), (False, 2), (True, 2), (True, 2)]
 
 
 def test_an_image_of_several_prompts_is_encoded_once_while_cached(twins: Twins) -> None:
@@ -196,9 +196,7 @@ def sampled(case: Case, seed: int) -> EngineRequest:
 
 
 @pytest.mark.parametrize("num_blocks", [64, 18], ids=["with room", "preempted"])
-def test_sampled_choices_are_those_of_an_engine_without_caches(
-    twins: Twins, num_blocks: int
-) -> None:
+def test_sampled_choices_equal_an_engine_without_caches(twins: Twins, num_blocks: int) -> None:
     requests = [
         sampled(case_of(*parts), seed) for seed, parts in enumerate([("wide", 1), ("wide", 2)])
     ]

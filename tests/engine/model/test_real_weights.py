@@ -50,17 +50,17 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=48)
     for i, prompt in enumerate(prompts):
         core.add(EngineRequest(str(i), prompt, [], params))
-    found: list[list[int]] = [[] for _ in prompts]
+    token_ids: list[list[int]] = [[] for _ in prompts]
     while core.has_work:
         for output in core.step():
             assert output.error is None
             for delta in output.choices:
-                found[int(output.request_id)] += delta.token_ids
-    return found
+                token_ids[int(output.request_id)] += delta.token_ids
+    return token_ids
 
 
 @pytest.mark.parametrize("kernels", ["measured", "torch"])
-def test_outputs_are_those_of_transformers(reference: Any, kernels: KernelSetting) -> None:
+def test_outputs_equal_the_outputs_of_transformers(reference: Any, kernels: KernelSetting) -> None:
     folder = Path(str(FOLDER))
     engine = EngineConfig(kernels=kernels, max_num_batched_tokens=48)
     model = ModelConfig(path=str(folder), dtype="float32", max_model_len=512)

@@ -1,4 +1,4 @@
-"""Videos that are heard: tokens, positions and answers are those of transformers."""
+"""Videos with sound: tokens, positions and answers equal the results of transformers."""
 
 import importlib
 import random
@@ -61,7 +61,7 @@ class Sounding:
 
 
 Content = Sounding | int | tuple[int, int]
-"""A video with its sound, a sound of so many samples, or an image of this size."""
+"""A video with its sound, a number of samples of a sound, or the size of an image."""
 
 
 def transformers_tokens(grid: list[int], seconds: float, num_heard: int) -> list[int]:
@@ -131,7 +131,7 @@ CASES: dict[str, list[Content]] = {
     "mute": [Sounding(Clip(12, 4.0), 1_100)],
     # Frames so far apart that chunks are without any.
     "sparse": [Sounding(Clip(6, 0.4), 20_011)],
-    # transformers finds a video whose sound is longer than its frames, too.
+    # In transformers, too, the sound of a video may be longer than its frames.
     "long": [Sounding(Clip(2, 2.0), 32_000)],
     "two": [Sounding(Clip(4, 3.0), 9_000), Sounding(Clip(5, 1.0), 12_345)],
     "mixed": [3_217, Sounding(Clip(4, 2.0), 20_011), (60, 120), Sounding(Clip(2, 1.0), 3_200)],
@@ -150,20 +150,22 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def answers(model: Twins, cases: list[Case]) -> dict[str, list[int]]:
-    found = {
+    answers = {
         case.request.request_id: reference_answer(model.reference, case, use_audio_in_video=True)
         for case in cases
     }
-    assert all(len(set(answer)) > 3 for answer in found.values())
-    return found
+    assert all(len(set(answer)) > 3 for answer in answers.values())
+    return answers
 
 
-def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) -> None:
+def test_positions_equal_the_positions_of_transformers(model: Twins, cases: list[Case]) -> None:
     for case in cases:
         items = case.request.items
         videos = [item.fields for item in items if "video_grid_thw" in item.fields]
         images = [f.fields["image_grid_thw"] for f in items if "image_grid_thw" in f.fields]
-        heard = [item.fields["audio_frames"] for item in items if "audio_frames" in item.fields]
+        audio_frames = [
+            item.fields["audio_frames"] for item in items if "audio_frames" in item.fields
+        ]
         ids = torch.tensor([case.request.prompt_token_ids])
         expected, deltas = model.reference.get_rope_index(  # type: ignore[operator]
             ids,
@@ -171,7 +173,7 @@ def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) ->
             torch.stack([fields["video_grid_thw"] for fields in videos]),
             torch.ones_like(ids),
             True,
-            torch.stack(heard),
+            torch.stack(audio_frames),
             torch.stack([fields["second_per_grid_ts"] for fields in videos]),
         )
         located = model.served.family.locate(case.request)
@@ -183,7 +185,7 @@ def test_positions_are_those_of_transformers(model: Twins, cases: list[Case]) ->
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"), [(400, 0.0, 16), (7, 0.0, 4), (11, 0.1, 5)]
 )
-def test_videos_that_are_heard_are_answered_as_by_transformers(
+def test_videos_with_sound_are_answered_as_by_transformers(
     model: Twins,
     cases: list[Case],
     answers: dict[str, list[int]],
@@ -197,7 +199,7 @@ def test_videos_that_are_heard_are_answered_as_by_transformers(
     assert run_schedule(model, cases, schedule) == answers
 
 
-def test_a_prompt_may_be_cut_anywhere_in_a_video_that_is_heard(
+def test_a_prompt_may_be_cut_anywhere_in_a_video_with_sound(
     model: Twins, answers: dict[str, list[int]]
 ) -> None:
     case = make_case("short", *CASES["short"])
@@ -215,8 +217,8 @@ def test_another_sound_of_the_same_video_changes_the_answer(
     changed = replace(item, mm_hash="other", fields={**item.fields, **other})
     request = replace(case.request, items=[changed])
     schedule = RandomSchedule(random.Random(0), 96, 16, 400, 0.0)
-    told = run_schedule(model, [replace(case, request=request)], schedule)
-    assert told["equal"] != answers["equal"]
+    others = run_schedule(model, [replace(case, request=request)], schedule)
+    assert others["equal"] != answers["equal"]
 
 
 def test_the_layout_places_tokens_as_transformers_does(model: Twins) -> None:
@@ -237,7 +239,7 @@ def test_the_layout_places_tokens_as_transformers_does(model: Twins) -> None:
         assert placement.token_ids == transformers_tokens(grid, seconds, num_heard)
 
 
-def test_a_plain_video_has_no_place_of_its_own(model: Twins) -> None:
+def test_a_plain_video_has_no_placement(model: Twins) -> None:
     layout = OmniVideoLayout(VideoSettings(), model.reference.config)
     assert layout.place({"video_grid_thw": from_numpy(np.ones(3, np.int64))}, lambda t: []) is None
 
@@ -256,8 +258,8 @@ def broken(item: Item, how: str) -> Item:
             seconds = torch.tensor(float("nan"))
             return replace(item, fields={**item.fields, "second_per_grid_ts": seconds})
         case "missing":
-            kept = {k: v for k, v in item.fields.items() if k != "second_per_grid_ts"}
-            return replace(item, fields=kept)
+            fields = {k: v for k, v in item.fields.items() if k != "second_per_grid_ts"}
+            return replace(item, fields=fields)
         case _:
             return replace(item, placeholder=replace_mask(place, mask))
 

@@ -1,4 +1,4 @@
-"""What is refused when a model is loaded, and why."""
+"""Models that are refused when they are loaded, and the reasons."""
 
 from pathlib import Path
 from typing import Any

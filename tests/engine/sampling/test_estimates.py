@@ -32,7 +32,7 @@ def test_sums_are_within_the_error(vocab_size: int, spread: float, temperature: 
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 4.0, 50.0])
-def test_tokens_are_those_of_exact_sums(vocab_size: int, spread: float) -> None:
+def test_tokens_equal_the_results_of_exact_sums(vocab_size: int, spread: float) -> None:
     logits = spread * random_logits(6, NUM_ROWS, vocab_size)
     logits[:3, 100:] = -torch.inf
     greatest, temperatures = logits.amax(-1, keepdim=True), torch.ones(NUM_ROWS, 1)

@@ -64,23 +64,23 @@ class Rig:
         engine = EngineConfig(num_blocks=256, **changes)
         return build_core(self.loaded, engine)
 
-    def grammar(self, wanted: StructuredOutputs) -> Grammar:
+    def grammar(self, form: StructuredOutputs) -> Grammar:
         async def compile_it() -> Grammar:
             grammars = new_grammar_compiler(self.loaded, 64)
             assert grammars is not None
             while True:
                 with contextlib.suppress(GrammarNotTried):  # The machine is busy.
-                    return await grammars.compile(wanted, "", no_progress)
+                    return await grammars.compile(form, "", no_progress)
 
         return asyncio.run(compile_it())
 
     def request(
-        self, wanted: StructuredOutputs | None, name: str = "r", **params: Any
+        self, form: StructuredOutputs | None, name: str = "r", **params: Any
     ) -> EngineRequest:
-        values = {"max_tokens": 200, "logit_bias": self.blanks if wanted else {}, **params}
-        sampling = SamplingParams(**values, structured_outputs=wanted)
+        values = {"max_tokens": 200, "logit_bias": self.blanks if form else {}, **params}
+        sampling = SamplingParams(**values, structured_outputs=form)
         prompt = self.loaded.tokenizer.encode("Tell me about Ada, please.")
-        mask = None if wanted is None else self.grammar(wanted).new_mask
+        mask = None if form is None else self.grammar(form).new_mask
         return EngineRequest(name, prompt, [], sampling, new_token_mask=mask)
 
 
@@ -96,7 +96,7 @@ def make_rig(folder: Path) -> Rig:
 
 
 def write_random_model(folder: Path, vocab_size: int) -> Path:
-    """Its tokens have nothing to do with each other, nor with those of the demo's tokenizer."""
+    """Its outputs are unrelated to each other and to the tokens of the demo's tokenizer."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -147,8 +147,8 @@ def run(core: EngineCore, *requests: EngineRequest) -> dict[str, Ended]:
     }
 
 
-def say(rig: Rig, wanted: StructuredOutputs, **params: Any) -> list[ChoiceDelta]:
-    request = rig.request(wanted, **params)
+def say(rig: Rig, form: StructuredOutputs, **params: Any) -> list[ChoiceDelta]:
+    request = rig.request(form, **params)
     choices, error = run(rig.core(), request)["r"]
     assert error is None
     return choices
@@ -222,18 +222,18 @@ SCHEMAS = st.recursive(
 @settings(max_examples=10)
 @given(SCHEMAS, st.integers(0, 2**31))
 def test_outputs_follow_any_schema(rig: Rig, schema: dict[str, Any], seed: int) -> None:
-    """A model with random weights has no mind of its own to follow it."""
+    """A model with random weights would not follow it by itself."""
     for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": seed}):
-        (said,) = say(rig, StructuredOutputs(json_schema=schema), max_tokens=450, **params)
-        assert said.finish_reason == "stop"
-        jsonschema_rs.validate(schema, json.loads(said.text))
+        (delta,) = say(rig, StructuredOutputs(json_schema=schema), max_tokens=450, **params)
+        assert delta.finish_reason == "stop"
+        jsonschema_rs.validate(schema, json.loads(delta.text))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_demo_model_follows_a_schema(demo: Rig, temperature: float) -> None:
-    (said,) = say(demo, StructuredOutputs(json_schema=PERSON), temperature=temperature)
-    assert said.finish_reason == "stop"
-    jsonschema_rs.validate(PERSON, json.loads(said.text))
+    (delta,) = say(demo, StructuredOutputs(json_schema=PERSON), temperature=temperature)
+    assert delta.finish_reason == "stop"
+    jsonschema_rs.validate(PERSON, json.loads(delta.text))
 
 
 LIST = 'start: "[" item ("," item){0,3} "]"\nitem: NUMBER | start\nNUMBER: /[0-9]{1,3}/'
@@ -242,15 +242,15 @@ LIST = 'start: "[" item ("," item){0,3} "]"\nitem: NUMBER | start\nNUMBER: /[0-9
 @pytest.mark.parametrize("seed", range(4))
 def test_the_other_forms(rig: Rig, seed: int) -> None:
     params = {"temperature": 1.0, "seed": seed}
-    (said,) = say(rig, StructuredOutputs(regex="([0-9]{3}-){2}[x-z]+é?!"), **params)
-    assert re.fullmatch("([0-9]{3}-){2}[x-z]+é?!", said.text)
-    (said,) = say(rig, StructuredOutputs(grammar=LIST), **params)
-    assert isinstance(json.loads(re.sub(r"\b0+(?=\d)", "", said.text)), list)
-    (said,) = say(rig, StructuredOutputs(json_object=True), max_tokens=450, **params)
+    (delta,) = say(rig, StructuredOutputs(regex="([0-9]{3}-){2}[x-z]+é?!"), **params)
+    assert re.fullmatch("([0-9]{3}-){2}[x-z]+é?!", delta.text)
+    (delta,) = say(rig, StructuredOutputs(grammar=LIST), **params)
+    assert isinstance(json.loads(re.sub(r"\b0+(?=\d)", "", delta.text)), list)
+    (delta,) = say(rig, StructuredOutputs(json_object=True), max_tokens=450, **params)
     # Its strings may be of any length.
-    assert said.text.lstrip().startswith("{")
-    if said.finish_reason == "stop":
-        assert isinstance(json.loads(said.text), dict)
+    assert delta.text.lstrip().startswith("{")
+    if delta.finish_reason == "stop":
+        assert isinstance(json.loads(delta.text), dict)
 
 
 @settings(max_examples=8)
@@ -259,16 +259,16 @@ def test_the_other_forms(rig: Rig, seed: int) -> None:
 )
 @example(["\x7f", "\u2028\\", '"'])
 def test_the_output_is_one_of_the_choices(rig: Rig, choices: list[str]) -> None:
-    (said,) = say(rig, StructuredOutputs(choice=choices), temperature=1.0)
-    assert said.finish_reason == "stop"
-    assert said.text in choices
+    (delta,) = say(rig, StructuredOutputs(choice=choices), temperature=1.0)
+    assert delta.finish_reason == "stop"
+    assert delta.text in choices
 
 
 def test_fewer_logits_than_tokens(tmp_path: Path) -> None:
     rig = make_rig(write_random_model(tmp_path, 760))
     assert rig.loaded.vocab_size < len(rig.loaded.tokenizer)
-    (said,) = say(rig, StructuredOutputs(json_schema=PERSON))
-    jsonschema_rs.validate(PERSON, json.loads(said.text))
+    (delta,) = say(rig, StructuredOutputs(json_schema=PERSON))
+    jsonschema_rs.validate(PERSON, json.loads(delta.text))
 
 
 def test_a_model_without_end_tokens_supports_no_grammars(rig: Rig) -> None:
@@ -276,14 +276,14 @@ def test_a_model_without_end_tokens_supports_no_grammars(rig: Rig) -> None:
 
 
 def test_an_answer_that_is_cut_off_says_so(rig: Rig) -> None:
-    (said,) = say(rig, StructuredOutputs(json_schema=PERSON), max_tokens=5)
-    assert (said.finish_reason, len(said.token_ids)) == ("length", 5)
+    (delta,) = say(rig, StructuredOutputs(json_schema=PERSON), max_tokens=5)
+    assert (delta.finish_reason, len(delta.token_ids)) == ("length", 5)
 
 
-def test_each_choice_has_a_mask_of_its_own(rig: Rig) -> None:
-    said = say(rig, StructuredOutputs(json_schema=PERSON), n=3, seed=5)
-    assert len({each.text for each in said}) == 3
-    for each in said:
+def test_each_choice_has_a_separate_mask(rig: Rig) -> None:
+    deltas = say(rig, StructuredOutputs(json_schema=PERSON), n=3, seed=5)
+    assert len({each.text for each in deltas}) == 3
+    for each in deltas:
         jsonschema_rs.validate(PERSON, json.loads(each.text))
 
 
@@ -310,8 +310,8 @@ def test_a_resume_continues_at_the_logged_token(rig: Rig, params: dict[str, Any]
 
 
 def test_preemption_does_not_change_outputs(rig: Rig) -> None:
-    wanted = StructuredOutputs(regex="([a-z ]{3},){20}")
-    requests = [rig.request(wanted, f"r{i}", seed=i, max_tokens=90) for i in range(4)]
+    form = StructuredOutputs(regex="([a-z ]{3},){20}")
+    requests = [rig.request(form, f"r{i}", seed=i, max_tokens=90) for i in range(4)]
     alone = {
         request.request_id: run(rig.core(), request)[request.request_id] for request in requests
     }
@@ -339,27 +339,27 @@ def test_a_log_of_another_grammar_is_not_continued(rig: Rig) -> None:
 
 
 def test_stop_strings_and_bias_still_count(rig: Rig) -> None:
-    (said,) = say(rig, StructuredOutputs(regex="a{2}b{2}"), stop=["b"])
-    assert (said.text, said.finish_reason, said.stop_reason) == ("aa", "stop", "b")
+    (delta,) = say(rig, StructuredOutputs(regex="a{2}b{2}"), stop=["b"])
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("aa", "stop", "b")
     banned = dict.fromkeys(rig.loaded.encode_part("x"), -100.0)
-    (said,) = say(rig, StructuredOutputs(choice=["x", "y"]), logit_bias=banned)
-    assert said.text == "y"
+    (delta,) = say(rig, StructuredOutputs(choice=["x", "y"]), logit_bias=banned)
+    assert delta.text == "y"
 
 
 def test_with_ignore_eos_only_ends_follow(rig: Rig) -> None:
-    wanted = StructuredOutputs(choice=["x"])
-    (said,) = say(rig, wanted, ignore_eos=True, max_tokens=8)
-    assert (said.text, said.finish_reason, len(said.token_ids)) == ("x", "length", 8)
+    form = StructuredOutputs(choice=["x"])
+    (delta,) = say(rig, form, ignore_eos=True, max_tokens=8)
+    assert (delta.text, delta.finish_reason, len(delta.token_ids)) == ("x", "length", 8)
 
 
 def test_a_request_without_allowed_tokens_fails_alone(rig: Rig) -> None:
-    wanted = StructuredOutputs(choice=["x"])
+    form = StructuredOutputs(choice=["x"])
     good = rig.request(StructuredOutputs(json_schema=PERSON), "good", seed=1)
     ended = run(
         rig.core(),
         good,
-        rig.request(wanted, "min_tokens", min_tokens=9),
-        rig.request(wanted, "allowed", allowed_token_ids=rig.loaded.encode_part("y")),
+        rig.request(form, "min_tokens", min_tokens=9),
+        rig.request(form, "allowed", allowed_token_ids=rig.loaded.encode_part("y")),
     )
     assert {name: error for name, (_, error) in ended.items()} == {
         "good": None,
@@ -377,7 +377,7 @@ PRODUCT = {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(32)]}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "reason"),
+    ("form", "reason"),
     [
         (StructuredOutputs(json_schema={"type": "no such"}), "no such"),
         (StructuredOutputs(json_schema={"type": "string", "pattern": "("}), "unclosed group"),
@@ -394,16 +394,16 @@ PRODUCT = {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(32)]}
     ids=lambda value: None if isinstance(value, str) else msgspec.json.encode(value)[:40].decode(),
 )
 def test_grammars_that_do_not_compile_are_rejected(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, wanted: StructuredOutputs, reason: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, form: StructuredOutputs, reason: str
 ) -> None:
     monkeypatch.setattr(grammar_trial, "MAX_CPU_S", 2)
     with pytest.raises(InvalidGrammar, match=reason) as caught:
-        rig.grammar(wanted)
+        rig.grammar(form)
     assert caught.value.field == "sampling_params.structured_outputs"
 
 
 class Counting:
-    """In place of the trial in a process of its own."""
+    """Replaces the trial in a separate process, and counts calls."""
 
     def __init__(self, outcome: str | Exception = "") -> None:
         self.tried: list[str] = []
@@ -462,7 +462,7 @@ async def test_invalid_grammars_are_cached_and_failures_are_not(
 
 
 class Left(Exception):
-    """The waiting request is gone."""
+    """The waiting request has ended."""
 
 
 async def leave() -> None:
@@ -481,10 +481,10 @@ async def test_a_waiter_can_leave_without_affecting_others(
 ) -> None:
     trial = Counting()
     grammars = held_up(rig, trial, monkeypatch)
-    wanted = StructuredOutputs(json_object=True)
-    other = asyncio.create_task(grammars.compile(wanted, "", no_progress))
+    form = StructuredOutputs(json_object=True)
+    other = asyncio.create_task(grammars.compile(form, "", no_progress))
     with pytest.raises(Left):
-        await grammars.compile(wanted, "", leave)
+        await grammars.compile(form, "", leave)
     trial.go_on.set()
     assert isinstance(await other, Grammar)
     assert len(trial.tried) == 1
@@ -498,10 +498,10 @@ async def test_a_compilation_without_waiters_frees_its_slot(
     for i in range(3 * grammars_module.MAX_COMPILING):
         with pytest.raises(Left):
             await grammars.compile(StructuredOutputs(choice=[f"left {i}"]), "", leave)
-    wanted = StructuredOutputs(json_object=True)
-    other = asyncio.create_task(grammars.compile(wanted, "", no_progress))
+    form = StructuredOutputs(json_object=True)
+    other = asyncio.create_task(grammars.compile(form, "", no_progress))
     await asyncio.sleep(0.05)
-    assert trial.tried[-1] == to_llguidance(wanted)
+    assert trial.tried[-1] == to_llguidance(form)
     trial.go_on.set()
     assert isinstance(await other, Grammar)
     again = StructuredOutputs(choice=["left 0"])
@@ -509,7 +509,7 @@ async def test_a_compilation_without_waiters_frees_its_slot(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {},
         {"regex": "a", "json_object": True},
@@ -521,6 +521,6 @@ async def test_a_compilation_without_waiters_frees_its_slot(
         {"json_schema": True},
     ],
 )
-def test_one_form_of_bounded_size(given: dict[str, Any]) -> None:
+def test_one_form_of_bounded_size(fields: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(given, StructuredOutputs)
+        msgspec.convert(fields, StructuredOutputs)

@@ -1,4 +1,4 @@
-"""Logits processors against those of transformers and against published formulas."""
+"""Logits processors equal transformers' processors and published formulas."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def processed(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) ->
 
 
 @given(logit_rows, token_lists.filter(bool), token_lists, st.floats(0.5, 2.0))
-def test_repetition_penalty_is_that_of_transformers_over_prompt_and_answer(
+def test_repetition_penalty_equals_transformers_over_prompt_and_answer(
     logits: Tensor, prompt: list[int], output: list[int], penalty: float
 ) -> None:
     sequence = sequence_of(SamplingParams(repetition_penalty=penalty), prompt, output)
@@ -66,7 +66,7 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(
     token_lists,
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=4),
 )
-def test_bad_words_are_those_of_transformers(
+def test_bad_words_are_banned_as_by_transformers(
     logits: Tensor, output: list[int], words: list[list[int]]
 ) -> None:
     # The prompt's token is in no word: transformers looks for their beginnings there too.
@@ -106,8 +106,8 @@ def test_all_but_the_allowed_tokens_are_suppressed(logits: Tensor, allowed: list
 
 
 def test_lists_of_allowed_tokens_hold_each_for_its_rows() -> None:
-    one, other = [0, 7, VOCAB_SIZE - 1], [5]
-    lists = [one, None, other, one]
+    token_ids, other = [0, 7, VOCAB_SIZE - 1], [5]
+    lists = [token_ids, None, other, token_ids]
     sequences = [sequence_of(SamplingParams(allowed_token_ids=allowed)) for allowed in lists]
     logits = random_logits(3)[0]
     for _ in range(2):

@@ -31,28 +31,28 @@ def test_each_row_gets_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(row_chunks, "CPU_CHUNK_LOGITS", 80)
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = logits.float().log_softmax(-1)
-    found = logprobs_of(logits, [2, 0, 0], [7, 3, 39], [0, 3, 50])
+    entries = logprobs_of(logits, [2, 0, 0], [7, 3, 39], [0, 3, 50])
     for logprobs, row, token_id, num_tops in zip(
-        found, [2, 0, 0], [7, 3, 39], [0, 3, 40], strict=True
+        entries, [2, 0, 0], [7, 3, 39], [0, 3, 40], strict=True
     ):
         check(logprobs, expected[row], token_id, num_tops)
 
 
 def test_impossible_tokens_have_a_finite_logprob() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
-    (found,) = logprobs_of(logits, [0], [1], [3])
-    assert (found.logprob, found.rank) == (IMPOSSIBLE, 3)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=TokenLogprobs) == found
+    (entry,) = logprobs_of(logits, [0], [1], [3])
+    assert (entry.logprob, entry.rank) == (IMPOSSIBLE, 3)
+    assert msgspec.json.decode(msgspec.json.encode(entry), type=TokenLogprobs) == entry
 
 
-def check(found: TokenLogprobs, expected: Tensor, token_id: int, num_tops: int) -> None:
-    assert found.logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
-    assert found.rank == 1 + int((expected > expected[token_id]).sum())
+def check(entry: TokenLogprobs, expected: Tensor, token_id: int, num_tops: int) -> None:
+    assert entry.logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
+    assert entry.rank == 1 + int((expected > expected[token_id]).sum())
     tops = expected.topk(num_tops)
-    assert len(found.top_token_ids) == num_tops
-    torch.testing.assert_close(torch.tensor(found.top_logprobs), tops.values, atol=1e-4, rtol=1e-4)
+    assert len(entry.top_token_ids) == num_tops
+    torch.testing.assert_close(torch.tensor(entry.top_logprobs), tops.values, atol=1e-4, rtol=1e-4)
     # Among equals in bfloat16 any order will do.
-    torch.testing.assert_close(expected[found.top_token_ids], tops.values)
+    torch.testing.assert_close(expected[entry.top_token_ids], tops.values)
 
 
 # -- through the engine ---------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def run(core: EngineCore, *cases: Case) -> dict[str, list[RequestOutput]]:
 
 
 def reference(twins: Twins, case: Case, answer: list[int]) -> Tensor:
-    """Log probabilities behind each token: [num_tokens, vocab_size]."""
+    """Log probabilities after each token: [num_tokens, vocab_size]."""
     token_ids = torch.tensor([case.request.prompt_token_ids + answer])
     inputs = {}
     if case.images:
@@ -99,25 +99,27 @@ def reference(twins: Twins, case: Case, answer: list[int]) -> Tensor:
 def check_answer(twins: Twins, case: Case, outputs: list[RequestOutput], choice: int = 0) -> None:
     deltas = [delta for output in outputs for delta in output.choices if delta.index == choice]
     answer = [token_id for delta in deltas for token_id in delta.token_ids]
-    logprobs = [found for delta in deltas for found in delta.logprobs or []]
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
     expected = reference(twins, case, answer)[len(case.request.prompt_token_ids) - 1 :]
-    for found, row, token_id in zip(logprobs, expected, answer, strict=False):
-        check(found, row, token_id, NUM_TOPS)
+    for returned, row, token_id in zip(logprobs, expected, answer, strict=False):
+        check(returned, row, token_id, NUM_TOPS)
     assert len(logprobs) == len(answer)
 
 
 def check_prompt(twins: Twins, case: Case, outputs: list[RequestOutput]) -> None:
-    told = [output.prompt_logprobs for output in outputs]
-    assert told[1:] == [None] * (len(told) - 1), "once, and first"
-    assert told[0] is not None
+    of_outputs = [output.prompt_logprobs for output in outputs]
+    assert of_outputs[1:] == [None] * (len(of_outputs) - 1), "once, and first"
+    assert of_outputs[0] is not None
     prompt = case.request.prompt_token_ids
-    for found, row, token_id in zip(told[0], reference(twins, case, []), prompt[1:], strict=False):
-        check(found, row, token_id, NUM_PROMPT_TOPS)
-    assert len(told[0]) == len(prompt) - 1
+    for entry, row, token_id in zip(
+        of_outputs[0], reference(twins, case, []), prompt[1:], strict=False
+    ):
+        check(entry, row, token_id, NUM_PROMPT_TOPS)
+    assert len(of_outputs[0]) == len(prompt) - 1
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(64, 100), (7, 17)], ids=["whole", "preempted"])
-def test_logprobs_are_those_of_the_unprocessed_distribution(
+def test_logprobs_belong_to_the_unprocessed_distribution(
     twins: Twins, budget: int, num_blocks: int
 ) -> None:
     sizes = [(60, 60)] if twins.sees else []
@@ -157,10 +159,12 @@ def test_a_resume_returns_the_rest_without_prompt_logprobs(twins: Twins) -> None
     assert all(output.prompt_logprobs is None for output in outputs)
     rest = [delta for output in outputs for delta in output.choices]
     assert [d.token_ids for d in rest] == [d.token_ids for d in deltas[cut:]]
-    for found, expected in zip(rest, deltas[cut:], strict=True):
-        assert found.logprobs is not None
+    for resumed_delta, expected in zip(rest, deltas[cut:], strict=True):
+        assert resumed_delta.logprobs is not None
         assert expected.logprobs is not None
-        assert found.logprobs[0].logprob == pytest.approx(expected.logprobs[0].logprob, abs=1e-4)
+        assert resumed_delta.logprobs[0].logprob == pytest.approx(
+            expected.logprobs[0].logprob, abs=1e-4
+        )
 
 
 def test_logprobs_are_returned_only_on_request(twins: Twins) -> None:
@@ -172,5 +176,5 @@ def test_logprobs_are_returned_only_on_request(twins: Twins) -> None:
     for output in run(new_core(twins), case)["only its own"]:
         logprobs = output.choices[0].logprobs
         assert logprobs is not None
-        (found,) = logprobs
-        assert (found.rank, found.top_token_ids) == (1, [])
+        (entry,) = logprobs
+        assert (entry.rank, entry.top_token_ids) == (1, [])

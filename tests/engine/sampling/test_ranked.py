@@ -1,4 +1,4 @@
-"""Draws from ranked tokens are those of a plain definition, which sorts all tokens."""
+"""Draws from ranked tokens equal the draws of a plain definition, which sorts all tokens."""
 
 import math
 
@@ -34,16 +34,20 @@ def units_of(weights: list[float]) -> list[int]:
 def draw_plainly(logits: Tensor, params: SamplingParams, point: float) -> int:
     """Return the token that the filters, one after the other, and the point choose."""
     weights = weights_of(logits, params)
-    kept = [w for w in weights if w >= float(torch.tensor(params.min_p))]
-    kept.sort(reverse=True)
+    candidates = [w for w in weights if w >= float(torch.tensor(params.min_p))]
+    candidates.sort(reverse=True)
     if params.top_k:
-        kept = [w for w in kept if w >= kept[min(params.top_k, len(kept)) - 1]]
+        candidates = [
+            w for w in candidates if w >= candidates[min(params.top_k, len(candidates)) - 1]
+        ]
     if params.top_p < 1:
-        units = units_of(kept)
+        units = units_of(candidates)
         target = min(math.ceil(float(sum(units)) * params.top_p), sum(units))
-        nucleus = next(i for i in range(len(kept)) if sum(units[: i + 1]) >= target)
-        kept = [w for w in kept if w >= kept[nucleus]]
-    units = [u if w >= kept[-1] else 0 for w, u in zip(weights, units_of(weights), strict=True)]
+        nucleus = next(i for i in range(len(candidates)) if sum(units[: i + 1]) >= target)
+        candidates = [w for w in candidates if w >= candidates[nucleus]]
+    units = [
+        u if w >= candidates[-1] else 0 for w, u in zip(weights, units_of(weights), strict=True)
+    ]
     offset = min(int(sum(units) * point), sum(units) - 1)
     return next(i for i in range(len(units)) if sum(units[: i + 1]) > offset)
 
@@ -60,7 +64,7 @@ def make_row(size: int, num_levels: int, has_gap: bool, seed: int) -> Tensor:
     row = 2 * torch.randn(size, generator=generator)
     if num_levels:
         row = torch.randint(num_levels, (size,), generator=generator).float()
-    # Tokens so far behind have no units.
+    # Tokens with such low logits have no units.
     row[torch.rand(size, generator=generator) < 0.7 * has_gap] -= 60
     return row
 
@@ -78,7 +82,7 @@ rows = st.builds(
     shift=st.sampled_from([-1e-9, 0.0, 1e-9]),
     min_p=st.sampled_from([0.0, 0.0, 1e-6, 0.02, 0.3, 1.0]),
 )
-def test_a_draw_is_that_of_the_plain_definition(
+def test_a_draw_follows_the_plain_definition(
     logits: Tensor,
     temperature: float,
     top_k: int,
@@ -93,7 +97,7 @@ def test_a_draw_is_that_of_the_plain_definition(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_mass_is_that_of_the_tokens_that_other_filters_leave(seed: int) -> None:
+def test_mass_counts_the_tokens_that_other_filters_leave(seed: int) -> None:
     """These are more tokens than are ranked, and fewer than all."""
     logits = make_row(60, 0, False, seed)
     check(logits, SamplingParams(top_k=9, top_p=0.8))

@@ -142,9 +142,9 @@ def test_a_large_vocabulary_is_filtered_as_by_transformers(
 def test_tied_tokens_are_kept_or_removed_together(
     logits: list[int], params: SamplingParams
 ) -> None:
-    kept = filtered(torch.tensor(logits).float(), params) > 0
-    least = min(logit for logit, stays in zip(logits, kept, strict=True) if stays)
-    assert kept.tolist() == [logit >= least for logit in logits]
+    remains = filtered(torch.tensor(logits).float(), params) > 0
+    least = min(logit for logit, stays in zip(logits, remains, strict=True) if stays)
+    assert remains.tolist() == [logit >= least for logit in logits]
 
 
 def test_tokens_without_weight_are_not_drawn() -> None:
@@ -271,7 +271,7 @@ def test_points_are_uniform() -> None:
     assert distance < 1.63 / len(points) ** 0.5
 
 
-# The values that chi-square with so many degrees of freedom exceeds in one of 1,000 draws.
+# Degrees of freedom, and the value that chi-square exceeds in one of 1,000 draws.
 CRITICAL = {2: 13.82, 3: 16.27, 4: 18.47, 19: 43.82, 31: 61.10}
 NUM_DRAWS = 4000
 
@@ -286,16 +286,16 @@ NUM_DRAWS = 4000
         (SamplingParams(temperature=2.0, top_k=20), 1000),
     ],
 )
-@pytest.mark.parametrize("what", ["seed", "position"])
+@pytest.mark.parametrize("variable", ["seed", "position"])
 def test_tokens_are_drawn_in_proportion_to_their_probabilities(
-    params: SamplingParams, vocab_size: int, what: str
+    params: SamplingParams, vocab_size: int, variable: str
 ) -> None:
     """Over counters, so that it comes out the same each time it is run."""
     row = random_logits(12, 1, vocab_size) / 3
     expected = NUM_DRAWS * transformers_filtered(row[0], params).numpy()
     sequences = [
         sequence_of(params, seed=i)
-        if what == "seed"
+        if variable == "seed"
         else sequence_of(params, output=[0] * (i % 200), choice=i // 200)
         for i in range(NUM_DRAWS)
     ]

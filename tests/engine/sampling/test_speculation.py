@@ -56,8 +56,8 @@ def shaky(answers: list[list[int]], vocab_size: int, seed: int, share: float = 0
 
     def foretell(token_ids: list[int]) -> int | None:
         num = len(token_ids)
-        known = [a[num] for a in answers if len(a) > num and a[:num] == token_ids]
-        return rng.choice(known) if known else None
+        next_ids = [a[num] for a in answers if len(a) > num and a[:num] == token_ids]
+        return rng.choice(next_ids) if next_ids else None
 
     return lambda: ShakyDrafter(foretell, rng, vocab_size, share)
 
@@ -102,19 +102,19 @@ def whole_answers(request: EngineRequest, outputs: list[RequestOutput]) -> list[
     test_engine.many, st.integers(6, 15), st.integers(1, 20), st.integers(0, 8), st.integers(0, 99)
 )
 def test_drafts_never_change_an_output(
-    wanted: list[EngineRequest], half_blocks: int, budget: int, max_drafting_tokens: int, seed: int
+    batch: list[EngineRequest], half_blocks: int, budget: int, max_drafting_tokens: int, seed: int
 ) -> None:
     """The runner verifies all blocks, including those found in the cache."""
-    alone = {request.request_id: run_alone(request) for request in wanted}
-    answers = [a for r in wanted for a in whole_answers(r, alone[r.request_id])]
+    alone = {request.request_id: run_alone(request) for request in batch}
+    answers = [a for r in batch for a in whole_answers(r, alone[r.request_id])]
     core = drafting_core(
         shaky(answers, test_engine.VOCAB_SIZE, seed), 2 * half_blocks, budget, max_drafting_tokens
     )
     for _ in range(2):
-        for request in wanted:
+        for request in batch:
             core.add(request)
         outputs = finish(core)
-        for request in wanted:
+        for request in batch:
             expected = answers_of(alone[request.request_id], request)
             assert answers_of(outputs, request) == expected
     stats = core.stats()
@@ -143,14 +143,16 @@ def test_drafting_continues_after_a_resume_at_any_token(request: EngineRequest, 
 def test_accepted_drafts_save_steps_and_are_cached() -> None:
     request = test_engine.make_request(max_tokens=12, ignore_eos=True)
     alone = run_alone(request)
-    core = drafting_core(shaky(whole_answers(request, alone), 8, 0, share=1.0))
+    (whole,) = whole_answers(request, alone)
+    core = drafting_core(shaky([whole], 8, 0, share=1.0))
     core.add(request)
     assert answers_of(finish(core), request) == answers_of(alone, request)
     stats = core.stats()
     assert stats.num_steps < 12
     assert stats.num_accepted_tokens == stats.num_draft_tokens == 12 - stats.num_steps
-    # Fifteen tokens, of which the last was never computed: seven blocks.
-    assert len(core._pool._block_by_hash) == 7
+    # The last of the fifteen tokens was never computed: seven blocks.
+    following = test_engine.make_request("following", [*whole, 1, 1], max_tokens=1)
+    assert test_engine.cached_tokens(core, following) == 14
 
 
 def test_a_failing_run_fails_only_its_request_with_drafts() -> None:
@@ -227,8 +229,8 @@ def test_drafts_are_accepted_up_to_the_first_mismatch(
 ) -> None:
     others = [drafted(()), drafted((7, 7))]
     logits = torch.cat([rows_for(0), rows_for(3, 4, 5, 6)[: 1 + len(drafts)], rows_for(7, 7, 2)])
-    found = sample_batch(logits, [others[0], drafted(drafts), others[1]])
-    assert found == [
+    samples = sample_batch(logits, [others[0], drafted(drafts), others[1]])
+    assert samples == [
         [SampledToken(0)],
         [SampledToken(token_id) for token_id in expected],
         [SampledToken(7), SampledToken(7), SampledToken(2)],
@@ -266,7 +268,7 @@ def test_logits_of_a_rejected_draft_must_be_finite_too() -> None:
 
 
 class Engine:
-    """A model and how to run it; blocks of 8, which the kernels ask for."""
+    """A model and a way to run it, with blocks of 8, which the kernels require."""
 
     def __init__(self, name: str, native: bool, adapter: Path | None = None) -> None:
         model = build(name).eval().requires_grad_(False)
@@ -294,7 +296,7 @@ class Engine:
 
     def requests(self) -> list[EngineRequest]:
         imaged = make_case("pictured", [(60, 60)] if self.tower else [], 9, 20).request
-        asked: dict[str, dict[str, Any]] = {
+        params_by_name: dict[str, dict[str, Any]] = {
             "greedy": {"temperature": 0},
             "sampled": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "n": 2},
             "penalized": {
@@ -314,7 +316,7 @@ class Engine:
                 sampling=SamplingParams(**{"max_tokens": 20, "prompt_logprobs": 1, **params}),
                 adapter="a" if self.adapters and name != "penalized" else None,
             )
-            for name, params in asked.items()
+            for name, params in params_by_name.items()
         ]
 
 
@@ -322,7 +324,7 @@ Told = dict[tuple[str, int], tuple[list[int], str, str | None, str | int | None]
 
 
 def run(core: EngineCore, requests: list[EngineRequest]) -> tuple[Told, dict[str, list[float]]]:
-    """Answers by request and choice; log probabilities by request, where they were asked for."""
+    """Answers by request and choice; log probabilities by request, where they were requested."""
     outputs: list[RequestOutput] = []
     for request in requests:
         core.add(request)
@@ -330,16 +332,16 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> tuple[Told, dict[str
         outputs += core.step()
     assert all(output.error is None for output in outputs)
     assert core.stats().num_free_blocks == core.stats().num_blocks
-    told: Told = {}
+    answers: Told = {}
     logprobs: dict[str, list[float]] = {}
     for request in requests:
         before = [ChoiceDelta(i, 0, log.token_ids, "") for i, log in enumerate(request.logged)]
         deltas = [d for o in outputs if o.request_id == request.request_id for d in o.choices]
         for choice, answer in enumerate(gather(before + deltas, request.sampling.n)):
-            told[request.request_id, choice] = answer
-        found = [entry.logprob for delta in deltas for entry in delta.logprobs or []]
-        logprobs[request.request_id] = found
-    return told, logprobs
+            answers[request.request_id, choice] = answer
+        values = [entry.logprob for delta in deltas for entry in delta.logprobs or []]
+        logprobs[request.request_id] = values
+    return answers, logprobs
 
 
 def no_drafter() -> None:
@@ -361,22 +363,22 @@ def test_models_yield_the_same_tokens_with_drafts(name: str, native: bool) -> No
     for new_drafter in drafters:
         for num_blocks, budget in ((100, 64), (12, 20)):
             core = engine.core(new_drafter, num_blocks, budget)
-            told, logprobs = run(core, requests)
-            assert told == plain
-            for request_id, found in logprobs.items():
-                assert found == pytest.approx(plain_logprobs[request_id], abs=1e-4)
+            drafted_answers, logprobs = run(core, requests)
+            assert drafted_answers == plain
+            for request_id, values in logprobs.items():
+                assert values == pytest.approx(plain_logprobs[request_id], abs=1e-4)
             assert core.stats().num_accepted_tokens > 0
             assert core.stats().num_draft_tokens > core.stats().num_accepted_tokens
     assert core.stats().num_preemptions > 0
     resumed = [replace(request, logged=cut(request, plain)) for request in requests]
-    told, _ = run(engine.core(drafters[0]), resumed)
-    for key, (token_ids, _, finish_reason, _) in told.items():
+    drafted_answers, _ = run(engine.core(drafters[0]), resumed)
+    for key, (token_ids, _, finish_reason, _) in drafted_answers.items():
         assert (token_ids, finish_reason) == (plain[key][0], plain[key][2])
 
 
-def cut(request: EngineRequest, told: Told) -> list[LoggedChoice]:
+def cut(request: EngineRequest, answers: Told) -> list[LoggedChoice]:
     return [
-        LoggedChoice(told[request.request_id, choice][0][: 3 + choice], False)
+        LoggedChoice(answers[request.request_id, choice][0][: 3 + choice], False)
         for choice in range(request.sampling.n)
     ]
 

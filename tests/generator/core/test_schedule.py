@@ -1,4 +1,4 @@
-"""The schedule of chunks: a function of positions, whatever the order in which frames arrive."""
+"""The schedule of chunks depends on positions, and not on the order in which frames arrive."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def windows(spec: ChunkSpec, num_frames: int, start: int = 0) -> Iterator[Window
 
 
 @given(SPECS, st.integers(0, 60))
-def test_the_frames_of_the_first_chunks_are_those_of_their_windows(
+def test_the_first_chunks_have_the_frames_of_their_windows(
     spec: ChunkSpec, num_chunks: int
 ) -> None:
     cut = [*windows(spec, 1000)][:num_chunks]
@@ -60,9 +60,9 @@ def test_the_first_chunks_are_small() -> None:
 
 @given(SPECS, st.integers(0, 80))
 def test_chunks_cover_a_speech_without_a_gap(spec: ChunkSpec, num_frames: int) -> None:
-    found = list(windows(spec, num_frames))
-    assert [frame for w in found for frame in range(w.start, w.end)] == list(range(num_frames))
-    for window in found:
+    chunks = list(windows(spec, num_frames))
+    assert [frame for w in chunks for frame in range(w.start, w.end)] == list(range(num_frames))
+    for window in chunks:
         assert window.first == max(0, window.start - spec.left)
         assert window.last == min(num_frames, window.end + spec.right)
 
@@ -72,31 +72,31 @@ def test_a_window_is_the_same_whenever_its_frames_arrive(
     spec: ChunkSpec, num_frames: int, data: st.DataObject
 ) -> None:
     arrivals = data.draw(st.lists(st.integers(0, num_frames), max_size=12).map(sorted))
-    found: list[Window] = []
+    chunks: list[Window] = []
     for num_there in arrivals:
-        while (w := window_at(spec, _next(found), num_there, is_complete=False)) is not None:
+        while (w := window_at(spec, _next(chunks), num_there, is_complete=False)) is not None:
             assert w.last <= num_there
-            found.append(w)
-    found += windows(spec, num_frames, _next(found))
-    assert found == list(windows(spec, num_frames))
+            chunks.append(w)
+    chunks += windows(spec, num_frames, _next(chunks))
+    assert chunks == list(windows(spec, num_frames))
 
 
 @given(SPECS, st.integers(1, 80), st.data())
-def test_an_attempt_goes_on_at_the_chunks_of_the_one_before(
+def test_an_attempt_continues_at_the_chunks_of_the_previous_one(
     spec: ChunkSpec, num_frames: int, data: st.DataObject
 ) -> None:
-    found = list(windows(spec, num_frames))
-    num_made = data.draw(st.integers(0, len(found)))
-    assert list(windows(spec, num_frames, _next(found[:num_made]))) == found[num_made:]
+    chunks = list(windows(spec, num_frames))
+    num_made = data.draw(st.integers(0, len(chunks)))
+    assert list(windows(spec, num_frames, _next(chunks[:num_made]))) == chunks[num_made:]
 
 
 @given(SPECS, st.integers(0, 200))
-def test_a_chunk_ends_behind_each_of_its_frames(spec: ChunkSpec, start: int) -> None:
+def test_a_chunk_may_end_after_each_of_its_frames(spec: ChunkSpec, start: int) -> None:
     """Also within a chunk, where another schedule has ended: the next boundary is the same."""
     end = end_of(spec, start)
     assert start < end <= start + max(spec.size, *spec.first, 1)
     assert {end_of(spec, frame) for frame in range(start, end)} == {end}
 
 
-def _next(found: list[Window]) -> int:
-    return found[-1].end if found else 0
+def _next(chunks: list[Window]) -> int:
+    return chunks[-1].end if chunks else 0

@@ -47,9 +47,9 @@ def test_a_chunk_waits_for_its_frames_and_their_context(vocoder: Vocoder) -> Non
     np.testing.assert_array_equal(speech.codes[:, 0], [1, 2, 3, 4, 5])
 
 
-def test_an_attempt_begins_behind_the_samples_in_the_log(vocoder: Vocoder) -> None:
-    made: list[AnyRecord] = [audio(0, 3), audio(3, 4)]
-    speech = Speech(SPEC, vocoder, made)
+def test_an_attempt_begins_after_the_samples_in_the_log(vocoder: Vocoder) -> None:
+    log: list[AnyRecord] = [audio(0, 3), audio(3, 4)]
+    speech = Speech(SPEC, vocoder, log)
     speech.add(codes(0, *range(13)))
     assert speech.num_samples == 7 * FRAME
     assert speech.next_window() == Window(5, 7, 11, 13)
@@ -58,11 +58,11 @@ def test_an_attempt_begins_behind_the_samples_in_the_log(vocoder: Vocoder) -> No
 def test_the_last_frame_of_a_speech_may_be_shorter(
     vocoder: Vocoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[AnyRecord] = [audio(0, 3), AudioChunk(1, 1, 3 * FRAME, FRAME - 7, 24_000, "")]
+    log: list[AnyRecord] = [audio(0, 3), AudioChunk(1, 1, 3 * FRAME, FRAME - 7, 24_000, "")]
     with pytest.raises(PagemillError, match="another vocoder"):
-        Speech(SPEC, vocoder, made)
+        Speech(SPEC, vocoder, log)
     monkeypatch.setattr(vocoder, "num_missing", 7)
-    speech = Speech(SPEC, vocoder, made)
+    speech = Speech(SPEC, vocoder, log)
     speech.add(codes(0, 1, 2, 3, 4))
     speech.is_complete = True
     assert speech.next_window() is None
@@ -87,11 +87,11 @@ def test_frames_that_the_vocoder_cannot_take_are_refused(
 
 
 @pytest.mark.parametrize(
-    "made", [audio(0, 3, sample_rate=16_000), AudioChunk(0, 1, 0, FRAME + 1, 24_000, "")]
+    "chunk", [audio(0, 3, sample_rate=16_000), AudioChunk(0, 1, 0, FRAME + 1, 24_000, "")]
 )
-def test_the_sound_of_another_vocoder_is_not_continued(vocoder: Vocoder, made: AudioChunk) -> None:
+def test_the_sound_of_another_vocoder_is_not_continued(vocoder: Vocoder, chunk: AudioChunk) -> None:
     with pytest.raises(PagemillError, match="this sound was begun by another vocoder"):
-        Speech(SPEC, vocoder, [made])
+        Speech(SPEC, vocoder, [chunk])
 
 
 def test_a_record_without_frames_changes_nothing(vocoder: Vocoder) -> None:
@@ -111,7 +111,7 @@ def test_a_client_is_dry_when_it_has_played_what_it_got() -> None:
     assert playback.dry_at_s == 15.0
 
 
-def test_the_text_that_a_chunk_speaks_lies_between_those_of_the_records(vocoder: Vocoder) -> None:
+def test_the_text_of_a_chunk_lies_between_the_texts_of_its_records(vocoder: Vocoder) -> None:
     speech = Speech(SPEC, vocoder, [])
     speech.add(codes(0, 1, 2))
     assert speech.end_token_at(2) is None

@@ -11,31 +11,31 @@ def unit(request_id: str, dry_at_s: float = 0.0, shape: int = 1) -> Unit[str]:
 
 
 def queue(*units: Unit[str], max_batch: int = 8) -> UnitQueue[str]:
-    made: UnitQueue[str] = UnitQueue(max_batch)
+    unit_queue: UnitQueue[str] = UnitQueue(max_batch)
     for each in units:
-        made.add(each)
-    return made
+        unit_queue.add(each)
+    return unit_queue
 
 
-def taken(waiting: UnitQueue[str]) -> list[str]:
+def take_batch(waiting: UnitQueue[str]) -> list[str]:
     return [each.request_id for each in waiting.take()]
 
 
 def test_the_client_that_runs_dry_first_is_served_first() -> None:
     waiting = queue(unit("late", 9.0), unit("soon", 1.0), unit("dry", -3.0), max_batch=1)
-    assert [taken(waiting) for _ in range(4)] == [["dry"], ["soon"], ["late"], []]
+    assert [take_batch(waiting) for _ in range(4)] == [["dry"], ["soon"], ["late"], []]
 
 
 def test_others_of_the_same_shape_share_the_batch_of_the_most_urgent() -> None:
     waiting = queue(unit("a", 1.0, 7), unit("b", 2.0, 5), unit("c", 3.0, 7), unit("d", 0.5, 7))
-    assert taken(waiting) == ["d", "a", "c"]
-    assert taken(waiting) == ["b"]
+    assert take_batch(waiting) == ["d", "a", "c"]
+    assert take_batch(waiting) == ["b"]
 
 
 def test_a_batch_has_a_limit_and_takes_the_urgent_ones() -> None:
     waiting = queue(*(unit(f"r{n}", -n) for n in range(5)), max_batch=3)
-    assert taken(waiting) == ["r4", "r3", "r2"]
-    assert taken(waiting) == ["r1", "r0"]
+    assert take_batch(waiting) == ["r4", "r3", "r2"]
+    assert take_batch(waiting) == ["r1", "r0"]
 
 
 def test_the_images_of_a_request_share_a_batch_and_are_cancelled_together() -> None:
@@ -49,7 +49,7 @@ def test_the_images_of_a_request_share_a_batch_and_are_cancelled_together() -> N
     waiting = queue(*images, unit("b"))
     waiting.discard(images[1])
     assert [each.number for each in waiting.cancel("a")] == [0, 2]
-    assert taken(waiting) == ["b"]
+    assert take_batch(waiting) == ["b"]
 
 
 def test_a_cancelled_unit_is_in_no_batch() -> None:
@@ -58,7 +58,7 @@ def test_a_cancelled_unit_is_in_no_batch() -> None:
     assert cancelled.work == "work of a"
     assert waiting.cancel("a") == []
     assert len(waiting) == 1
-    assert taken(waiting) == ["b"]
+    assert take_batch(waiting) == ["b"]
 
 
 @given(
@@ -67,7 +67,7 @@ def test_a_cancelled_unit_is_in_no_batch() -> None:
     ),
     st.integers(1, 4),
 )
-def test_every_unit_is_in_one_batch_and_none_waits_behind_a_less_urgent_one_of_its_shape(
+def test_every_unit_is_in_one_batch_and_none_waits_for_a_less_urgent_one_of_its_shape(
     units: dict[str, tuple[float, int]], max_batch: int
 ) -> None:
     waiting = queue(*(unit(name, *about) for name, about in units.items()), max_batch=max_batch)

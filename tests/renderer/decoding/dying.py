@@ -1,4 +1,4 @@
-"""A spawner whose decoders do what the file says, in place of decoding it."""
+"""A spawner of decoders that follow commands in the file instead of decoding it."""
 
 import os
 import signal

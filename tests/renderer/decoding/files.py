@@ -62,19 +62,19 @@ def sounding(num_frames: int = 48, fps: int = 24, seconds: float = 2.0, tone: in
     tones = (0.5 * np.sin(2 * np.pi * tone * time)).astype(np.float32)[None]
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as output:
-        seen = output.add_stream("libx264", rate=fps)
-        seen.width, seen.height, seen.pix_fmt = WIDTH, HEIGHT, "yuv420p"
-        heard = output.add_stream("aac", rate=44_100, layout="mono")
+        frames = output.add_stream("libx264", rate=fps)
+        frames.width, frames.height, frames.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        audio = output.add_stream("aac", rate=44_100, layout="mono")
         for number in range(num_frames):
             frame = av.VideoFrame.from_ndarray(picture(number), "rgb24")
             frame = frame.reformat(format="yuv420p")
             frame.pts, frame.time_base = number, Fraction(1, fps)
-            output.mux(seen.encode(frame))
+            output.mux(frames.encode(frame))
         sound = av.AudioFrame.from_ndarray(tones, "fltp", "mono")
         sound.sample_rate, sound.pts = 44_100, 0
-        output.mux(heard.encode(sound))
-        output.mux(heard.encode())
-        output.mux(seen.encode())
+        output.mux(audio.encode(sound))
+        output.mux(audio.encode())
+        output.mux(frames.encode())
     return file.getvalue()
 
 
@@ -94,10 +94,10 @@ def repeated(
     file = io.BytesIO()
     with av.open(io.BytesIO(source)) as template, av.open(file, "w", format=container) as output:
         stream = template.streams.video[0]
-        found = [packet for packet in template.demux(stream) if packet.size]
+        packets = [packet for packet in template.demux(stream) if packet.size]
         target = output.add_stream_from_template(stream)
         for number in range(num_frames):
-            packet = av.Packet(bytes(found[min(number, len(found) - 1)]))
+            packet = av.Packet(bytes(packets[min(number, len(packets) - 1)]))
             packet.stream, packet.time_base = target, seconds_each
             packet.pts = packet.dts = number
             packet.duration = 1

@@ -1,4 +1,4 @@
-"""How tests read files with a pool of decoders."""
+"""Reads files with a pool of decoders, for tests."""
 
 from collections.abc import Sequence
 

@@ -59,7 +59,7 @@ def changing_size() -> bytes:
 
 
 def mjpeg(pictures: list[np.ndarray]) -> bytes:
-    """Return JPEG files as a video whose header has the size of the first."""
+    """Return JPEG files as a video. Its header has the size of the first."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as output:
         stream = output.add_stream("mjpeg", rate=1)
@@ -83,7 +83,7 @@ def only_sound() -> bytes:
 
 
 def animation(size: int, num_frames: int) -> bytes:
-    """Return a GIF whose frames are one pixel each on a large screen."""
+    """Return a GIF with frames of one pixel each on a large screen."""
     screen = b"GIF89a" + struct.pack("<HHBBB", size, size, 0x80, 0, 0) + bytes(6)
     frame = b"!\xf9\x04\0\x0a\0\0\0" + b",\0\0\0\0\1\0\1\0\0" + b"\x02\x02D\x01\0"
     return screen + frame * num_frames + b";"
@@ -141,7 +141,7 @@ VIDEOS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
 
 
 def forged_wav(**header: int) -> bytes:
-    """Return a WAV file of one second whose header says something else."""
+    """Return a WAV file of one second with a header that claims another length."""
     data = bytearray(files.sound(files.noise(16_000, 1), 16_000, subtype="PCM_16"))
     for name, (offset, form) in {"channels": (22, "<H"), "rate": (24, "<I")}.items():
         if name in header:
@@ -232,7 +232,7 @@ def cheap(reader: Reader) -> Iterator[None]:
     assert pid is not None
     before = children_cpu_s(pid)
     yield
-    reader.video(files.video(), [0])  # whose decoder has ended after that of the test
+    reader.video(files.video(), [0])  # Its decoder ends after the decoder of the test.
     assert children_cpu_s(pid) - before < MAX_CPU_S
 
 
@@ -326,8 +326,8 @@ def test_packets_are_read_up_to_the_limit_on_the_duration(monkeypatch: pytest.Mo
     noted = []
     note = packet_video._note_packets
 
-    def noting(*asked: Any) -> Any:
-        noted.append(note(*asked))
+    def noting(*args: Any) -> Any:
+        noted.append(note(*args))
         return noted[-1]
 
     monkeypatch.setattr(packet_video, "_note_packets", noting)

@@ -35,7 +35,7 @@ def dying() -> Iterator[Reader]:
 
 
 @pytest.fixture
-def given(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def decoder_jobs(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The jobs for which a decoder was started."""
     jobs: list[object] = []
     fork = dying.pool.forks.fork
@@ -55,11 +55,11 @@ def decoders(pool: DecoderPool) -> list[int]:
 
 
 def only_decoder(pool: DecoderPool) -> int:
-    """Return the decoder at work, once those of earlier tests have ended."""
+    """Return the decoder at work, after the decoders of earlier tests have ended."""
     until = time.monotonic() + 60
-    while len(found := decoders(pool)) != 1 and time.monotonic() < until:
+    while len(pids := decoders(pool)) != 1 and time.monotonic() < until:
         time.sleep(0.01)
-    [decoder] = found
+    [decoder] = pids
     return decoder
 
 
@@ -76,24 +76,24 @@ def only_decoder(pool: DecoderPool) -> int:
     ],
 )
 def test_a_file_that_ends_its_decoder_is_refused_and_remembered(
-    dying: Reader, given: list[object], data: bytes, message: str
+    dying: Reader, decoder_jobs: list[object], data: bytes, message: str
 ) -> None:
     for _ in range(100):
         with pytest.raises(InvalidMedia, match=message) as raised:
             dying.video(data, [0])
         assert raised.value.field == FIELD
-    assert len(given) == 1
+    assert len(decoder_jobs) == 1
     dying.video(SEQUENCE, [0])
 
 
 def test_a_refused_file_is_tried_again_after_some_time(
-    dying: Reader, given: list[object], monkeypatch: pytest.MonkeyPatch
+    dying: Reader, decoder_jobs: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pools, "REMEMBERED_S", 0.0)
     for _ in range(2):
         with pytest.raises(InvalidMedia, match="signal 6"):
             dying.video(b"abort:later", [0])
-    assert len(given) == 2
+    assert len(decoder_jobs) == 2
 
 
 def test_a_costly_use_of_a_file_is_refused_and_not_the_file(
@@ -173,9 +173,7 @@ def test_decoders_that_are_always_killed_are_no_fault_of_the_file(dying: Reader)
         dying.video(b"killed", [0])
 
 
-def test_a_decoder_ends_when_nobody_waits_for_it(
-    dying: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_without_a_waiter_ends(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     with dying.pool.open("frames", b"sleep", "hash", FIELD) as decoding:
         monkeypatch.setattr(decoding, "_receive", lambda: None)
         with pytest.raises(InvalidMedia):
@@ -209,7 +207,7 @@ def test_a_closed_pool_starts_nothing() -> None:
 
 
 def test_a_decoder_opens_no_file(dying: Reader) -> None:
-    """Not even one that everybody may read."""
+    """Not even a file that is readable by all users."""
     with pytest.raises(InvalidMedia, match="damaged or incomplete"):
         dying.video(b"open:/etc/passwd", [0])
 

@@ -1,4 +1,4 @@
-"""Frames of videos: exactly those that are asked for, as a decoder yields them that reads all."""
+"""Frames of videos: exactly the requested ones, equal to the frames of a decoder that reads all."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def all_frames(data: bytes) -> list[NDArray[np.uint8]]:
 
 
 @pytest.mark.parametrize(("codec", "container"), KINDS)
-def test_frames_equal_those_of_a_decoder_that_reads_all(
+def test_frames_equal_the_frames_of_a_decoder_that_reads_all(
     reader: Reader, codec: str, container: str
 ) -> None:
     data = files.video(codec, container)
@@ -55,7 +55,7 @@ def test_encoders_of_the_tests_make_no_real_time_process() -> None:
 
 
 def test_a_frame_is_decoded_from_the_key_frame_before_it(reader: Reader) -> None:
-    # All frames but the first, and those of the last two key frames, are damaged.
+    # All frames are damaged, except the first and the frames from the last two key frames on.
     data = bytearray(files.video())
     with av.open(io.BytesIO(bytes(data))) as opened:
         packets = [packet for packet in opened.demux(video=0) if packet.size]
@@ -128,7 +128,7 @@ def test_animated_images_are_videos(reader: Reader, kind: str) -> None:
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_the_memory_of_a_refused_file_is_free(reader: Reader, num_read: int) -> None:
-    """Also while somebody has the error, whose traceback holds a frame."""
+    """Also while a reference to the error exists, because its traceback holds a frame."""
     assert num_kib_shared() == 0
     with pytest.raises(InvalidMedia, match="refused") as caught:
         read_and_refuse(reader, num_read)

@@ -1,6 +1,6 @@
-"""Decode files in a process of its own, and print what each did to the most memory ever used.
+"""Decode files in a separate process, and print what each did to the most memory ever used.
 
-The peak is that of /proc: `ru_maxrss` begins with what the parent had.
+The peak is read from /proc, because `ru_maxrss` begins with the parent's memory.
 """
 
 import io
@@ -18,9 +18,9 @@ from workers.renderer.media.image_decoder import decode_image
 
 def peak_kib() -> int:
     status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+)", status)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"VmHWM:\s+(\d+)", status)
+    assert match is not None
+    return int(match[1])
 
 
 def outcome_of(data: bytes) -> tuple[str, str]:

@@ -75,7 +75,7 @@ def spellings(text: str) -> Iterator[str]:
 def assert_not_asked(url: str, networks: list[str] | None = None) -> None:
     with pytest.raises((MediaBlocked, InvalidMedia)) as caught:
         fetcher(networks).fetch(url, FIELD)
-    # The error differs from that of a connection that was tried and failed.
+    # A connection that was tried and failed has another error.
     assert "in time" not in caught.value.message
     assert caught.value.field == FIELD
 
@@ -100,7 +100,7 @@ def test_no_inner_address_of_version_6_is_dialled(
     assert canary_everywhere.connections == 0
 
 
-def test_the_canary_would_have_been_heard(canary_everywhere: Canary) -> None:
+def test_the_canary_notices_requests(canary_everywhere: Canary) -> None:
     hosts = ["127.0.0.1", "2130706433", "0x7f.1", "127.1", "0177.0.0.1", "localhost"]
     for host in hosts:
         fetcher(["0.0.0.0/0", "::/0"]).fetch(canary_everywhere.url(host=host), FIELD)
@@ -169,7 +169,7 @@ def test_a_url_that_parsers_disagree_on_opens_no_connection(
 
 
 @pytest.mark.parametrize("url", CONFUSING)
-def test_what_is_taken_of_it_has_the_host_that_is_dialled(url: str) -> None:
+def test_an_accepted_url_has_the_host_that_is_dialled(url: str) -> None:
     """The HTTP library's own reading of the same URL is the host that was checked, if any."""
     with suppress(InvalidMedia):
         target = parse_url(url.format(port=80), FIELD)
@@ -275,7 +275,7 @@ def test_a_redirect_to_a_host_that_is_not_listed_is_not_followed(
 def test_a_name_that_turns_inside_is_dialled_where_it_was_checked(
     canary: Canary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = resolve_as(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
+    hosts = resolve_as(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
     dialled = []
 
     async def unreachable(self: object, host: str, *_: object) -> None:
@@ -283,12 +283,12 @@ def test_a_name_that_turns_inside_is_dialled_where_it_was_checked(
         raise httpcore2.ConnectError
 
     monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", unreachable)
-    one = fetcher()
+    reader = fetcher()
     with pytest.raises(InvalidMedia):
-        one.fetch(canary.url(host="rebind.example"), FIELD)
-    assert (asked, dialled) == (["rebind.example"], ["93.184.216.34"])
+        reader.fetch(canary.url(host="rebind.example"), FIELD)
+    assert (hosts, dialled) == (["rebind.example"], ["93.184.216.34"])
     with pytest.raises(MediaBlocked):
-        one.fetch(canary.url(host="rebind.example"), FIELD)
+        reader.fetch(canary.url(host="rebind.example"), FIELD)
     assert dialled == ["93.184.216.34"]
 
 
@@ -332,7 +332,7 @@ DRIBBLES = {
 def test_the_deadline_is_for_the_whole_and_not_for_each_byte(
     canary: Canary, dribble: tuple[bytes, bytes]
 ) -> None:
-    """A limit on the pause between bytes would let each of these go on for ever."""
+    """With only a limit on the pause between bytes, each of these would never end."""
     beginning, endless = dribble
     given_up = threading.Event()
 
@@ -352,43 +352,43 @@ def test_the_deadline_is_for_the_whole_and_not_for_each_byte(
 
 @pytest.mark.parametrize("beginning", [OK + b"X: ", OK + b"Content-Length: ", b"HTTP/1.1 200 "])
 def test_headers_without_an_end_are_given_up(canary: Canary, beginning: bytes) -> None:
-    sent = 0
+    num_bytes = 0
 
     def flood(handler: BaseHTTPRequestHandler) -> None:
-        nonlocal sent
+        nonlocal num_bytes
         handler.wfile.write(beginning)
         while True:
-            sent += handler.wfile.write(b"1" * 2**16)
+            num_bytes += handler.wfile.write(b"1" * 2**16)
 
     canary.answers["/a.png"] = flood
     with pytest.raises(InvalidMedia):
         fetcher(LOOPBACK, fetch_timeout_s=30.0).fetch(canary.url(), FIELD)
-    assert sent < 2**24, "by their size, and not by the deadline"
+    assert num_bytes < 2**24, "by their size, and not by the deadline"
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": str(2**40)}, {"Content-Length": "10"}])
 def test_no_length_that_is_said_gets_more_than_the_limit(
     canary: Canary, headers: dict[str, str]
 ) -> None:
-    sent = 0
+    num_bytes = 0
 
     def endless(handler: BaseHTTPRequestHandler) -> None:
-        nonlocal sent
+        nonlocal num_bytes
         handler.send_response(200)
         for name, value in headers.items():
             handler.send_header(name, value)
         handler.end_headers()
-        while sent < 2**26:
-            sent += handler.wfile.write(bytes(2**16))
+        while num_bytes < 2**26:
+            num_bytes += handler.wfile.write(bytes(2**16))
 
     canary.answers["/a.png"] = endless
-    one = fetcher(LOOPBACK, max_image_bytes=2**20, fetch_timeout_s=30.0)
+    reader = fetcher(LOOPBACK, max_image_bytes=2**20, fetch_timeout_s=30.0)
     if headers.get("Content-Length") == "10":
-        assert one.fetch(canary.url(), FIELD) == bytes(10)
+        assert reader.fetch(canary.url(), FIELD) == bytes(10)
     else:
         with pytest.raises(MediaTooLarge, match=str(2**20)):
-            one.fetch(canary.url(), FIELD)
-    assert sent < 2**26
+            reader.fetch(canary.url(), FIELD)
+    assert num_bytes < 2**26
 
 
 @pytest.mark.parametrize("length", ["-1", "1, 2", "a", "0x10", "9" * 5000])
@@ -415,8 +415,8 @@ def test_a_compressed_body_is_not_unpacked_and_so_no_image(canary: Canary, encod
         decode_image(bomb, limits, FIELD)
 
 
-def test_what_follows_an_answer_is_not_the_next_one(canary: Canary) -> None:
-    """Bytes behind the declared length must not answer another request."""
+def test_bytes_after_an_answer_are_not_the_next_answer(canary: Canary) -> None:
+    """Bytes after the declared length must not answer another request."""
     hidden = OK + b"Content-Length: 6\r\n\r\nhidden"
 
     def smuggle(handler: BaseHTTPRequestHandler) -> None:
@@ -424,6 +424,6 @@ def test_what_follows_an_answer_is_not_the_next_one(canary: Canary) -> None:
         handler.wfile.write(OK + b"Content-Length: 5\r\n\r\nfirst" + hidden)
 
     canary.answers["/a.png"] = smuggle
-    one = fetcher(LOOPBACK)
-    assert one.fetch(canary.url("/a.png"), FIELD) == b"first"
-    assert one.fetch(canary.url("/b.png"), FIELD) == b"picture"
+    reader = fetcher(LOOPBACK)
+    assert reader.fetch(canary.url("/a.png"), FIELD) == b"first"
+    assert reader.fetch(canary.url("/b.png"), FIELD) == b"picture"

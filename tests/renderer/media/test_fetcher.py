@@ -32,8 +32,8 @@ FIELD = "messages[0].content[0].image_url"
 
 
 def test_an_allowed_place_gives_its_image(canary: Canary) -> None:
-    found = fetcher(LOOPBACK).fetch(canary.url("/a.png?size=2"), FIELD)
-    assert found == b"picture"
+    data = fetcher(LOOPBACK).fetch(canary.url("/a.png?size=2"), FIELD)
+    assert data == b"picture"
     assert canary.paths == ["/a.png?size=2"]
 
 
@@ -106,13 +106,13 @@ def test_no_spelling_of_this_machine_is_dialled(canary: Canary, host: str) -> No
         "http://" + "a" * 10_000,
     ],
 )
-def test_what_parsers_read_differently_is_refused(url: str) -> None:
+def test_urls_that_parsers_read_differently_are_refused(url: str) -> None:
     with pytest.raises(InvalidMedia, match="not a plain http or https URL") as caught:
         parse_url(url, FIELD)
     assert caught.value.field == FIELD
 
 
-def test_what_is_checked_is_what_is_dialled() -> None:
+def test_the_checked_address_is_dialled() -> None:
     target = parse_url("HTTPS://Pictures.Example.COM/a/../b?x=1#part", FIELD)
     assert target == ("https", "pictures.example.com", 443, "/a/../b?x=1")
     assert parse_url("http://[2606:4700::1111]:8080", FIELD) == (
@@ -125,9 +125,9 @@ def test_what_is_checked_is_what_is_dialled() -> None:
 
 def test_a_name_is_resolved_once(canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second answer, for the connection, would be the attacker's to give."""
-    asked = resolve_as(monkeypatch, ["127.0.0.1"], ["10.9.9.9"])
+    hosts = resolve_as(monkeypatch, ["127.0.0.1"], ["10.9.9.9"])
     assert fetcher(LOOPBACK).fetch(canary.url(host="rebind.example"), FIELD) == b"picture"
-    assert asked == ["rebind.example"]
+    assert hosts == ["rebind.example"]
 
 
 def test_mixed_answers_are_refused(canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_a_slow_body_is_given_up(canary: Canary) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_what_is_compressed_stays_so(canary: Canary) -> None:
+def test_compressed_bodies_are_not_decompressed(canary: Canary) -> None:
     canary.answers["/a.png"] = send(b"\x1f\x8b not a picture", Content_Encoding="gzip")
     assert fetcher(LOOPBACK).fetch(canary.url(), FIELD) == b"\x1f\x8b not a picture"
 
@@ -202,7 +202,7 @@ def test_what_is_compressed_stays_so(canary: Canary) -> None:
     [send(b"no", 404), send(b"no", 500), send(b"short", Content_Length="100"), send(b"", 302)],
     ids=["404", "500", "cut off", "a redirect to nowhere"],
 )
-def test_other_answers_are_errors_that_tell_no_address(canary: Canary, answer: Answer) -> None:
+def test_other_answers_are_errors_without_an_address(canary: Canary, answer: Answer) -> None:
     canary.answers["/a.png"] = answer
     with pytest.raises(RequestError) as caught:
         fetcher(LOOPBACK).fetch(canary.url(), FIELD)
@@ -224,13 +224,13 @@ async def test_many_at_once_fetch_once(canary: Canary) -> None:
 
     canary.answers["/a.png"] = slow
     media = MediaLoader(config(LOOPBACK), in_thread)
-    found = await asyncio.gather(*(media.read(canary.url(), FIELD, "") for _ in range(8)))
-    assert found == [b"picture"] * 8
+    files = await asyncio.gather(*(media.read(canary.url(), FIELD, "") for _ in range(8)))
+    assert files == [b"picture"] * 8
     assert await media.read(canary.url(), FIELD, "") == b"picture"
     assert len(canary.paths) == 1
 
 
-async def test_a_cancelled_request_takes_its_fetch_from_nobody(canary: Canary) -> None:
+async def test_a_cancelled_request_ends_no_fetch_of_others(canary: Canary) -> None:
     answered = threading.Event()
 
     def slow(handler: BaseHTTPRequestHandler) -> None:
@@ -265,7 +265,7 @@ async def test_a_failure_is_everybodys_and_is_not_kept(canary: Canary) -> None:
     assert await media.read(canary.url(), FIELD, "") == b"picture"
 
 
-def test_what_is_kept_by_url_is_bounded(canary: Canary) -> None:
+def test_the_cache_of_urls_is_bounded(canary: Canary) -> None:
     half = 2**19 + 1
     for name in "ab":
         canary.answers[f"/{name}"] = send(bytes(half))

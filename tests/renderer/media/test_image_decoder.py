@@ -59,7 +59,7 @@ def refusal(
     kind: type[InvalidMedia | MediaTooLarge] = InvalidMedia,
     limits: RendererConfig = LIMITS,
 ) -> str:
-    """The error's text, after checking that it tells nothing about our insides."""
+    """The error's text, after checking that it contains no internals."""
     with pytest.raises(kind) as caught:
         decode_image(data, limits, FIELD)
     message = str(caught.value)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from ops.rendering import render
 from shared.config.schema import EngineConfig, ModelConfig, RendererConfig
@@ -46,7 +47,7 @@ def saved(image: Image.Image, fmt: str, **options: object) -> bytes:
 def png(
     width: int, height: int, *, extra: bytes = b"", pixels: bytes = bytes(1000), mode: int = 0
 ) -> bytes:
-    """8 bits of grey; `pixels` need not be as many as the header says."""
+    """8 bits of grey; The number of `pixels` may differ from the header."""
     ihdr = struct.pack(">IIBBBBB", width, height, 8, mode, 0, 0, 0)
     body = chunk(b"IHDR", ihdr) + extra + chunk(b"IDAT", zlib.compress(pixels, 1))
     return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
@@ -163,7 +164,7 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
             decode_image(jpeg_of_many_scans(num_scans), LIMITS, FIELD)
 
 
-def test_a_film_behind_a_jpeg_is_not_taken_for_scans() -> None:
+def test_a_film_after_a_jpeg_does_not_count_as_scans() -> None:
     """Telephones append some megabytes of it."""
     film = np.random.default_rng(1).integers(0, 256, 16 * 2**20, dtype=np.uint8).tobytes()
     assert film.count(b"\xff\xda") > MAX_SCANS
@@ -219,7 +220,7 @@ NAMES = {"EPS": "PostScript", "FITS": "FITS", "PSD": "Photoshop", "ICNS": "ICNS"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tried_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which of Pillow's readers were tried."""
     Image.init()
     tried: list[str] = []
@@ -236,7 +237,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return tried
 
 
-def test_the_list_of_other_formats_is_that_of_pillow() -> None:
+def test_the_list_of_other_formats_matches_pillow() -> None:
     Image.init()
     assert set(Image.OPEN) == set(MAGIC) | {"JPEG", "PNG", "WEBP"}
     for fmt, magic in MAGIC.items():
@@ -246,12 +247,12 @@ def test_the_list_of_other_formats_is_that_of_pillow() -> None:
 
 
 @pytest.mark.parametrize("fmt", MAGIC)
-def test_no_other_reader_of_pillow_is_asked(asked: list[str], fmt: str) -> None:
+def test_no_other_reader_of_pillow_is_tried(tried_readers: list[str], fmt: str) -> None:
     for data in (MAGIC[fmt], MAGIC[fmt] + bytes(4096), MAGIC[fmt] + b"\xff" * 4096):
         with pytest.raises(InvalidMedia) as caught:
             decode_image(data, LIMITS, FIELD)
         assert NAMES.get(fmt, "JPEG, PNG or WEBP") in caught.value.message
-    assert set(asked) <= {"JPEG", "PNG", "WEBP"}
+    assert set(tried_readers) <= {"JPEG", "PNG", "WEBP"}
 
 
 # -- S19: images of strange sizes, all the way ---------------------------------------------------
@@ -303,7 +304,8 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
     processor, _ = demo
     image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
     picture = ImagePart(ImageURL("data:,"))
-    added = processor.tokenizer._tokenizer.added_tokens_decoder.values()
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    added = tokenizer.added_tokens_decoder.values()
     tokens = [token.content for token in added if token.special]
     assert "<|image_pad|>" in tokens
     for token in tokens:

@@ -1,4 +1,4 @@
-"""A retry sees the images that the first attempt saw, whatever their URLs have become."""
+"""A retry uses the same images as the first attempt, even if their URLs have changed."""
 
 import asyncio
 import os
@@ -26,15 +26,7 @@ from shared.protocol.records import Failure
 from shared.state import media_store
 from tests import preloaded
 from tests.renderer.canary import Canary, send
-from tests.renderer.rig import (
-    Sink,
-    config_for,
-    messages_with,
-    new_model,
-    publish,
-    renderer,
-    task_for,
-)
+from tests.renderer.rig import Sink, config_for, messages_with, publish, renderer, task_for
 from tests.renderer.threads import in_thread
 from tests.support.media import png
 from workers.renderer.media.loader import MediaLoader
@@ -49,11 +41,6 @@ def canary() -> Iterator[Canary]:
     server.answers = {"/a.png": send(png(1)), "/b.png": send(png(2))}
     yield server
     server.close()
-
-
-@pytest.fixture
-def model() -> str:
-    return new_model()
 
 
 @pytest.fixture
@@ -124,7 +111,7 @@ async def test_rendered_again_for_the_engine(
     )
 
 
-async def test_what_the_store_has_lost_is_fetched_again(
+async def test_files_that_the_store_has_lost_are_fetched_again(
     broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary
 ) -> None:
     task = task_for(bus, model, messages_with([canary.url("/a.png")]))
@@ -217,9 +204,9 @@ async def test_one_stored_image_in_many_requests(
     async with renderer(broker.url, config_for(model)) as worker:
         for _ in range(3):
             await publish(bus, task_for(bus, model, messages_with([url, url])))
-        found = [(await sink.next())[0] for _ in range(3)]
+        tasks = [(await sink.next())[0] for _ in range(3)]
         assert worker.render_path.images.counters.processed == 1
-    assert len({item.mm_hash for task in found for item in task.items}) == 1
+    assert len({item.mm_hash for task in tasks for item in task.items}) == 1
 
 
 @pytest.mark.parametrize(
@@ -284,16 +271,16 @@ async def test_of_two_workers_one_decides(
     await third.pin()
 
 
-async def test_who_has_fetched_the_same_may_go_on(
+async def test_an_attempt_with_the_same_files_may_continue(
     attempt: Callable[[], RequestMedia], canary: Canary
 ) -> None:
-    one, other = attempt(), attempt()
-    assert await read_all(one, canary) == await read_all(other, canary)
-    await one.pin()
+    first, other = attempt(), attempt()
+    assert await read_all(first, canary) == await read_all(other, canary)
+    await first.pin()
     await other.pin()
 
 
-async def test_the_pin_does_not_tell_the_url(
+async def test_the_pin_does_not_contain_the_url(
     attempt: Callable[[], RequestMedia], bus: Bus, canary: Canary
 ) -> None:
     job = attempt()

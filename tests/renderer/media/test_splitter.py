@@ -35,7 +35,7 @@ def test_a_cut_is_in_the_middle_of_the_pause(part_len: int) -> None:
     assert [round(len(piece) / SAMPLE_RATE, 3) for piece in pieces] == [26.75, 26.8, 16.45]
 
 
-def test_no_piece_is_too_long_nor_too_short_to_be_heard() -> None:
+def test_no_piece_is_too_long_or_too_short_for_the_model() -> None:
     for seconds in (28.001, 28.06, 56.1, 300.0):
         for window_s in (MAX_PIECE_S, 4.0):
             pieces = [len(piece) for piece in split_sound(in_parts(noise(seconds), 7001), window_s)]

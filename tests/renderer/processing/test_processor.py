@@ -107,8 +107,8 @@ def text_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> BaseImageProcessor:
     """transformers' own image processor, in its ordinary use."""
-    found: BaseImageProcessor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    return found
+    processor: BaseImageProcessor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return processor
 
 
 def loaded(size: tuple[int, int] = (60, 40), seed: int = 0, mode: str = "RGB") -> DecodedImage:
@@ -133,11 +133,13 @@ def text_of(processor: Processor, token_ids: list[int]) -> str:
 # text
 
 
-def test_the_prompt_is_what_transformers_makes_of_the_template(processor: Processor) -> None:
+def test_the_prompt_is_what_transformers_makes_of_the_template(
+    folder: Path, processor: Processor
+) -> None:
     messages = [Message("system", "Be kind."), Message("user", "Grüße, 世界!\n\n  x")]
     rendered = render(processor, messages, [])
     conversation = [{"role": m.role, "content": m.content} for m in messages]
-    tokenizer = processor.tokenizer._tokenizer
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
     assert rendered.prompt_token_ids == expected["input_ids"]
     assert (rendered.items, rendered.tensors) == ([], [])
@@ -201,7 +203,7 @@ def test_empty_and_blank_texts_are_rendered(processor: Processor, text: str) -> 
     assert render(processor, [Message("user", text)], []).prompt_token_ids
 
 
-def test_what_the_template_refuses_is_the_clients_fault(processor: Processor) -> None:
+def test_a_refusal_by_the_template_is_the_clients_fault(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match="The system speaks first"):
         render(processor, [Message("user", "a"), Message("system", "b")], [])
 
@@ -354,7 +356,7 @@ def other_palette(image: Image.Image) -> Image.Image:
     return image
 
 
-def test_hashes_tell_all_different_images_apart(processor: Processor, tmp_path: Path) -> None:
+def test_different_images_have_different_hashes(processor: Processor, tmp_path: Path) -> None:
     stripes = np.arange(30 * 150 * 3, dtype=np.uint32).astype(np.uint8)
     picture, paletted = loaded().image, loaded().image.quantize(16)
     files = [
@@ -455,7 +457,7 @@ class OwnProcessor(Qwen2VLProcessor):
         return type(argument)
 
 
-def test_prompt_and_images_are_those_of_transformers_own_processor() -> None:
+def test_prompt_and_images_equal_the_results_of_transformers_processor() -> None:
     folder = Path(__file__).parents[3] / "ops" / "demo_model"
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     own = OwnProcessor(
@@ -493,7 +495,7 @@ def test_prompt_and_images_are_those_of_transformers_own_processor() -> None:
 
 
 def test_one_raster_at_a_time_is_held(processor: Processor) -> None:
-    """Images are taken when their turn comes, and the one before the last is let go."""
+    """Images are read in turn, and the one before the last is released."""
     held: list[int] = []
     most = 0
 

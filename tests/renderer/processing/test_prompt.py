@@ -81,9 +81,9 @@ class Counted(list[int]):
             yield item
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        self.looks += len(found) if isinstance(index, slice) else 1
-        return found
+        item = super().__getitem__(index)
+        self.looks += len(item) if isinstance(index, slice) else 1
+        return item
 
 
 def test_each_modality_has_its_own_placeholder() -> None:

@@ -1,4 +1,4 @@
-"""Videos that are heard in the renderer: one item of what is seen and what is heard."""
+"""Videos with sound in the renderer: one item has the frames and the sound."""
 
 import json
 from collections.abc import Iterator
@@ -76,25 +76,25 @@ def reader(processor: Processor, decoders: MediaDecoders) -> Reader:
 
 def test_an_item_has_the_fields_of_the_video_and_of_its_sound(reader: Reader) -> None:
     data = files.sounding()
-    both, seen = reader.read(data), reader.read(data, sampling=FrameSampling())
-    heard = reader.read(data, AUDIO, FrameSampling())
-    assert seen.placement is None
-    assert "input_features" not in seen.fields
-    assert both.fields == {**seen.fields, **heard.fields}
-    assert both.num_tokens == seen.num_tokens + heard.num_tokens
+    both, silent = reader.read(data), reader.read(data, sampling=FrameSampling())
+    sound = reader.read(data, AUDIO, FrameSampling())
+    assert silent.placement is None
+    assert "input_features" not in silent.fields
+    assert both.fields == {**silent.fields, **sound.fields}
+    assert both.num_tokens == silent.num_tokens + sound.num_tokens
     assert both.modality == VIDEO
-    assert len({both.mm_hash, seen.mm_hash, heard.mm_hash}) == 3
+    assert len({both.mm_hash, silent.mm_hash, sound.mm_hash}) == 3
     assert both.placement is not None
     # Two seconds: one chunk of each between the marks.
     assert both.placement.token_ids == [
         omni.AUDIO_START,
-        *[omni.VIDEO] * seen.num_tokens,
-        *[omni.AUDIO] * heard.num_tokens,
+        *[omni.VIDEO] * silent.num_tokens,
+        *[omni.AUDIO] * sound.num_tokens,
         omni.AUDIO_END,
     ]
 
 
-def test_the_sound_of_each_chunk_stands_behind_its_frames(reader: Reader) -> None:
+def test_the_sound_of_each_chunk_follows_its_frames(reader: Reader) -> None:
     both = reader.read(files.sounding(120, 24, 5.0))
     assert both.placement is not None
     ids = np.array(both.placement.token_ids[1:-1])
@@ -147,21 +147,21 @@ def test_a_sound_longer_than_the_model_hears_is_refused(processor: Processor) ->
     assert caught.value.field == FIELD
 
 
-def test_what_one_server_renders_another_takes(reader: Reader) -> None:
+def test_a_video_rendered_by_one_server_is_accepted_by_another(reader: Reader) -> None:
     processor = reader.processor
     both = reader.read(files.sounding())
     token_ids, (place,) = processor.expand([1, omni.VISION_START, omni.VIDEO, 2], [both])
     data, _ = processor.encode_item(both)
     feature = Feature(VIDEO, both.mm_hash, place.offset, place.length)
     assert processor.check_features(Prompt(token_ids=token_ids, features=[feature])) == [place]
-    taken = processor.decode_item(VIDEO, data, "hash", "field")
-    assert (taken.num_tokens, taken.placement) == (both.num_tokens, both.placement)
-    kept = taken.fields["input_features"].shape[1]
+    item = processor.decode_item(VIDEO, data, "hash", "field")
+    assert (item.num_tokens, item.placement) == (both.num_tokens, both.placement)
+    num_frames = item.fields["input_features"].shape[1]
     for name, tensor in both.fields.items():
         if name != "input_features":
-            assert taken.fields[name] == tensor, name
-    ours = to_torch(both.fields["input_features"])[:, :kept]
-    assert to_torch(taken.fields["input_features"]).equal(ours)
+            assert item.fields[name] == tensor, name
+    ours = to_torch(both.fields["input_features"])[:, :num_frames]
+    assert to_torch(item.fields["input_features"]).equal(ours)
 
 
 def test_an_item_with_half_a_sound_is_refused(reader: Reader) -> None:
@@ -173,10 +173,10 @@ def test_an_item_with_half_a_sound_is_refused(reader: Reader) -> None:
             reader.processor.decode_item(VIDEO, rest, "hash", "field")
 
 
-def test_the_hash_for_other_servers_tells_a_video_that_is_heard(reader: Reader) -> None:
+def test_the_hash_for_other_servers_covers_the_sound_of_a_video(reader: Reader) -> None:
     data = files.sounding()
     facts = reader.read(data).video, reader.read(data, sampling=FrameSampling()).video
-    assert len({mm_hash(VIDEO, data, "m", one) for one in facts}) == 2
+    assert len({mm_hash(VIDEO, data, "m", value) for value in facts}) == 2
 
 
 def test_models_that_do_not_hear_videos_say_so(
@@ -184,8 +184,8 @@ def test_models_that_do_not_hear_videos_say_so(
 ) -> None:
     folder = write_model(tmp_path_factory.mktemp("deaf"), VISION, TEMPLATE)
     (folder / "video_preprocessor_config.json").write_text(json.dumps(SETTINGS))
-    asked = [Message("user", [TextPart("?"), VideoPart(VideoURL("data:,", use_audio=True))])]
-    processor.check(asked)
+    messages = [Message("user", [TextPart("?"), VideoPart(VideoURL("data:,", use_audio=True))])]
+    processor.check(messages)
     with pytest.raises(UnsupportedContent, match="does not use the sound of videos") as caught:
-        Processor(ModelConfig(str(folder))).check(asked)
+        Processor(ModelConfig(str(folder))).check(messages)
     assert caught.value.field == "messages[0].content[1].video_url.use_audio"

@@ -56,8 +56,8 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     )
 
 
-def text_of(processor: Processor, asked: Prompt) -> str:
-    return processor.detokenize(processor.tokenize(asked), skip_special_tokens=False)[0]
+def text_of(processor: Processor, prompt: Prompt) -> str:
+    return processor.detokenize(processor.tokenize(prompt), skip_special_tokens=False)[0]
 
 
 def test_tools_and_calls_are_what_transformers_makes_of_them(processor: Processor) -> None:
@@ -78,9 +78,9 @@ def test_tools_and_calls_are_what_transformers_makes_of_them(processor: Processo
     expected = processor.tokenizer._tokenizer.apply_chat_template(
         conversation, tools=[tool], add_generation_prompt=True
     )["input_ids"]
-    asked = Prompt(HISTORY, tools=[TOOL])
-    assert processor.tokenize(asked) == expected
-    text = text_of(processor, asked)
+    prompt = Prompt(HISTORY, tools=[TOOL])
+    assert processor.tokenize(prompt) == expected
+    text = text_of(processor, prompt)
     assert "<tool_call>weathercity=Köln;" in text
     assert '"description": "Where"' in text
 
@@ -144,9 +144,9 @@ def asking(text: str) -> dict[str, tuple[Prompt, str]]:
 def test_control_tokens_are_refused_wherever_they_are(
     processor: Processor, place: str, token: str
 ) -> None:
-    asked, field = asking(f"see {token}.")[place]
+    prompt, field = asking(f"see {token}.")[place]
     with pytest.raises(InvalidRequest, match="control token") as caught:
-        processor.tokenize(asked)
+        processor.tokenize(prompt)
     assert caught.value.field == field
     harmless, _ = asking("see <|end|.")[place]
     assert "see <|end|." in text_of(processor, harmless)
@@ -178,17 +178,17 @@ def test_contradicting_variables_are_the_clients_fault(processor: Processor) -> 
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("prompt", "field"),
     [
         (Prompt([Message("user", "a")], tools=[TOOL]), "tools"),
         (Prompt(HISTORY[:2]), "messages[1].tool_calls"),
         (Prompt([HISTORY[0], HISTORY[2]]), "messages[1].role"),
     ],
 )
-def test_a_template_without_tools_takes_none(tmp_path: Path, asked: Prompt, field: str) -> None:
+def test_a_template_without_tools_takes_none(tmp_path: Path, prompt: Prompt, field: str) -> None:
     processor = model(tmp_path, TEXT_TEMPLATE)
     with pytest.raises(UnsupportedContent, match="tools") as caught:
-        processor.tokenize(asked)
+        processor.tokenize(prompt)
     assert caught.value.field == field
     card = processor.card("m")
     assert (card.takes_tools, card.tool_parser) == (False, None)
@@ -199,7 +199,7 @@ def signed(sign: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "given", "parser"),
+    ("template", "value", "parser"),
     [
         (TOOL_TEMPLATE, None, "hermes"),
         (signed("[TOOL_CALLS]"), None, "mistral"),
@@ -210,9 +210,9 @@ def signed(sign: str) -> str:
     ],
 )
 def test_the_template_says_how_calls_are_written(
-    tmp_path: Path, template: str, given: Any, parser: str | None
+    tmp_path: Path, template: str, value: Any, parser: str | None
 ) -> None:
-    card = model(tmp_path, template, tool_parser=given).card("m")
+    card = model(tmp_path, template, tool_parser=value).card("m")
     assert (card.model, card.takes_tools, card.tool_parser) == ("m", True, parser)
     assert (card.max_model_len, card.takes_images) == (256, False)
     assert card.call_signs == ([None, None] if parser == "hermes" else None)
@@ -223,12 +223,12 @@ def test_the_template_says_how_calls_are_written(
 
 
 def with_start(folder: Path) -> Processor:
-    """A tokenizer that begins with a token of its own."""
+    """A processor with a tokenizer that adds a start token."""
     processor = model(folder)
-    start = SPECIALS[1]
-    processor.tokenizer._encoder.post_processor = processors.TemplateProcessing(
+    start, encoder = SPECIALS[1], processor.tokenizer._encoder
+    encoder.post_processor = processors.TemplateProcessing(
         single=f"{start} $A",
-        special_tokens=[(start, processor.tokenizer._encoder.token_to_id(start))],
+        special_tokens=[(start, encoder.token_to_id(start))],
     )
     return processor
 
@@ -236,9 +236,9 @@ def with_start(folder: Path) -> Processor:
 def test_a_text_is_taken_as_it_is(tmp_path: Path) -> None:
     processor = with_start(tmp_path)
     text = "two <|end|> words"
-    for given, expected in ((None, True), (True, True), (False, False)):
-        found = text_of(processor, Prompt(text=text, add_special_tokens=given))
-        assert found == ("<|start|>" if expected else "") + text
+    for value, expected in ((None, True), (True, True), (False, False)):
+        written = text_of(processor, Prompt(text=text, add_special_tokens=value))
+        assert written == ("<|start|>" if expected else "") + text
     hello = [Message("user", "a")]
     assert not text_of(processor, Prompt(hello)).startswith("<|start|><|start|>")
     added = text_of(processor, Prompt(hello, add_special_tokens=True))
@@ -267,7 +267,7 @@ def test_an_endless_text_is_refused_by_its_own_field(processor: Processor) -> No
             processor.tokenize(Prompt([Message("user", "a")], **more))
 
 
-def test_every_token_is_told_alone(processor: Processor) -> None:
+def test_every_token_is_spelled_alone(processor: Processor) -> None:
     text = "Grüße, 世界 <|end|>"
     token_ids = processor.tokenize(Prompt(text=text))
     whole, each = processor.detokenize(token_ids, skip_special_tokens=False)
@@ -279,7 +279,7 @@ def test_every_token_is_told_alone(processor: Processor) -> None:
     assert caught.value.field == "tokens[0]"
 
 
-def test_pieces_of_sentencepiece_are_told_alone() -> None:
+def test_pieces_of_sentencepiece_are_spelled_alone() -> None:
     from tokenizers import Tokenizer, decoders, models
 
     from workers.renderer.processing.token_bytes import TokenByteDecoder

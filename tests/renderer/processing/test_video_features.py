@@ -48,19 +48,19 @@ def rendered(processor: Processor) -> tuple[Prompt, bytes]:
 
 
 def test_a_rendered_video_is_taken_as_it_was_rendered(processor: Processor) -> None:
-    asked, data = rendered(processor)
+    prompt, data = rendered(processor)
     video = processor.process(noise(), FIELD, "")
-    taken = processor.decode_item(VIDEO, data, "hash", "field")
-    assert (taken.num_tokens, taken.placement) == (video.num_tokens, video.placement)
+    item = processor.decode_item(VIDEO, data, "hash", "field")
+    assert (item.num_tokens, item.placement) == (video.num_tokens, video.placement)
     for name, tensor in video.fields.items():
-        assert taken.fields[name] == tensor, name
+        assert item.fields[name] == tensor, name
     assert processor.measure(undecodable(), FIELD).placement == video.placement
-    (place,) = processor.check_features(asked)
-    assert place.num_embeds == taken.num_tokens
+    (place,) = processor.check_features(prompt)
+    assert place.num_embeds == item.num_tokens
 
 
 def test_times_are_a_list_of_numbers_as_in_vllm(processor: Processor) -> None:
-    """vLLM gives the field no tensor; each pair of frames stands at the middle of its times."""
+    """vLLM gives the field no tensor; each pair of frames is placed at the middle of its times."""
     _, data = rendered(processor)
     element = msgspec.msgpack.decode(data)["timestamps"]
     assert element == {"data": [0.25, 1.5], "field": ["batched", {"keep_on_cpu": True}]}

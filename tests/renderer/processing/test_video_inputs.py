@@ -74,11 +74,11 @@ def test_frames_over_the_limit_of_memory_are_not_decoded(folder: Path) -> None:
 
 
 def test_the_sampling_is_a_part_of_the_hash(processor: Processor) -> None:
-    asked = [FrameSampling(), FrameSampling(fps=1.0), FrameSampling(num_frames=4)]
-    asked += [FrameSampling(max_frames=4), FrameSampling(fps=1.0, max_frames=4)]
-    hashes = {processor.hash_media(VIDEO, "file", "", one) for one in asked}
-    hashes.add(processor.hash_media(VIDEO, "file", "tenant", asked[0]))
-    assert len(hashes) == len(asked) + 1
+    samplings = [FrameSampling(), FrameSampling(fps=1.0), FrameSampling(num_frames=4)]
+    samplings += [FrameSampling(max_frames=4), FrameSampling(fps=1.0, max_frames=4)]
+    hashes = {processor.hash_media(VIDEO, "file", "", sampling) for sampling in samplings}
+    hashes.add(processor.hash_media(VIDEO, "file", "tenant", samplings[0]))
+    assert len(hashes) == len(samplings) + 1
     # The model's own limit changes nothing.
     assert processor.hash_media(VIDEO, "file", "", FrameSampling(max_frames=16)) in hashes
 

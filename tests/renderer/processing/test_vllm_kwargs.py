@@ -96,10 +96,10 @@ def test_values_are_found_in_their_table(values: list[float]) -> None:
 
 
 def item_of(grid: object = (1, 4, 8), rows: np.ndarray | None = None, **more: WireField) -> bytes:
-    given = np.zeros((32, 1176), np.uint8) if rows is None else rows
+    tensor = np.zeros((32, 1176), np.uint8) if rows is None else rows
     fields = {
         "image_grid_thw": WireField(from_numpy(np.array(grid, np.int64)), BatchedField(True)),
-        "pixel_values": WireField(from_numpy(given), FlatField([[[0, len(given), None]]])),
+        "pixel_values": WireField(from_numpy(tensor), FlatField([[[0, len(tensor), None]]])),
     }
     return encode_item(fields | more)
 
@@ -143,7 +143,9 @@ WRONG: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_image_of_the_model_is_refused(processor: Processor, wrong: str) -> None:
+def test_tensors_that_are_no_image_of_the_model_are_refused(
+    processor: Processor, wrong: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         processor.decode_item(IMAGE, WRONG[wrong](), "h", FIELD)
     assert caught.value.field == FIELD
@@ -168,16 +170,16 @@ def test_a_llava_image_travels_as_its_values(tmp_path: Path) -> None:
 # places in the prompt
 
 
-def asked(processor: Processor, *places: tuple[int, int], length: int = 20) -> Prompt:
+def prompt_with(processor: Processor, *places: tuple[int, int], length: int = 20) -> Prompt:
     pad = processor.placeholder_ids[IMAGE]
     ids = [pad if 4 <= i < 8 or 10 <= i < 14 else 1 for i in range(length)]
     return Prompt(token_ids=ids, features=[Feature("image", "h", *place) for place in places])
 
 
 def test_places_are_where_the_features_say(processor: Processor) -> None:
-    ranges = processor.check_features(asked(processor, (4, 4), (10, 4)))
+    ranges = processor.check_features(prompt_with(processor, (4, 4), (10, 4)))
     assert [(r.offset, r.length) for r in ranges] == [(4, 4), (10, 4)]
-    assert processor.check_features(asked(processor)) == []
+    assert processor.check_features(prompt_with(processor)) == []
 
 
 @pytest.mark.parametrize(
@@ -197,13 +199,13 @@ def test_places_that_are_none_are_refused(
     processor: Processor, places: list[tuple[int, int]], number: int
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        processor.check_features(asked(processor, *places))
+        processor.check_features(prompt_with(processor, *places))
     assert caught.value.field == f"features.mm_placeholders.image[{number}]"
 
 
 def test_images_are_counted(processor: Processor) -> None:
     with pytest.raises(MediaTooLarge):
-        processor.check_features(asked(processor, *[(4, 1)] * 9))
+        processor.check_features(prompt_with(processor, *[(4, 1)] * 9))
 
 
 def test_a_model_that_does_not_see_takes_none(tmp_path: Path) -> None:

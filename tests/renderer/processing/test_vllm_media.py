@@ -37,20 +37,20 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def decoders() -> Iterator[MediaDecoders]:
     in_thread: Any = None  # these tests decode in their own thread
-    made = MediaDecoders(RendererConfig(), in_thread)
-    made.start()
-    yield made
-    made.close()
+    pool = MediaDecoders(RendererConfig(), in_thread)
+    pool.start()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
 def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Processor]:
-    found = {}
+    by_name = {}
     for name, write in WRITERS.items():
         folder = tmp_path_factory.mktemp(name)
         write(folder)
-        found[name] = Processor(ModelConfig(str(folder)))
-    return found
+        by_name[name] = Processor(ModelConfig(str(folder)))
+    return by_name
 
 
 def process(decoders: MediaDecoders, processor: Processor, modality: Modality) -> ProcessedImage:
@@ -75,8 +75,8 @@ def test_a_sound_has_the_fields_and_the_hash_that_vllm_gives_it(
         other = theirs[field]
         assert (value.dtype, value.shape, value.kind) == (other.dtype, other.shape, other.kind)
         assert value.steps(other) <= TOLERANCE
-    given = recorded["mm_metadata"]
-    assert metadata == (None if given is None else base64.b64decode(given))
+    expected = recorded["mm_metadata"]
+    assert metadata == (None if expected is None else base64.b64decode(expected))
     assert sound.num_tokens == recorded["placeholder"]["length"]
     samples, _ = soundfile.read(FILES[AUDIO], dtype=np.float32)
     assert mm_hash(AUDIO, samples, recorded["model_id"]) == recorded["mm_hash"]
@@ -87,8 +87,8 @@ def test_a_sound_that_vllm_rendered_goes_back_to_the_byte(
     processors: dict[str, Processor], name: str
 ) -> None:
     item = recorded_item(name)
-    taken = processors[name].decode_item(AUDIO, item, "hash", "field")
-    assert processors[name].encode_item(taken)[0] == item
+    sound = processors[name].decode_item(AUDIO, item, "hash", "field")
+    assert processors[name].encode_item(sound)[0] == item
 
 
 @pytest.mark.parametrize("name", VLLM["videos"])
@@ -103,18 +103,18 @@ def test_a_video_has_the_values_and_the_hash_that_vllm_gives_it(
     assert video.num_tokens == recorded["num_tokens"]
     file = FILES[VIDEO].read_bytes()
     assert mm_hash(VIDEO, file, recorded["model_id"], video.video) == recorded["mm_hash"]
-    taken = processor.decode_item(VIDEO, data, "hash", "field")
-    assert (taken.fields, taken.num_tokens) == (video.fields, video.num_tokens)
+    item = processor.decode_item(VIDEO, data, "hash", "field")
+    assert (item.fields, item.num_tokens) == (video.fields, video.num_tokens)
 
 
-def test_the_hash_of_a_video_that_is_heard_is_that_of_vllms_hasher() -> None:
+def test_the_hash_of_a_video_with_sound_equals_vllms() -> None:
     facts = VideoFacts(24, 8.0, (0, 4, 8, 12, 16, 20), is_sequence=False, use_audio=True)
     recorded = VLLM["heard"]
-    found = mm_hash(VIDEO, FILES[VIDEO].read_bytes(), recorded["model_id"], facts)
-    assert found == recorded["mm_hash"]
+    value = mm_hash(VIDEO, FILES[VIDEO].read_bytes(), recorded["model_id"], facts)
+    assert value == recorded["mm_hash"]
 
 
-def test_a_video_of_vllm_that_is_heard_is_refused(
+def test_a_video_with_sound_from_vllm_is_refused(
     decoders: MediaDecoders, processors: dict[str, Processor]
 ) -> None:
     """vLLM has the sound as another item, so the video's own lacks it."""
@@ -123,6 +123,6 @@ def test_a_video_of_vllm_that_is_heard_is_refused(
     wire = decode_item(data, "field")
     flag = wire["use_audio_in_video"]
     true = replace(flag.tensor, data=memoryview(b"\1"))
-    heard = encode_item(wire | {"use_audio_in_video": replace(flag, tensor=true)})
+    sounding = encode_item(wire | {"use_audio_in_video": replace(flag, tensor=true)})
     with pytest.raises(InvalidRequest, match="use_audio_in_video is true"):
-        processor.decode_item(VIDEO, heard, "hash", "field")
+        processor.decode_item(VIDEO, sounding, "hash", "field")

@@ -40,10 +40,10 @@ def processor() -> Processor:
 @pytest.fixture(scope="module")
 def decoders() -> Iterator[MediaDecoders]:
     in_thread: Any = None  # these tests decode in their own thread
-    made = MediaDecoders(RendererConfig(), in_thread)
-    made.start()
-    yield made
-    made.close()
+    pool = MediaDecoders(RendererConfig(), in_thread)
+    pool.start()
+    yield pool
+    pool.close()
 
 
 def file_of(name: str) -> bytes:
@@ -62,7 +62,7 @@ def digest(data: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", ["mp4", "jpegs"])
-def test_items_and_hashes_are_those_of_vllm_to_the_byte(
+def test_items_and_hashes_equal_vllms_to_the_byte(
     decoders: MediaDecoders, processor: Processor, name: str
 ) -> None:
     item, recorded = process(decoders, processor, name), VLLM[name]
@@ -72,7 +72,7 @@ def test_items_and_hashes_are_those_of_vllm_to_the_byte(
     assert item.num_tokens == recorded["placeholder"]["length"]
     file = file_of(name).removeprefix(SEQUENCE_HEAD)
     assert vllm_kwargs.mm_hash(VIDEO, file, MODEL_ID, item.video) == recorded["mm_hash"]
-    # What vLLM sends is what was made of the file itself.
+    # The item that vLLM sends equals the item from the file.
     received = processor.decode_item(VIDEO, data, item.mm_hash, "field")
     assert received.num_tokens == item.num_tokens
     assert received.fields.keys() == item.fields.keys()
@@ -80,7 +80,7 @@ def test_items_and_hashes_are_those_of_vllm_to_the_byte(
         assert received.fields[field] == tensor, field
 
 
-def test_an_item_of_qwen_2_5_is_that_of_vllm_to_the_byte(tmp_path: Path) -> None:
+def test_an_item_of_qwen_2_5_equals_vllms_to_the_byte(tmp_path: Path) -> None:
     settings = {"size": {"shortest_edge": 6272, "longest_edge": 10609}}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
     layout = Qwen25VideoLayout.open(tmp_path, Qwen2_5_VLConfig())

@@ -32,7 +32,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat
 from shared.protocol.multimodal import BlobRef
 from tests.shared.blobs.test_store import NAME, TRANSPORTS, put
-from tests.shared.conftest import StartBlobs, Told
+from tests.shared.conftest import Advertise, StartBlobs
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -60,21 +60,21 @@ def _links() -> list[str]:
 
 def mappings(access: str) -> list[tuple[int, int]]:
     """Return [start, end) of every mapped arena with this access."""
-    found = []
+    ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, granted, *_ = line.split()
         if "memfd:pagemill" in line and granted.startswith(access):
             start, end = (int(text, 16) for text in addresses.split("-"))
-            found.append((start, end))
-    return found
+            ranges.append((start, end))
+    return ranges
 
 
 # -- S54: references ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
-async def test_forged_references_are_refused(start: StartBlobs, told: Told) -> None:
-    owner, reader = await start(told=told), await start()
+@pytest.mark.parametrize("advertise", TRANSPORTS.values(), ids=TRANSPORTS)
+async def test_forged_references_are_refused(start: StartBlobs, advertise: Advertise) -> None:
+    owner, reader = await start(advertise=advertise), await start()
     ours = put(owner, b"a" * 5000)
     forged = [
         replace(ours, key=bytes([ours.key[0] ^ 1]) + ours.key[1:]),
@@ -168,11 +168,11 @@ async def lie(start: StartBlobs) -> AsyncIterator[Lie]:
         listeners.append(listener)
         tasks.append(asyncio.create_task(serve(listener, fd, answer)))
 
-        def told(address: BlobAddress) -> BlobAddress:
+        def advertise(address: BlobAddress) -> BlobAddress:
             return replace(address, local=name, tcp=None)
 
-        owner = await start(told=told)
-        return owner, BlobRef(owner._worker, bytes(32), 100)
+        owner = await start(advertise=advertise)
+        return owner, BlobRef(put(owner, b"").worker, bytes(32), 100)
 
     yield lie
     for task in tasks:
@@ -247,21 +247,21 @@ import asyncio, os, signal, sys
 from shared.protocol.multimodal import BlobRef
 from shared.blobs.transports import SharedMemoryTransport
 
-async def read(told):
+async def read(sender):
     ref = BlobRef("", bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
     blob = await SharedMemoryTransport(sys.argv[1]).get(ref)
-    os.write(told, bytes(blob.data[:1]))
+    os.write(sender, bytes(blob.data[:1]))
     await asyncio.sleep(60)
 
 for _ in range(int(sys.argv[4])):
-    heard, told = os.pipe()
+    receiver, sender = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(heard)
-        asyncio.run(read(told))
-    os.close(told)
-    assert os.read(heard, 1) == b"a"
-    os.close(heard)
+        os.close(receiver)
+        asyncio.run(read(sender))
+    os.close(sender)
+    assert os.read(receiver, 1) == b"a"
+    os.close(receiver)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 """
@@ -277,7 +277,7 @@ def run(script: str, *args: object) -> "asyncio.Future[subprocess.CompletedProce
 async def test_a_hundred_killed_readers_leave_nothing(start: StartBlobs) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     ref = put(owner, b"a" * MIB)
-    gc.collect()  # What tests before this one have left is not counted.
+    gc.collect()  # Garbage of earlier tests is not counted.
     names, before = set(os.listdir("/dev/shm")), (memory_files(), sockets())
     await run(READERS, owner.address.local, ref.key.hex(), ref.num_bytes, KILLS)
     await owner.release(ref)
@@ -295,11 +295,11 @@ OWNERS = """
 import asyncio, os, sys
 from shared.blobs.server import BlobServer
 
-async def own(told):
+async def own(sender):
     server = BlobServer("owner", 2**20)
     server.start()
     ref = server.put("ab" * 32, [b"a" * 2**20], 60)
-    os.write(told, f"{os.getpid()} {server.address.local} {ref.key.hex()}\\n".encode())
+    os.write(sender, f"{os.getpid()} {server.address.local} {ref.key.hex()}\\n".encode())
     await asyncio.sleep(60)
 
 for _ in range(int(sys.argv[1])):
@@ -313,7 +313,7 @@ for _ in range(int(sys.argv[1])):
 async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
     start: StartBlobs, bus: Bus
 ) -> None:
-    gc.collect()  # What tests before this one have left is not counted.
+    gc.collect()  # Garbage of earlier tests is not counted.
     names, before = set(os.listdir("/dev/shm")), (memory_files(), sockets(), len(mappings("r--")))
     reader = await start()
     owners = await asyncio.create_subprocess_exec(
@@ -329,7 +329,7 @@ async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
         with await reader.get(BlobRef(name, bytes.fromhex(key), MIB)) as blob:
             os.kill(int(pid), 9)
             assert bytes(blob.data) == b"a" * MIB
-        # Only the present owner's memory, without that of all dead ones.
+        # Only the present owner's memory is mapped, and no dead owner's.
         assert len(mappings("r--")) <= before[2] + 1
     assert await owners.wait() == 0
     await reader.close()

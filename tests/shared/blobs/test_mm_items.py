@@ -46,12 +46,12 @@ async def test_levels_and_masks_fit_the_envelope() -> None:
     received, tensors = envelope.decode(data, Task[EngineBody])
     assert received == task
     nobody: Any = None
-    found, blob = await mm_items.open_item(nobody, received.body.items[0], tensors)
+    opened, blob = await mm_items.open_item(nobody, received.body.items[0], tensors)
     assert blob is None
-    assert {name: to_torch(t).shape for name, t in found.items()} == {
+    assert {name: to_torch(t).shape for name, t in opened.items()} == {
         name: t.shape for name, t in fields.items()
     }
-    assert all(torch.equal(to_torch(found[name]), tensor) for name, tensor in fields.items())
+    assert all(torch.equal(to_torch(opened[name]), tensor) for name, tensor in fields.items())
 
 
 class OneBlob:
@@ -78,8 +78,8 @@ async def test_a_blob_fills_its_placeholder_or_is_refused(
     blobs, ref = OneBlob(), object()
     item: Any = MultiModalKwargsItem("image", "ab" * 32, placeholder, blob=ref)  # type: ignore[arg-type]
     if fits:
-        found, _ = await mm_items.open_item(blobs, item, [])  # type: ignore[arg-type]
-        assert set(found) == {"embedding"}
+        opened, _ = await mm_items.open_item(blobs, item, [])  # type: ignore[arg-type]
+        assert set(opened) == {"embedding"}
     else:
         with pytest.raises(DecodeError):
             await mm_items.open_item(blobs, item, [])  # type: ignore[arg-type]

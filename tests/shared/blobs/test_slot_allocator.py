@@ -1,5 +1,7 @@
 """The slot pool against a model: slots do not overlap, and pinned ones do not move."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -14,16 +16,17 @@ SIZES = st.integers(0, CAPACITY + 1)
 
 def check_invariants(pool: SlotPool) -> None:
     """Slots and free extents cover the area exactly once, and both maps of pins agree."""
-    extents = sorted([*pool._free, *((s.offset, s.size) for s in pool._slots.values())])
+    slots, free, names_of = pool._slots, pool._free, pool._names_of
+    extents = sorted([*free, *((s.offset, s.size) for s in slots.values())])
     end = 0
     for offset, size in extents:
         assert offset == end, f"a gap or an overlap at {min(offset, end)}"
         end = offset + size
     assert end == pool.capacity
-    for (offset, size), (next_offset, _) in zip(pool._free, pool._free[1:], strict=False):
+    for (offset, size), (next_offset, _) in pairwise(free):
         assert offset + size < next_offset, "adjacent free extents"
-    pins = {(name, holder) for name, s in pool._slots.items() for holder in s.pins}
-    assert pins == {(n, holder) for holder, names in pool._names_of.items() for n in names}
+    pins = {(name, holder) for name, s in slots.items() for holder in s.pins}
+    assert pins == {(n, holder) for holder, names in names_of.items() for n in names}
 
 
 class SlotMachine(RuleBasedStateMachine):

@@ -25,7 +25,7 @@ from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
-from tests.shared.conftest import StartBlobs, Told
+from tests.shared.conftest import Advertise, StartBlobs
 
 MIB = 2**20
 NAME = "ab" * 32
@@ -42,7 +42,7 @@ WILDCARDS = ["0.0.0.0", *(["::"] if Path("/proc/net/if_inet6").exists() else [])
 
 
 @pytest.mark.parametrize("listen", WILDCARDS)
-async def test_an_owner_that_listens_everywhere_tells_the_address_of_its_broker_connection(
+async def test_an_owner_that_listens_everywhere_publishes_the_address_of_its_broker_connection(
     start: StartBlobs, listen: str
 ) -> None:
     owner = await start(BlobsConfig(arena_mib=64, listen=listen), elsewhere)
@@ -88,7 +88,7 @@ def dead_ends(address: BlobAddress) -> BlobAddress:
     return msgspec.structs.replace(address, local="nobody", tcp=("127.0.0.1", closed_port()))
 
 
-TRANSPORTS: dict[str, Told] = {
+TRANSPORTS: dict[str, Advertise] = {
     "its memory": lambda address: address,
     "a socket": elsewhere,
     "the broker": no_tcp,
@@ -96,12 +96,12 @@ TRANSPORTS: dict[str, Told] = {
 }
 
 
-@pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize("advertise", TRANSPORTS.values(), ids=TRANSPORTS)
 @pytest.mark.parametrize("num_bytes", [0, 1, 64 * 1024, 3 * MIB + 5])
 async def test_every_transport_reads_the_same_bytes(
-    start: StartBlobs, told: Told, num_bytes: int
+    start: StartBlobs, advertise: Advertise, num_bytes: int
 ) -> None:
-    owner, reader = await start(told=told), await start()
+    owner, reader = await start(advertise=advertise), await start()
     data = secrets.token_bytes(num_bytes)
     ref = put(owner, data)
     for _ in range(2):
@@ -116,9 +116,9 @@ async def test_the_owner_reads_its_own_blobs(start: StartBlobs) -> None:
         assert bytes(blob.data) == b"abc"
 
 
-@pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
-async def test_released_and_expired_blobs_are_lost(start: StartBlobs, told: Told) -> None:
-    owner, reader = await start(told=told), await start()
+@pytest.mark.parametrize("advertise", TRANSPORTS.values(), ids=TRANSPORTS)
+async def test_released_and_expired_blobs_are_lost(start: StartBlobs, advertise: Advertise) -> None:
+    owner, reader = await start(advertise=advertise), await start()
     released, expired = put(owner, b"abc"), put(owner, b"abc", ttl_s=0.05)
     await reader.release(released)
     await asyncio.sleep(0.1)
@@ -155,15 +155,15 @@ async def test_equal_content_is_stored_once(start: StartBlobs) -> None:
     with await reader.get(second) as blob:
         assert blob.data.nbytes == MIB
     await reader.release(second)
-    found = await owner.find(NAME, 60)
-    assert found is not None, "it is kept until its room is needed"
-    await reader.release(found)
+    ref = await owner.find(NAME, 60)
+    assert ref is not None, "it is kept until its room is needed"
+    await reader.release(ref)
     put(owner, b"b", name="cd" * 32)
     assert await owner.find(NAME, 60) is None
 
 
 async def test_many_readers_at_once(start: StartBlobs) -> None:
-    owner = await start(told=elsewhere)
+    owner = await start(advertise=elsewhere)
     readers = [await start() for _ in range(3)]
     contents = [secrets.token_bytes(100_000 + i) for i in range(8)]
     refs = [put(owner, data, name=f"{i:02}" * 32) for i, data in enumerate(contents)]
@@ -176,7 +176,7 @@ async def test_many_readers_at_once(start: StartBlobs) -> None:
 
 
 async def test_a_cancelled_read_does_not_affect_the_next(start: StartBlobs) -> None:
-    owner, reader = await start(told=elsewhere), await start()
+    owner, reader = await start(advertise=elsewhere), await start()
     large, small = put(owner, bytes(32 * MIB)), put(owner, b"abc", name="cd" * 32)
     for pause_s in (0.0, 0.001, 0.005, 0.02):
         reading = asyncio.create_task(reader.get(large))
@@ -322,12 +322,12 @@ async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
         try:
             # Sequential timeouts would take half a minute.
             async with asyncio.timeout(12):
-                found = await asyncio.gather(
+                errors = await asyncio.gather(
                     *(reader.get(ref) for _ in range(24)), return_exceptions=True
                 )
         finally:
             os.kill(owner.pid, signal.SIGKILL)
-    assert all(isinstance(error, BlobLost) for error in found), found
+    assert all(isinstance(error, BlobLost) for error in errors), errors
 
 
 async def test_a_release_reaches_an_owner_that_was_frozen(
@@ -357,7 +357,7 @@ async def test_a_release_reaches_an_owner_that_was_frozen(
 async def test_no_release_is_repeated_for_an_owner_that_has_exited(
     broker: EmbeddedServer, start: StartBlobs
 ) -> None:
-    """What waits for the release would wait for nobody."""
+    """Work that waits for the release would wait for a process that is gone."""
     reader = await start()
     with run(OWNER, broker.url) as owner:
         assert owner.stdout is not None
@@ -376,7 +376,9 @@ async def test_an_unsent_key_pins_nothing(start: StartBlobs) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + owner.address.local)
         await asyncio.to_thread(sock.recv, len(protocol.HELLO))
-        sock.sendall(protocol._request.pack(protocol.FIND, bytes.fromhex(NAME), 60.0))
+        sock.setblocking(False)
+        request = protocol.BlobRequest(protocol.FIND, bytes.fromhex(NAME), 60.0)
+        await protocol.send_request(sock, request)
         # The reader exits before it receives the key.
     await asyncio.sleep(0.2)
     assert owner.load()["arena_pinned"] == 0

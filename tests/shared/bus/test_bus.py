@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from typing import Any
 
 import pytest
 from nats.aio.client import Client as NatsClient
@@ -19,11 +20,7 @@ from shared.errors import PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
-
-
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
+from tests.support.broker import break_connection, subscriptions_of
 
 
 async def consume(bus: Bus, model: str, capacity: int = 4, ack_wait_s: float = 1.0) -> Consumer:
@@ -86,8 +83,8 @@ async def test_a_consumer_of_an_older_version_is_joined_and_keeps_its_limit_on_p
     await put(bus, model, "a")
     consumer = await consume(bus, model, ack_wait_s=9.0)
     assert (await consumer.next()).data == b"a"
-    found = (await jetstream.consumer_info(stream, durable)).config
-    assert (found.ack_wait, found.max_waiting) == (9.0, 512)
+    settings = (await jetstream.consumer_info(stream, durable)).config
+    assert (settings.ack_wait, settings.max_waiting) == (9.0, 512)
     # The older version still joins it.
     await jetstream.add_consumer(stream, older)
 
@@ -155,10 +152,10 @@ async def test_no_more_messages_are_in_flight_than_the_capacity(bus: Bus, model:
 
 
 async def test_two_workers_share_the_work(bus: Bus, model: str) -> None:
-    one, two = await consume(bus, model, capacity=1), await consume(bus, model, capacity=1)
+    consumer, two = await consume(bus, model, capacity=1), await consume(bus, model, capacity=1)
     await put(bus, model, "a")
     await put(bus, model, "b")
-    first = await asyncio.wait_for(one.next(), 5)
+    first = await asyncio.wait_for(consumer.next(), 5)
     second = await asyncio.wait_for(two.next(), 5)
     assert {first.data, second.data} == {b"a", b"b"}
     await first.ack()
@@ -178,9 +175,9 @@ async def test_the_logs_under_a_subject_are_measured(bus: Bus, model: str) -> No
     last = await bus.append(subjects.append(model, "one"), bytes(20), last)
     last = await bus.append(subjects.append(model, "two"), bytes(5), 0)
     logs = subjects.TOKENS_STREAM, subjects.tokens(model, "*")
-    found = await StreamMeter(bus).measure_logs(*logs, LogUse())
-    assert found == LogUse(num_logs=2, num_bytes=35, next_sequence=last + 1)
-    assert await StreamMeter(bus).measure_logs(*logs, found) == found
+    use = await StreamMeter(bus).measure_logs(*logs, LogUse())
+    assert use == LogUse(num_logs=2, num_bytes=35, next_sequence=last + 1)
+    assert await StreamMeter(bus).measure_logs(*logs, use) == use
 
 
 async def test_a_message_over_the_limit_is_refused(bus: Bus, model: str) -> None:
@@ -197,28 +194,29 @@ async def test_requests_survive_a_connection_that_is_being_lost(broker: Embedded
     """nats-py writes in the caller's task when its writer has ended before its reader notices."""
     bus = await Bus.connect(broker.url, "test-lost")
     await bus.streams.prepare(NatsConfig(), DeliveryConfig())
-    nc = bus.connection.nc
-    await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
-    held = len(nc._subs)
-    assert nc._flusher_task is not None
-    assert nc._transport is not None
-    for _ in range(3):
-        nc._flusher_task.cancel()
+
+    async def lose_connection() -> None:
+        writer = bus.connection.nc._flusher_task
+        assert writer is not None
+        writer.cancel()
         await asyncio.sleep(0)
-        nc._transport.close()
+        break_connection(bus)
+
+    await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
+    num_subscriptions = len(subscriptions_of(bus))
+    for _ in range(3):
+        await lose_connection()
         assert await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
     listener = await bus.subscribe(subjects.tokens("nobody"))
-    nc._flusher_task.cancel()
-    await asyncio.sleep(0)
-    nc._transport.close()
+    await lose_connection()
     await bus.publish(subjects.cancel("nobody"), b"", f"lost-{secrets.token_hex(4)}")
     await bus.unsubscribe(listener)
-    assert len(nc._subs) == held
+    assert len(subscriptions_of(bus)) == num_subscriptions
     await bus.close()
 
 
 async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedServer) -> None:
-    """nats-py's reader task would fail on a pong whose future was cancelled."""
+    """nats-py's reader task would fail on a pong after its future was cancelled."""
     bus = await Bus.connect(broker.url, "test-deaf")
     await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     nc = bus.connection.nc
@@ -252,20 +250,17 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
             case _:
                 await replies.next(60.0)
 
-    def come() -> None:
-        match waits_for:
-            case "an answer":
-                (answer,) = nc._resp_map.values()
-                answer.set_result(Msg(nc))
-            case "the server":
-                nc._pongs[-1].set_result(True)
-            case _:
-                replies.add(Msg(nc))
+    def waiters() -> list[asyncio.Future[Any]]:
+        getters = replies._arrived._getters  # type: ignore[attr-defined]
+        return [*nc._resp_map.values(), *nc._pongs, *getters]
 
     waiting = asyncio.create_task(wait())
-    while not (nc._resp_map or nc._pongs or replies._arrived._getters):  # type: ignore[attr-defined]  # noqa: ASYNC110
+    while not waiters():  # noqa: ASYNC110
         await asyncio.sleep(0)
-    come()
+    if waits_for == "one of several answers":
+        replies.add(Msg(nc))
+    else:
+        waiters()[-1].set_result(Msg(nc))
     for _ in range(steps):
         await asyncio.sleep(0)
     in_time = waiting.cancel()

@@ -1,4 +1,4 @@
-"""The connection to a broker: what messages tell of its URL, and its end amid a reconnection."""
+"""The connection to a broker: its URL in messages, and its end during a reconnection."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ from tests.shared.bus.test_streams import start_server
 
 
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    ("url", "expected"),
     [
         ("nats://a:4222", "nats://a:4222"),
         ("nats://me:secret@a:4222", "nats://a:4222"),
@@ -24,8 +24,8 @@ from tests.shared.bus.test_streams import start_server
         ("nats://me:one@a:4222, me:two@b:4222", "nats://a:4222,b:4222"),
     ],
 )
-def test_no_credentials_are_shown(url: str, shown: str) -> None:
-    assert without_credentials(url) == shown
+def test_no_credentials_are_shown(url: str, expected: str) -> None:
+    assert without_credentials(url) == expected
 
 
 async def test_no_reconnection_survives_its_cancellation(
@@ -57,7 +57,7 @@ async def test_no_reconnection_survives_its_cancellation(
 
 
 async def test_a_login_that_was_refused_for_a_while_is_used_again(tmp_path: Path) -> None:
-    """A server that revokes a password says so on the connection, before it closes it."""
+    """A server that revokes a password reports it on the connection before it closes it."""
 
     def settings(password: str) -> str:
         return f"accounts {{ A {{ users: [{{ user: pm, password: {password} }}] }} }}"
@@ -79,17 +79,17 @@ async def test_a_login_that_was_refused_for_a_while_is_used_again(tmp_path: Path
         process.wait(10)
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, b"50"), ("100", b"100")])
-def test_an_embedded_server_collects_garbage_early_unless_told_otherwise(
-    given: str | None, kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("value", "expected"), [(None, b"50"), ("100", b"100")])
+def test_an_embedded_server_collects_garbage_early_by_default(
+    value: str | None, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GOGC", raising=False)
-    if given is not None:
-        monkeypatch.setenv("GOGC", given)
+    if value is not None:
+        monkeypatch.setenv("GOGC", value)
     server = EmbeddedServer(tmp_path)
     server.start()
     try:
         environment = Path(f"/proc/{server.pid_file.read_text().strip()}/environ").read_bytes()
     finally:
         server.stop()
-    assert b"GOGC=" + kept in environment.split(b"\0")
+    assert b"GOGC=" + expected in environment.split(b"\0")

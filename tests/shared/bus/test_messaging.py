@@ -1,4 +1,4 @@
-"""Calls of newer versions at a group of responders, of which some are older."""
+"""Calls of newer versions to a group of responders, some of them older."""
 
 import secrets
 
@@ -30,20 +30,20 @@ async def test_a_call_is_repeated_until_a_renderer_reads_it(bus: Bus) -> None:
     """The older renderer is one of version 2: it answers a call that needs 3 with its version."""
     model = f"m-{secrets.token_hex(4)}"
     subject = subjects.renderer("tokenize", model)
-    asked = []
+    versions = []
 
     async def answer(data: bytes, tenant: str | None) -> bytes:
         return to_json(Tokenized(1, 2, [3]))
 
     async def be_older(msg: object) -> None:
         headers = msg.headers  # type: ignore[attr-defined]
-        asked.append(headers[VERSION_HEADER])
+        versions.append(headers[VERSION_HEADER])
         await bus.connection.nc.publish(msg.reply, b"", headers={VERSION_HEADER: "2"})  # type: ignore[attr-defined]
-        if len(asked) == 2:
+        if len(versions) == 2:
             await bus.add_group_responder(subject, subjects.RENDERERS_GROUP, answer)
             await older.unsubscribe()
 
     older = await bus.connection.nc.subscribe(subject, subjects.RENDERERS_GROUP, cb=be_older)
     question = TokenizeRequest(messages=[Message("user", [AudioPart(AudioURL("data:,"))])])
     assert await tokenize(bus, model, question) == Tokenized(1, 2, [3])
-    assert asked == ["3", "3"]
+    assert versions == ["3", "3"]

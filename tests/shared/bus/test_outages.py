@@ -89,8 +89,8 @@ async def test_a_queue_that_is_deleted_comes_back(
     delivery = await asyncio.wait_for(puller.next(), ANSWER_S)
     await delivery.ack()
     if deleted == "consumer":
-        durable = next(durable for stream, durable in bus.queues._queues if stream == puller.stream)
-        await jetstream.delete_consumer(puller.stream, durable)
+        (consumer,) = await jetstream.consumers_info(puller.stream)
+        await jetstream.delete_consumer(puller.stream, consumer.name)
     else:
         await jetstream.delete_stream(puller.stream)
         # A coordinator looks after a while, also where no worker notices it.

@@ -1,4 +1,4 @@
-"""What becomes of queues when a broker that runs alone has lost its memory."""
+"""Queues are restored when a broker that runs alone has lost its memory."""
 
 import asyncio
 import math
@@ -14,6 +14,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
+from tests.support.waiting import until
 
 QUEUE = subjects.stage_consumer("renderer", "demo", "batch")
 REQUESTS = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
@@ -49,7 +50,7 @@ async def consume_tasks(bus: Bus, ack_wait_s: float = 30.0) -> Consumer:
     return await bus.queues.consume(subjects.STAGES_STREAM, QUEUE, where, 8, ack_wait_s)
 
 
-async def test_a_worker_goes_on_with_new_tasks_when_those_before_are_lost(
+async def test_a_worker_continues_with_new_tasks_when_earlier_ones_are_lost(
     own_bus: Bus,
     own_broker: EmbeddedServer,
 ) -> None:
@@ -69,9 +70,7 @@ async def test_queues_without_a_worker_are_there_again(
     await own_bus.queues.create_slots(subjects.STAGES_STREAM, [queue], 30.0)
     await lose_tasks(own_bus, own_broker)
     await put(own_bus, "a")
-    async with asyncio.timeout(ANSWER_S):
-        while (depth := await own_bus.figures.depths(subjects.STAGES_STREAM)) == []:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    depth = await until(lambda: own_bus.figures.depths(subjects.STAGES_STREAM), ANSWER_S)
     assert [(d.subject, d.num_pending) for d in depth] == [(where, 1)]
 
 
@@ -109,8 +108,8 @@ async def test_requests_are_delivered_again_when_their_tasks_are_lost(
     await put_off.retry(3600)
     await own_bus.connection.sync_clock()  # The broker has the acknowledgements.
     restart(own_broker)
-    found = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
-    assert found == {b"put-off", b"new"}
+    messages = {(await asyncio.wait_for(consumer.next(), ANSWER_S)).data for _ in range(2)}
+    assert messages == {b"put-off", b"new"}
 
 
 @pytest.mark.parametrize("storage", [api.StorageType.FILE, api.StorageType.MEMORY])

@@ -1,7 +1,6 @@
 """One worker's pulls from the queues of all slots, on a real server."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
@@ -12,15 +11,11 @@ from shared.bus.consumer import Delivery
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import WAIT_S, SlotConsumer, SlotQueue
 from shared.protocol import subjects
+from tests.support.broker import break_connection
 from tests.support.waiting import until
 
 LANE = "batch"
 SLOTS = range(4)
-
-
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ async def test_an_owner_gets_what_is_in_its_slots(bus: Bus, other: Bus, model: s
     assert thief.num_in_flight == 0
 
 
-async def test_a_busy_owner_stands_behind_an_idle_thief(bus: Bus, other: Bus, model: str) -> None:
+async def test_an_idle_thief_comes_before_a_busy_owner(bus: Bus, other: Bus, model: str) -> None:
     owner = await consume(bus, model, owned=SLOTS, load=lambda: 0.9)
     thief = await consume(other, model, owned=[])
     await put(bus, model, "a", 1)
@@ -82,7 +77,7 @@ async def test_a_busy_owner_stands_behind_an_idle_thief(bus: Bus, other: Bus, mo
     assert owner.num_in_flight == 0
 
 
-async def test_what_a_full_owner_cannot_take_is_stolen_at_once(
+async def test_tasks_beyond_the_capacity_of_a_full_owner_are_stolen_at_once(
     bus: Bus, other: Bus, model: str
 ) -> None:
     owner = await consume(bus, model, owned=SLOTS, capacity=2)
@@ -90,21 +85,21 @@ async def test_what_a_full_owner_cannot_take_is_stolen_at_once(
     for number in range(5):
         await put(bus, model, str(number), 2)
     stolen = [(await take(thief)).data for _ in range(3)]
-    kept = [(await take(owner)).data for _ in range(2)]
-    assert sorted(stolen + kept) == [b"0", b"1", b"2", b"3", b"4"]
+    own = [(await take(owner)).data for _ in range(2)]
+    assert sorted(stolen + own) == [b"0", b"1", b"2", b"3", b"4"]
 
 
-async def test_what_exceeds_the_credit_is_handed_back(bus: Bus, other: Bus, model: str) -> None:
+async def test_tasks_beyond_the_credit_are_requeued(bus: Bus, other: Bus, model: str) -> None:
     """The pulls that wait are more than the credit, because most queues are empty."""
-    one = await consume(bus, model, owned=SLOTS, capacity=1)
+    owner = await consume(bus, model, owned=SLOTS, capacity=1)
     for slot in SLOTS:
         await put(bus, model, str(slot), slot)
-    kept = await take(one)
-    await until(lambda: one.num_in_flight == 1)
+    delivery = await take(owner)
+    await until(lambda: owner.num_in_flight == 1)
     two = await consume(other, model, owned=[])
-    taken = [(await take(two)).data for _ in range(3)]
-    assert sorted([kept.data, *taken]) == [b"0", b"1", b"2", b"3"]
-    assert one.num_in_flight == 1
+    others = [(await take(two)).data for _ in range(3)]
+    assert sorted([delivery.data, *others]) == [b"0", b"1", b"2", b"3"]
+    assert owner.num_in_flight == 1
 
 
 async def test_an_owner_sends_its_next_pull_before_the_last_one_ends(bus: Bus, model: str) -> None:
@@ -113,10 +108,10 @@ async def test_an_owner_sends_its_next_pull_before_the_last_one_ends(bus: Bus, m
     before = [queue.pull for queue in owner.queues.values()]
     await asyncio.sleep(0.8 * WAIT_S)
     after = [queue.pull for queue in owner.queues.values()]
-    assert all(one < other for one, other in zip(before, after, strict=True))
+    assert all(earlier < other for earlier, other in zip(before, after, strict=True))
 
 
-async def test_a_hot_queue_is_asked_for_as_much_as_there_is_room_for(bus: Bus, model: str) -> None:
+async def test_a_hot_queue_is_pulled_up_to_the_free_capacity(bus: Bus, model: str) -> None:
     for number in range(30):
         await put(bus, model, str(number), 2)
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]
@@ -133,16 +128,16 @@ async def test_a_backlog_is_taken_as_credit_becomes_free(bus: Bus, model: str) -
     for number in range(10):
         await put(bus, model, str(number), number % 4 if number < 8 else None)
     queues = [queue_of(model, slot) for slot in (None, *SLOTS)]
-    stream, found = subjects.STAGES_STREAM, set[bytes]()
+    stream, messages = subjects.STAGES_STREAM, set[bytes]()
     consumer = await bus.queues.consume_slots(stream, queues, 2, 30.0, lambda: 0.0)
     for _ in range(10):
         delivery = await take(consumer)
-        # Nothing was asked for beyond the credit, and so handed back.
+        # Nothing was pulled beyond the credit and requeued.
         assert delivery.attempt == 1
         assert consumer.num_in_flight <= 2
-        found.add(delivery.data)
+        messages.add(delivery.data)
         await delivery.ack()
-    assert len(found) == 10
+    assert len(messages) == 10
 
 
 async def test_nothing_is_pulled_without_credit(bus: Bus, model: str) -> None:
@@ -161,17 +156,18 @@ async def test_a_frozen_owner_loses_its_slots_after_the_ack_wait(
     """It keeps what its pulls were given, for the ack wait at most, and pulls no more."""
     ack_wait_s = 1.0
     frozen = await consume(bus, model, owned=SLOTS, ack_wait_s=ack_wait_s)
-    assert frozen._pump is not None
-    frozen._pump.cancel()
+    pump = frozen._pump
+    assert pump is not None
+    pump.cancel()
     thief = await consume(other, model, owned=[], ack_wait_s=ack_wait_s)
     names = {str(number).encode() for number in range(12)}
     for name in names:
         await put(bus, model, name.decode(), int(name) % 4)
-    found = set[bytes]()
+    messages = set[bytes]()
     async with asyncio.timeout(ack_wait_s + 2):
-        while found < names:
+        while messages < names:
             delivery = await thief.next()
-            found.add(delivery.data)
+            messages.add(delivery.data)
             await delivery.ack()
     assert frozen.num_in_flight > 0
 
@@ -194,8 +190,7 @@ async def test_pulls_end_with_their_connection_and_are_sent_again(
 ) -> None:
     # The broker may have the message before the end of the connection, and sends it there.
     consumer = await consume(bus, model, owned=SLOTS, ack_wait_s=1.0)
-    assert bus.connection.nc._transport is not None
-    bus.connection.nc._transport.close()
+    break_connection(bus)
     await put(other, model, "a", 1)
     assert (await take(consumer)).data == b"a"
 

@@ -14,6 +14,7 @@ import pytest
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.store_lock import LOCK_FILE
 from shared.errors import ConfigError, StoreInUse
+from tests.support.waiting import wait_until
 
 # Its server does not end together with it, as on systems other than Linux.
 ORPHAN = """
@@ -36,7 +37,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def orphan(store: Path) -> Iterator[int]:
-    """The process of a server whose parent was killed."""
+    """The process of a server after its parent was killed."""
     command = [sys.executable, "-c", ORPHAN, str(store)]
     pid = int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
     yield pid
@@ -90,8 +91,7 @@ def test_no_other_takes_the_store_while_a_server_is_restarted(store: Path) -> No
     server.start()
     try:
         os.kill(pid_of(server), signal.SIGKILL)
-        assert server._process is not None
-        server._process.wait()
+        wait_until(lambda: server.has_exited)
         assert_refused(store, os.getpid())
         server.start()
         assert_refused(store, os.getpid())

@@ -54,7 +54,7 @@ async def test_each_stream_that_refuses_to_store_is_found(
     unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, unlimited[1]))
     for subject in SUBJECTS.values():
-        # The broker answers nothing to a publish whose write has failed.
+        # The broker does not answer a publish when its write has failed.
         with pytest.raises(NatsTimeoutError):
             await jetstream.publish(subject, b"1", timeout=0.1)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)

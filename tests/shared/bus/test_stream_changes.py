@@ -1,4 +1,4 @@
-"""A start never changes a stream; the differences are told, and their effects are counted."""
+"""A start never changes a stream; the differences are logged, and their effects are counted."""
 
 import pytest
 from nats.js import JetStreamContext, api
@@ -50,8 +50,8 @@ async def test_a_start_with_a_smaller_limit_removes_nothing_and_says_so(
         await other.streams.prepare(NATS, DeliveryConfig(max_token_log_mib=1))
     assert await num_stored(own_bus) == 1500
     (event,) = [entry for entry in logs if entry["event"] == "stream_differs"]
-    told = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
-    assert told == {
+    difference = {key: event[key] for key in ("stream", "setting", "value", "cluster_value")}
+    assert difference == {
         "stream": "TOKENS",
         "setting": "max_bytes",
         "value": "1 MiB",
@@ -113,10 +113,10 @@ async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own_bus: Bu
 async def test_the_streams_of_an_older_version_work_until_they_are_changed(
     own_bus: Bus, jetstream: JetStreamContext
 ) -> None:
-    """What the commit before tenants had made: no subjects of theirs, and no steps."""
+    """The streams of the commit before tenants have no tenants' subjects, and no steps."""
     await jetstream.delete_stream(subjects.STEPS_STREAM)
-    found = (await jetstream.stream_info(subjects.CANCELS_STREAM)).config
-    await jetstream.update_stream(found.evolve(subjects=["pm.cancel.*"]))
+    settings = (await jetstream.stream_info(subjects.CANCELS_STREAM)).config
+    await jetstream.update_stream(settings.evolve(subjects=["pm.cancel.*"]))
     with capture_logs() as logs:
         await own_bus.streams.prepare(NATS, DeliveryConfig())
     assert [
@@ -162,7 +162,7 @@ async def test_a_stream_without_what_workers_need_is_refused_until_it_is_changed
     await own_bus.streams.prepare(NATS, DeliveryConfig())
 
 
-async def test_what_no_stream_can_change_stays(own_bus: Bus) -> None:
+async def test_a_setting_that_no_stream_can_change_stays(own_bus: Bus) -> None:
     changes = await changes_to(own_bus, DeliveryConfig(token_log_storage="memory"))
     assert [(c.difference.setting, c.effect) for c in changes] == [
         ("storage", "none: only a new stream can have it")

@@ -37,7 +37,7 @@ def envelope(
     header_len: int | None = None,
     body_offset: int | None = None,
 ) -> bytes:
-    """Build an envelope by hand, in which any number can be false."""
+    """Build an envelope by hand. Any of its numbers can be wrong."""
     true_offset = -(-(16 + len(header)) // 64) * 64
     length = len(header) if header_len is None else header_len
     offset = true_offset if body_offset is None else body_offset
@@ -70,15 +70,15 @@ SAMPLE = encode(
 
 
 @given(heads, st.lists(tensors, max_size=5))
-def test_encoding_round_trips(head: Head, sent: list[TensorData]) -> None:
-    assert decode(encode(head, sent), Head) == (head, sent)
+def test_encoding_round_trips(head: Head, buffers: list[TensorData]) -> None:
+    assert decode(encode(head, buffers), Head) == (head, buffers)
 
 
 @given(heads, st.lists(tensors, max_size=5))
 def test_buffers_are_aligned_views_that_cannot_be_written(
-    head: Head, sent: list[TensorData]
+    head: Head, buffers: list[TensorData]
 ) -> None:
-    data = encode(head, sent)
+    data = encode(head, buffers)
     assert len(data) % 64 == 0
     start = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     for tensor in decode(data, Head)[1]:
@@ -99,8 +99,8 @@ def test_decoding_copies_no_buffer() -> None:
 
 
 def test_each_content_has_one_encoding() -> None:
-    head, sent = decode(SAMPLE, Head)
-    assert encode(head, sent) == SAMPLE
+    head, buffers = decode(SAMPLE, Head)
+    assert encode(head, buffers) == SAMPLE
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_trailing_bytes_are_refused() -> None:
     assert refuses(SAMPLE + bytes(64))
 
 
-def test_a_newer_envelope_is_told_from_bytes_that_are_none() -> None:
+def test_a_newer_envelope_is_distinguished_from_other_bytes() -> None:
     with pytest.raises(UnsupportedVersion, match="has version 2, and this worker reads version 1"):
         decode(SAMPLE[:4] + b"\2\0" + SAMPLE[6:], Head)
 
@@ -324,8 +324,9 @@ def test_the_walk_agrees_with_msgspec_on_whole_values() -> None:
     ]
     values += ["", "a" * 31, "a" * 200, "a" * 70_000, b"", b"a" * 300, b"a" * 70_000]
     values += [[], [1] * 15, [1] * 70_000, {}, {str(i): [i] for i in range(1000)}]
+    check_nesting = codec._check_nesting
     for value in values:
         data = msgspec.msgpack.encode(value)
-        codec._check_nesting(data)
+        check_nesting(data)
         with pytest.raises(DecodeError):
-            codec._check_nesting(data[:-1])
+            check_nesting(data[:-1])

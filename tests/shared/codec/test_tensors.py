@@ -22,12 +22,12 @@ def some_tensor(dtype: str, shape: list[int]) -> Tensor:
 
 @given(st.sampled_from(sorted(ITEM_BYTES)), shapes)
 def test_every_dtype_and_shape_round_trips(dtype: str, shape: list[int]) -> None:
-    sent = some_tensor(dtype, shape)
-    data = encode(StageSpan("r", "w", 1, 0.0, 0.0), [from_torch(sent)])
+    tensor = some_tensor(dtype, shape)
+    data = encode(StageSpan("r", "w", 1, 0.0, 0.0), [from_torch(tensor)])
     received = to_torch(decode(data, StageSpan)[1][0])
-    assert received.dtype == sent.dtype
-    assert received.shape == sent.shape
-    assert torch.equal(received, sent)
+    assert received.dtype == tensor.dtype
+    assert received.shape == tensor.shape
+    assert torch.equal(received, tensor)
 
 
 @given(st.sampled_from(sorted(set(ITEM_BYTES) - {"bfloat16"})), shapes)

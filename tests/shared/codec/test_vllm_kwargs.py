@@ -94,9 +94,9 @@ items = st.dictionaries(st.text(max_size=40), fields(), min_size=1, max_size=5)
 @given(items)
 def test_items_round_trip_to_the_byte(item: dict[str, WireField]) -> None:
     data = encode_item(item)
-    found = decode_item(data, "f")
-    assert found == item
-    assert encode_item(found) == data
+    decoded = decode_item(data, "f")
+    assert decoded == item
+    assert encode_item(decoded) == data
 
 
 def packed(

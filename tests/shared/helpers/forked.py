@@ -1,4 +1,4 @@
-"""A fork server whose children do what their message says."""
+"""A fork server with children that follow the commands of their message."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Children of a fork server: what they get, how they end, and whom they outlive."""
+"""Children of a fork server: their messages, their ends, and the end of their server."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ def test_a_child_has_no_descriptors_of_others(forks: Forks) -> None:
         report.close()
 
 
-def test_a_child_is_killed_when_nobody_waits_for_it(forks: Forks) -> None:
+def test_a_child_without_a_waiter_is_killed(forks: Forks) -> None:
     pid, report = start(forks, b"spin")
     report.close()
     wait_for_end(pid)

@@ -14,11 +14,11 @@ def test_the_cache_equals_a_list_in_order_of_use(operations: list[tuple[str, int
     cache: ByteLRU[str, int] = ByteLRU(10)
     model: list[tuple[str, int]] = []  # least recently used first
     for number, (key, num_bytes) in enumerate(operations):
-        known = [entry for entry in model if entry[0] == key]
+        entries = [entry for entry in model if entry[0] == key]
         rest = [entry for entry in model if entry[0] != key]
         if num_bytes is None:
-            assert (cache.get(key) is not None) == bool(known)
-            model = rest + known
+            assert (cache.get(key) is not None) == bool(entries)
+            model = rest + entries
             continue
         cache.put(key, number, num_bytes)
         model = rest

@@ -48,7 +48,7 @@ def times_of(draw: st.DrawFn, operation: Operation) -> Times:
 
 
 def disturb(data: st.DataObject, times: Times, most: float) -> Times:
-    """Multiply each time by a factor of its own, at most `most` or its inverse."""
+    """Multiply each time by a separate factor, at most `most` or its inverse."""
     factor = st.floats(1 / most, most)
     return {
         implementation: {rows: s * data.draw(factor) for rows, s in by_rows.items()}
@@ -57,7 +57,7 @@ def disturb(data: st.DataObject, times: Times, most: float) -> Times:
 
 
 def cost(operation: Operation, times: Times, option: Option) -> float:
-    """How many times as long an option takes as the fastest implementation, at worst."""
+    """Largest ratio of an option's time to the time of the fastest implementation."""
     fastest = {rows: min(by_rows[rows] for by_rows in times.values()) for rows in operation.rows}
     return max(times[option.at(rows)][rows] / fastest[rows] for rows in operation.rows)
 
@@ -105,7 +105,7 @@ def test_a_machine_that_is_slower_at_everything_chooses_the_same(
         name: {rows: s * factor for rows, s in by_rows.items()} for name, by_rows in times.items()
     }
     chosen, elsewhere = (
-        choices.choose(operation, one, operation.options[0]) for one in (times, slower)
+        choices.choose(operation, measured, operation.options[0]) for measured in (times, slower)
     )
     # Rounding may decide between options at the margin.
     ratio = cost(operation, times, chosen) / cost(operation, times, elsewhere)
@@ -116,20 +116,20 @@ def test_a_machine_that_is_slower_at_everything_chooses_the_same(
 def test_noise_within_the_margin_brings_no_option_back(
     data: st.DataObject, operation: Operation
 ) -> None:
-    """An option that gave way was slower in truth, so a choice never goes in circles."""
+    """A replaced option is really slower, so choices never repeat in circles."""
     truth = data.draw(times_of(operation))
     option = data.draw(st.sampled_from(operation.options))
-    taken = [option]
+    options = [option]
     for _ in range(6):
         noisy = disturb(data, truth, MARGIN**0.249)
         option = choices.choose(operation, noisy, option)
-        if option != taken[-1]:
-            taken.append(option)
-    assert len(set(taken)) == len(taken)
+        if option != options[-1]:
+            options.append(option)
+    assert len(set(options)) == len(options)
 
 
 @given(st.data(), operations)
-def test_interrupted_rounds_change_nothing_beside_undisturbed_ones(
+def test_interrupted_rounds_change_nothing_when_others_are_undisturbed(
     data: st.DataObject, operation: Operation
 ) -> None:
     quiet = data.draw(times_of(operation))
@@ -149,24 +149,26 @@ def test_interrupted_rounds_change_nothing_beside_undisturbed_ones(
 @given(st.data(), operations)
 def test_rounds_of_several_starts_count_together(data: st.DataObject, operation: Operation) -> None:
     rounds = [data.draw(times_of(operation)) for _ in range(MIN_ROUNDS)]
-    known: Measurement | None = None
-    for one in rounds:
-        assert not choices.is_enough(operation, known)
-        assert known is None or known.option == operation.options[0]
-        known = choices.update(operation, known, [one])
-    assert known == choices.update(operation, None, rounds)
-    more = choices.update(operation, known, rounds * 2)
+    measurement: Measurement | None = None
+    for times in rounds:
+        assert not choices.is_enough(operation, measurement)
+        assert measurement is None or measurement.option == operation.options[0]
+        measurement = choices.update(operation, measurement, [times])
+    assert measurement == choices.update(operation, None, rounds)
+    more = choices.update(operation, measurement, rounds * 2)
     assert choices.is_enough(operation, more)
 
 
 def test_a_measurement_of_other_options_does_not_count() -> None:
     rounds: list[Times] = [{"vector": {256: 1.0}, "torch": {256: 0.5}}] * ENOUGH_ROUNDS
     without_tiles = choices.tower_operation("product", [256], has_tiles=False)
-    known = choices.update(without_tiles, None, rounds)
-    assert choices.is_enough(without_tiles, known)
+    measurement = choices.update(without_tiles, None, rounds)
+    assert choices.is_enough(without_tiles, measurement)
     with_tiles = choices.tower_operation("product", [256], has_tiles=True)
-    assert not choices.is_enough(with_tiles, known)
-    broken = Measurement({**known.least_s, "torch": {256: 0.0}}, known.num_rounds, known.option)
+    assert not choices.is_enough(with_tiles, measurement)
+    broken = Measurement(
+        {**measurement.least_s, "torch": {256: 0.0}}, measurement.num_rounds, measurement.option
+    )
     assert not choices.is_enough(without_tiles, broken)
 
 

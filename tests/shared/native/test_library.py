@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import wait_until
+
 ROOT = Path(__file__).parents[3]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no compiler, or no AVX-512")
 
-# It counts its calls, and the first ones go on when they may.
+# It counts its calls, and waits for the file `go`.
 WRAPPER = """#!/bin/sh
 case "$*" in
 *" -o "*)
@@ -64,10 +66,7 @@ class Machine:
         return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def wait_for_calls(self, count: int) -> None:
-        deadline = time.monotonic() + 120
-        while len(self.calls()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(self.calls()) >= count)
 
     def go(self) -> None:
         (self.folder / "go").touch()
@@ -79,10 +78,10 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     wrapper.write_text(WRAPPER.format(folder=tmp_path, compiler=COMPILER))
     wrapper.chmod(0o755)
     (tmp_path / "small.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    made = Machine(tmp_path)
-    yield made
-    made.go()
-    for process in made.processes:
+    build = Machine(tmp_path)
+    yield build
+    build.go()
+    for process in build.processes:
         process.kill()
         process.communicate()
 
@@ -93,7 +92,7 @@ def result(process: subprocess.Popen[str]) -> Path:
     return Path(out.strip())
 
 
-def test_of_several_processes_one_compiles_and_the_others_wait(machine: Machine) -> None:
+def test_one_of_several_processes_compiles_and_the_others_wait(machine: Machine) -> None:
     first = machine.start()
     machine.wait_for_calls(1)
     others = [machine.start() for _ in range(2)]
@@ -108,13 +107,13 @@ def test_of_several_processes_one_compiles_and_the_others_wait(machine: Machine)
     assert [path.suffix for path in (machine.folder / "cache" / "pagemill").iterdir()] == [".so"]
 
 
-def test_a_process_that_dies_while_it_compiles_keeps_nobody_waiting(machine: Machine) -> None:
+def test_a_process_that_dies_while_it_compiles_blocks_no_other(machine: Machine) -> None:
     first = machine.start()
     machine.wait_for_calls(1)
     second = machine.start()
     first.send_signal(signal.SIGKILL)
     first.wait()
-    # Its compiler goes on, without the lock.
+    # Its compiler continues, without the lock.
     machine.wait_for_calls(2)
     os.kill(machine.calls()[0], 0)
     machine.go()

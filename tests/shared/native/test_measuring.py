@@ -68,7 +68,7 @@ def test_a_machine_measures_once(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["processor", "kernels", "torch", "num_threads"])
-def test_whatever_times_depend_on_has_choices_of_its_own(cache: Path, field: str) -> None:
+def test_everything_that_times_depend_on_has_separate_choices(cache: Path, field: str) -> None:
     counted = Counted()
     select([counted.trial], "measured", KEY, LONG_S)
     changed = {**msgspec.to_builtins(KEY), field: 3 if field == "num_threads" else "another"}
@@ -99,7 +99,7 @@ def test_a_round_that_is_cut_off_counts_for_nothing(
     assert record.measured[counted.operation.name].option == counted.operation.options[0]
 
 
-def test_what_the_configuration_demands_is_not_measured(cache: Path) -> None:
+def test_a_configured_choice_is_not_measured(cache: Path) -> None:
     counted = Counted(has_tiles=True)
     for setting in ("vector", "tiles", "torch"):
         assert select([counted.trial], setting, KEY) == {counted.operation.name: Option(setting)}
@@ -129,19 +129,19 @@ def test_without_a_folder_choices_are_measured_and_not_kept(cache: Path) -> None
 def test_a_process_waits_for_the_one_that_measures_and_takes_its_choice(cache: Path) -> None:
     cache.mkdir(mode=0o700)
     counted = Counted()
-    found: list[dict[str, Option]] = []
+    results: list[dict[str, Option]] = []
 
     def run() -> None:
-        found.append(select([counted.trial], "measured", KEY, LONG_S))
+        results.append(select([counted.trial], "measured", KEY, LONG_S))
 
     thread = threading.Thread(target=run)
     with library.only_process(cache):
         thread.start()
         thread.join(0.2)
-        assert found == []
+        assert results == []
         write_record(cache, KEY, {counted.trial: Option("torch")})
     thread.join(60)
-    assert found == [{counted.operation.name: Option("torch")}]
+    assert results == [{counted.operation.name: Option("torch")}]
     assert counted.num_prepared == 0
 
 
@@ -160,7 +160,9 @@ def test_implementations_of_a_trial_compute_the_same() -> None:
 
 
 @needs_kernels
-def test_what_was_chosen_is_printed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_choices_of_this_machine_are_printed(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert check(kernels=True) == 0
     assert "nothing has been measured" in capsys.readouterr().out
     kernels = tower_kernels.find_kernels(torch.zeros(1, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Libraries that an image has for named processors, and what is said where none fits."""
+"""Libraries in an image for named processors, and the error when none fits."""
 
 import shutil
 from pathlib import Path
@@ -26,8 +26,8 @@ def make_folder(tmp_path: Path, *names: str) -> Path:
 
 def test_the_best_library_that_the_processor_can_run_is_taken(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "avx512", "amx")
-    found = {features: targets.find_compiled(features, folder) for features in (AVX512, BF16, AMX)}
-    assert found == {
+    files = {features: targets.find_compiled(features, folder) for features in (AVX512, BF16, AMX)}
+    assert files == {
         AVX512: folder / targets.file_name("avx512"),
         BF16: folder / targets.file_name("avx512"),
         AMX: folder / targets.file_name("amx"),

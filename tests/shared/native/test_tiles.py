@@ -175,7 +175,7 @@ assert loaded.num_tile_products() > 0
 """
 
 
-def test_nothing_behind_the_last_row_is_read(software_library: Path) -> None:
+def test_nothing_after_the_last_row_is_read(software_library: Path) -> None:
     command = [*preloaded.PYTHON, "-c", READS_TO_THE_END, str(software_library)]
     assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
 
@@ -183,8 +183,8 @@ def test_nothing_behind_the_last_row_is_read(software_library: Path) -> None:
 def test_tile_instructions_are_methods_of_what_configures_the_tiles() -> None:
     for name in (*targets.SOURCES, *targets.HEADERS):
         text = (SOURCES / name).read_text(encoding="utf-8")
-        found = {match.start() for match in re.finditer(r"\b_tile_\w+\(", text)}
+        places = {match.start() for match in re.finditer(r"\b_tile_\w+\(", text)}
         if name == "tiles.h":
             begin = text.index("class Tiles {")
-            found -= set(range(begin, text.index("\n};", begin)))
-        assert not found, name
+            places -= set(range(begin, text.index("\n};", begin)))
+        assert not places, name

@@ -14,7 +14,7 @@ from shared.native.tower_kernels import TowerKernels
 from shared.vision.layers import rotate
 
 needs_kernels = pytest.mark.skipif(
-    (found := library.load()) is None or not found.pagemill_has_bf16(),
+    (compiled := library.load()) is None or not compiled.pagemill_has_bf16(),
     reason="no AVX-512 for bfloat16",
 )
 # The sizes of existing towers, one below a register, and one with an odd number of units.

@@ -47,7 +47,7 @@ INSIDE = (
         "2001:db8::1",
     ],
 )
-def test_what_is_not_the_internet_is_not_dialled(text: str) -> None:
+def test_addresses_outside_the_internet_are_not_dialled(text: str) -> None:
     assert not may_dial(parse_address(text))
 
 
@@ -83,7 +83,7 @@ def test_no_wrapping_hides_an_address(text: str) -> None:
 
 
 def embed(prefix: IPv6Network, inner: IPv4Address) -> IPv6Address:
-    """Write an address behind a prefix, octet by octet, as in the table of RFC 6052."""
+    """Append an address to a prefix, octet by octet, as in the table of RFC 6052."""
     octets = bytearray(prefix.network_address.packed)
     place = prefix.prefixlen // 8
     for octet in inner.packed:
@@ -122,7 +122,7 @@ def test_no_translator_leads_to_an_inner_address(prefix: IPv6Network, text: str)
     is_public = may_dial(IPv4Address(text))
     if not is_public:
         assert not may_dial(address, translators=[prefix])
-        # Only behind a prefix of 96 bits the address alone does not tell.
+        # Only after a prefix of 96 bits, the address alone does not decide.
         assert not may_dial(address) or prefix.prefixlen == 96
         assert may_be_translated(address) or prefix.prefixlen != 96
     elif may_dial(address):

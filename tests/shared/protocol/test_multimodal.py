@@ -20,8 +20,8 @@ parts = st.recursive(
 
 
 @given(st.lists(parts, max_size=4), st.lists(parts, max_size=4))
-def test_equal_hashes_are_of_equal_content(one: list[HashPart], other: list[HashPart]) -> None:
-    assert (content_hash(*one) == content_hash(*other)) == (one == other)
+def test_equal_hashes_are_of_equal_content(first: list[HashPart], other: list[HashPart]) -> None:
+    assert (content_hash(*first) == content_hash(*other)) == (first == other)
 
 
 DIFFERENT: list[tuple[HashPart, ...]] = [
@@ -50,7 +50,7 @@ DIFFERENT: list[tuple[HashPart, ...]] = [
 ]
 
 
-def test_framing_tells_all_of_these_apart() -> None:
+def test_framing_distinguishes_all_of_these() -> None:
     assert len({content_hash(*parts) for parts in DIFFERENT}) == len(DIFFERENT)
 
 
@@ -72,7 +72,7 @@ def test_it_is_the_same_in_every_process() -> None:
         "from shared.protocol.multimodal import content_hash; print(content_hash('a', [1, b'b']))"
     )
     root = Path(__file__).parents[3]
-    told = {
+    hashes = {
         subprocess.run(
             [sys.executable, "-c", script],
             env=os.environ | {"PYTHONHASHSEED": seed},
@@ -82,4 +82,4 @@ def test_it_is_the_same_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert told == {content_hash("a", [1, b"b"]).encode() + b"\n"}
+    assert hashes == {content_hash("a", [1, b"b"]).encode() + b"\n"}

@@ -1,4 +1,4 @@
-"""The table of who may publish and subscribe to what."""
+"""The permissions of roles to publish and subscribe."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def may_subscribe(permissions: Permissions, subject: str) -> bool:
         subjects.steps("tenant", "r"),
     ],
 )
-def test_nobody_publishes_what_readers_take_for_stored(identity: str, subject: str) -> None:
+def test_live_messages_do_not_look_like_stored_ones(identity: str, subject: str) -> None:
     assert not may_publish(permissions_of(identity), subject)
 
 
@@ -112,7 +112,7 @@ def test_workers_of_stages_do_their_work_and_ask_nothing(role: str) -> None:
         assert not may_publish(permissions, subject), subject
 
 
-def test_what_each_other_role_has_of_its_own() -> None:
+def test_each_other_role_has_further_permissions() -> None:
     own = {
         "gateway": [subjects.request("m"), subjects.job("r"), subjects.step("t", "r")],
         "agent": [subjects.request("m"), subjects.step("t", "r"), subjects.attempts("r")],

@@ -57,14 +57,14 @@ def test_a_restricted_pipeline_has_exactly_the_ancestors(data: st.DataObject) ->
     pipeline = data.draw(pipelines())
     outputs = data.draw(st.sets(st.sampled_from(sorted(pipeline.outputs)), min_size=1))
     part = pipeline.restricted_to(outputs)
-    wanted = set().union(*(ancestors(pipeline, pipeline.outputs[o].name) for o in outputs))
+    names = set().union(*(ancestors(pipeline, pipeline.outputs[o].name) for o in outputs))
     if set(pipeline.outputs) <= outputs:
         assert part == pipeline
         return
-    assert {stage.name for stage in part.stages} == wanted
-    assert [stage for stage in pipeline.stages if stage.name in wanted] == list(part.stages)
+    assert {stage.name for stage in part.stages} == names
+    assert [stage for stage in pipeline.stages if stage.name in names] == list(part.stages)
     for edge in pipeline.edges:
-        assert (edge in part.edges) == (edge.target in wanted)
+        assert (edge in part.edges) == (edge.target in names)
     assert part.restricted_to(outputs) == part
 
 

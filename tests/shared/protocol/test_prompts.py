@@ -23,8 +23,8 @@ def request(**fields: Any) -> GenerateRequest:
 def test_each_form_of_prompt_is_accepted() -> None:
     assert prompt_of(request(messages=[USER])).messages[0].content == "a"
     assert prompt_of(request(prompt="")).text == ""
-    given = prompt_of(request(prompt_token_ids=[1], features=[FEATURE]))
-    assert (given.token_ids, len(given.features)) == ([1], 1)
+    prompt = prompt_of(request(prompt_token_ids=[1], features=[FEATURE]))
+    assert (prompt.token_ids, len(prompt.features)) == ([1], 1)
     calling = {"role": "assistant", "tool_calls": [CALL]}
     result = {"role": "tool", "content": "12", "tool_call_id": "c"}
     assert len(prompt_of(request(messages=[USER, calling, result], tools=[TOOL])).messages) == 3
@@ -87,8 +87,8 @@ def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_a_prompt_to_tokenize_keeps_its_template_options() -> None:
-    given = msgspec.convert({"messages": [USER], "add_generation_prompt": False}, TokenizeRequest)
-    assert prompt_to_tokenize(given).template_kwargs == {"add_generation_prompt": False}
+    call = msgspec.convert({"messages": [USER], "add_generation_prompt": False}, TokenizeRequest)
+    assert prompt_to_tokenize(call).template_kwargs == {"add_generation_prompt": False}
     assert prompt_to_tokenize(TokenizeRequest(prompt="a")) == Prompt(text="a")
     with pytest.raises(InvalidRequest):
         prompt_to_tokenize(TokenizeRequest())

@@ -1,4 +1,4 @@
-"""The id under which a request is answered, whatever its message is."""
+"""The id of the answer to a request, for valid and invalid messages."""
 
 import msgspec
 import pytest

@@ -28,8 +28,8 @@ def test_a_name_is_one_token_that_decodes_to_it(name: str) -> None:
 
 
 @given(NAMES | CONFUSING, NAMES | CONFUSING)
-def test_two_names_have_two_tokens(one: str, other: str) -> None:
-    assert (encode_model(one) == encode_model(other)) == (one == other)
+def test_two_names_have_two_tokens(name: str, other: str) -> None:
+    assert (encode_model(name) == encode_model(other)) == (name == other)
 
 
 @given(PLAIN)
@@ -51,10 +51,10 @@ STAGES = st.tuples(SHORT, SHORT, st.sampled_from(subjects.LANES))
 @given(STAGES, STAGES)
 @example(("a", "b_c", "batch"), ("a_b", "c", "batch"))
 def test_no_two_stages_have_the_same_consumer(
-    one: tuple[str, str, str], other: tuple[str, str, str]
+    stage: tuple[str, str, str], other: tuple[str, str, str]
 ) -> None:
-    are_same = subjects.stage_consumer(*one) == subjects.stage_consumer(*other)
-    assert are_same == (one == other)
+    are_same = subjects.stage_consumer(*stage) == subjects.stage_consumer(*other)
+    assert are_same == (stage == other)
 
 
 SLOTS = st.none() | st.integers(0, 99)
@@ -62,17 +62,17 @@ SLOTS = st.none() | st.integers(0, 99)
 
 @given(STAGES, SLOTS, STAGES, SLOTS)
 def test_no_two_queues_have_the_same_consumer_or_filter(
-    one: tuple[str, str, str], slot: int | None, other: tuple[str, str, str], another: int | None
+    stage: tuple[str, str, str], slot: int | None, other: tuple[str, str, str], another: int | None
 ) -> None:
-    are_same = (one, slot) == (other, another)
+    are_same = (stage, slot) == (other, another)
     for name_of in (subjects.stage_consumer, subjects.stage_filter):
-        assert (name_of(*one, slot) == name_of(*other, another)) == are_same
+        assert (name_of(*stage, slot) == name_of(*other, another)) == are_same
 
 
 @given(STAGES, SLOTS)
-def test_a_queue_is_read_from_its_subject(one: tuple[str, str, str], slot: int | None) -> None:
-    for subject in (subjects.stage(*one, "r", slot), subjects.stage_filter(*one, slot)):
-        assert subjects.parts_of_stage(subject) == one
+def test_a_queue_is_read_from_its_subject(stage: tuple[str, str, str], slot: int | None) -> None:
+    for subject in (subjects.stage(*stage, "r", slot), subjects.stage_filter(*stage, slot)):
+        assert subjects.parts_of_stage(subject) == stage
         assert subjects.slot_of_stage(subject) == slot
 
 
@@ -81,8 +81,10 @@ def test_no_lane_has_the_mark_of_a_slot() -> None:
 
 
 def test_consumers_of_a_running_deployment_keep_their_names() -> None:
-    found = [subjects.stage_consumer(name, "m_1", "batch") for name in ("renderer", "text-to-x")]
-    assert found == ["renderer_m_1_batch", "text-to-x_m_1_batch"]
+    consumers = [
+        subjects.stage_consumer(name, "m_1", "batch") for name in ("renderer", "text-to-x")
+    ]
+    assert consumers == ["renderer_m_1_batch", "text-to-x_m_1_batch"]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,8 @@ def test_consumers_of_a_running_deployment_keep_their_names() -> None:
 )
 def test_names_as_people_have_them_are_allowed(name: str) -> None:
     assert is_model_name(name)
-    found = subjects.parts_of_stage(subjects.stage("engine", name, "batch", "r"))
-    assert found == ("engine", name, "batch")
+    parts = subjects.parts_of_stage(subjects.stage("engine", name, "batch", "r"))
+    assert parts == ("engine", name, "batch")
     assert subjects.parts_of_stage(subjects.stage_filter("engine", name, "batch"))[1] == name
     assert subjects.model_of_stage(subjects.stage("engine", name, "batch", "r")) == name
 

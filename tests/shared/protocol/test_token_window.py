@@ -1,4 +1,4 @@
-"""Text read from parts of an answer, whatever the parts are."""
+"""Text read from parts of an answer does not depend on the parts."""
 
 import itertools
 
@@ -48,7 +48,7 @@ def read_in_parts(
     return texts
 
 
-def told(parts: list[list[int]], prompt: list[int]) -> str:
+def read_parts(parts: list[list[int]], prompt: list[int]) -> str:
     return "".join(read_in_parts(parts, prompt))
 
 
@@ -59,7 +59,7 @@ def test_text_in_parts_is_the_text_in_one(text: str, cuts: list[int], prompt: li
         answer.insert(min(place, len(answer)), CONTROL)
     edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
     parts = [answer[a:b] for a, b in itertools.pairwise(edges)]
-    assert told(parts, [*prompt, ord("\n")]) == text
+    assert read_parts(parts, [*prompt, ord("\n")]) == text
 
 
 @given(st.text(alphabet="aé€😀", max_size=12), st.integers(1, 7))
@@ -74,11 +74,11 @@ def test_a_part_that_ends_inside_a_character_is_out_up_to_it() -> None:
     assert read_in_parts(parts, list(b"\n")) == ["red ", "€"]
 
 
-def test_invalid_bytes_are_not_held_for_ever() -> None:
+def test_invalid_bytes_are_not_held_forever() -> None:
     texts = read_in_parts([[0xE4]] * 40, [])
     assert "".join(texts) == 40 * "\N{REPLACEMENT CHARACTER}"
     assert len(texts[MAX_HELD_TOKENS - 1]) == MAX_HELD_TOKENS
 
 
 def test_an_unfinished_character_comes_at_the_end() -> None:
-    assert told([[ord("a"), 0xE4]], []) == "a\N{REPLACEMENT CHARACTER}"
+    assert read_parts([[ord("a"), 0xE4]], []) == "a\N{REPLACEMENT CHARACTER}"

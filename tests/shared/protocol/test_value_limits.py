@@ -24,6 +24,7 @@ from shared.protocol.value_limits import (
     walk_json,
     walk_msgpack,
 )
+from tests.shared.protocol.test_json_limits import nested
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
@@ -54,7 +55,7 @@ def msgpack_error(data: bytes) -> str:
 
 
 @given(PACKED)
-def test_what_msgspec_has_written_is_whole(value: Any) -> None:
+def test_values_written_by_msgspec_are_whole(value: Any) -> None:
     data = msgspec.msgpack.encode(value)
     assert walk_msgpack(data)
     assert not walk_msgpack(data + b"\xc0")
@@ -96,13 +97,13 @@ def test_valid_json_is_whole(value: Any, indent: int | None, ascii_only: bool) -
 
 @given(ANY)
 def test_values_of_json_are_counted_one_by_one(value: Any) -> None:
-    data, wanted = json.dumps([value]).encode(errors="replace"), num_values([value])
-    assert walk_json(data, wanted)
-    with pytest.raises(msgspec.ValidationError, match=f"at most {wanted - 1} values"):
-        walk_json(data, wanted - 1)
+    data, num = json.dumps([value]).encode(errors="replace"), num_values([value])
+    assert walk_json(data, num)
+    with pytest.raises(msgspec.ValidationError, match=f"at most {num - 1} values"):
+        walk_json(data, num - 1)
     # The quick count does not miss what the walk would refuse.
     with pytest.raises(msgspec.ValidationError):
-        check_json(data, wanted - 1)
+        check_json(data, num - 1)
 
 
 def num_values(value: Any) -> int:
@@ -137,13 +138,6 @@ def test_brackets_in_strings_do_not_count() -> None:
 # -- limits ---------------------------------------------------------------------------------------
 
 
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for i in range(depth):
-        value = {"a": value} if i % 2 else [value]
-    return value
-
-
 FIELDS: list[tuple[Any, str]] = [
     ([[]] * (MAX_VALUES + 1), f"at most {MAX_VALUES} values"),
     (["x"] * (MAX_VALUES + 1), f"at most {MAX_VALUES} values"),
@@ -157,7 +151,7 @@ FIELDS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("write", [msgspec.msgpack.encode, msgspec.json.encode])
 @pytest.mark.parametrize(("value", "complaint"), FIELDS, ids=[each[1] for each in FIELDS])
-def test_an_excess_is_told_with_its_field(value: Any, complaint: str, write: Any) -> None:
+def test_an_excess_is_reported_with_its_field(value: Any, complaint: str, write: Any) -> None:
     data = write({"model": "x", "messages": [{"a": "b"}], "template_kwargs": value, "n": 1})
     with pytest.raises(msgspec.ValidationError, match=complaint) as caught:
         (check_msgpack if is_packed(data) else check_json)(data)
@@ -165,7 +159,7 @@ def test_an_excess_is_told_with_its_field(value: Any, complaint: str, write: Any
 
 
 @pytest.mark.parametrize("write", [msgspec.msgpack.encode, msgspec.json.encode])
-def test_what_is_within_the_limits_passes(write: Any) -> None:
+def test_values_within_the_limits_pass(write: Any) -> None:
     values = {"deep": nested(MAX_DEPTH - 1), "lists": [[]] * (MAX_VALUES - 20)}
     for value in (*values.values(), [7] * (MAX_NUMBERS - 200)):
         data = write({"model": "x", "template_kwargs": value})
@@ -183,12 +177,12 @@ def test_what_is_within_the_limits_passes(write: Any) -> None:
     ],
     ids=["numbers by name", "short lists", "runs", "almost runs"],
 )
-def test_what_passes_can_become_a_task(value: Any, write: Any) -> None:
+def test_prompts_that_pass_can_become_tasks(value: Any, write: Any) -> None:
     messages = [{"role": "user", "content": "a"}]
     data = write({"model": "x", "template_kwargs": {"a": value}, "messages": messages})
     prompt = prompt_of(json_or_msgpack(GenerateRequest)(data))
-    sent = envelope.encode(Task(TaskHeader("r", "m", "batch"), RenderBody(prompt)), [])
-    assert envelope.decode(sent, Task[RenderBody])[0].body.prompt == prompt
+    message = envelope.encode(Task(TaskHeader("r", "m", "batch"), RenderBody(prompt)), [])
+    assert envelope.decode(message, Task[RenderBody])[0].body.prompt == prompt
 
 
 @given(

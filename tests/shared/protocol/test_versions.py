@@ -117,19 +117,19 @@ def test_parameters_that_are_given_apart_count_too() -> None:
     assert version_of_request(request, {"n": 2}) == 3
 
 
-def test_what_is_new_since_the_last_release_is_marked_with_a_version() -> None:
-    """An older worker must be able to tell what it cannot read.
+def test_fields_that_are_new_since_the_last_release_have_a_version() -> None:
+    """An older worker must be able to detect messages that it cannot read.
 
     A failure names fields or values that version 2 does not know. What may be ignored is marked
     `since(1)`; for all else WIRE_VERSION is raised once after a release, and they are marked with
     it. In a Struct that forbids unknown fields nothing may be ignored.
     """
-    known = json.loads(RECORD.read_text())
+    fields_by_kind = json.loads(RECORD.read_text())
     for kind, fields in wire_fields(2).items():
-        assert kind in known, f"{kind} is new"
+        assert kind in fields_by_kind, f"{kind} is new"
         for field, values in fields.items():
-            assert field in known[kind], f"{kind}.{field} is new"
-            assert set(values) <= set(known[kind][field]), f"{kind}.{field} has new values"
+            assert field in fields_by_kind[kind], f"{kind}.{field} is new"
+            assert set(values) <= set(fields_by_kind[kind][field]), f"{kind}.{field} has new values"
 
 
 def test_headers_of_versions() -> None:

@@ -1,4 +1,4 @@
-"""What an older reader must understand of a message: the fields that are not marked as newer."""
+"""Fields of a message that an older reader must understand: all without a newer version."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from shared.protocol.task_messages import TaskBody, TaskHeader
 
 try:
     from shared.protocol.versions import mark_of
-except ImportError:  # The code of version 2, of which the record was made.
+except ImportError:  # The code of version 2, which the record describes.
 
     def mark_of(_: Any) -> None:  # type: ignore[misc]
         return None
@@ -33,13 +33,13 @@ ROOTS: list[type[Struct]] = [
 
 def wire_fields(version: int) -> dict[str, dict[str, list[str]]]:
     """Return the fields that a reader of `version` has to know, with the values of literals."""
-    found: dict[str, dict[str, list[str]]] = {}
+    fields_by_kind: dict[str, dict[str, list[str]]] = {}
     pending = list(ROOTS)
     while pending:
         kind = pending.pop()
-        if kind.__name__ in found or getattr(kind, "since_version", 1) > version:
+        if kind.__name__ in fields_by_kind or getattr(kind, "since_version", 1) > version:
             continue
-        fields = found[kind.__name__] = {}
+        fields = fields_by_kind[kind.__name__] = {}
         for field in msgspec.structs.fields(kind):
             mark = mark_of(field.type)
             since, values = mark or (1, ())
@@ -48,7 +48,7 @@ def wire_fields(version: int) -> dict[str, dict[str, list[str]]]:
                 fields[field.encode_name] = sorted(map(str, literals))
             if since <= version or values:
                 pending += _structs(field.type)
-    return found
+    return fields_by_kind
 
 
 def _parts(hint: Any) -> Iterator[Any]:

@@ -61,7 +61,7 @@ LOOKS = st.lists(
 
 
 @given(scaling_settings(), LOOKS)
-def test_limits_hold_whatever_the_figures_say(
+def test_limits_hold_for_all_figures(
     scaling: ScalingSettings, looks: list[tuple[float, dict[str, PoolFigures | None]]]
 ) -> None:
     memory: Memory = {}
@@ -92,14 +92,14 @@ def test_starts_never_lead_beyond_the_budget_but_for_a_min(
         decisions, memory = decide(scaling, figures, memory, now_s)
         if scaling.budget is None or None in figures.values():
             continue
-        known = {name: seen for name, seen in figures.items() if seen is not None}
-        used = sum(s.num_running + len(s.starting) + s.num_draining for s in known.values())
-        asked = {n: d.start for n, d in decisions.items() if d.target > scaling.pools[n].min}
-        assert sum(asked.values()) <= max(0, scaling.budget - used)
+        reports = {name: report for name, report in figures.items() if report is not None}
+        used = sum(s.num_running + len(s.starting) + s.num_draining for s in reports.values())
+        starts = {n: d.start for n, d in decisions.items() if d.target > scaling.pools[n].min}
+        assert sum(starts.values()) <= max(0, scaling.budget - used)
 
 
 class Pool:
-    """An actuator of one pool: it starts and stops what it is told, after a cold start."""
+    """An actuator of one pool: it follows decisions, after a cold start."""
 
     def __init__(self, settings: PoolSettings, cold_s: float, num_running: int = 0) -> None:
         self.settings = ScalingSettings({"engine": settings})
@@ -119,8 +119,8 @@ class Pool:
                 del self.starting[name]
                 self.num_running += 1
         ages = {name: self.now_s - at_s for name, at_s in self.starting.items()}
-        seen = PoolFigures(pending, in_flight, oldest_s, self.num_running, ages)
-        decisions, self.memory = decide(self.settings, {"engine": seen}, self.memory, self.now_s)
+        report = PoolFigures(pending, in_flight, oldest_s, self.num_running, ages)
+        decisions, self.memory = decide(self.settings, {"engine": report}, self.memory, self.now_s)
         self.decision = decision = decisions["engine"]
         for name in decision.give_up:
             del self.starting[name]
@@ -167,22 +167,22 @@ def test_a_constant_load_makes_the_pool_swing_ever_more_rarely(
         waiting += 2 * (rate - min(8 * pool.num_running, waiting) / answer_s)
         behind = max(0.0, waiting - 8 * pool.num_running)
         oldest_s = behind / rate if behind >= 1 else 0.0
-        wanted = pool.look(round(behind), round(waiting - behind), oldest_s)
-        if wanted != sizes[1]:
-            turns += look >= 600 and (wanted < sizes[1]) and sizes[1] > sizes[0]
-            sizes = [sizes[1], wanted]
+        size = pool.look(round(behind), round(waiting - behind), oldest_s)
+        if size != sizes[1]:
+            turns += look >= 600 and (size < sizes[1]) and sizes[1] > sizes[0]
+            sizes = [sizes[1], size]
     assert turns <= 1 + 1200 / (MAX_HOLD * idle_s)
 
 
-def test_what_cannot_start_is_given_up_told_and_not_asked_again_for_a_minute() -> None:
+def test_a_worker_that_cannot_start_is_given_up_reported_and_not_retried_for_a_minute() -> None:
     pool = Pool(PoolSettings(min=1, max=8, per_engine=1), cold_s=1e9)
-    asked, told = [], []
+    start_times, give_up_times = [], []
     for _ in range(400):
         pool.look(3)
-        asked += [pool.now_s] * pool.decision.start
-        told += [pool.now_s] * len(pool.decision.give_up)
-    assert asked[:6] == [2.0, 2.0, 2.0, 364.0, 364.0, 364.0]
-    assert told[:3] == [304.0, 304.0, 304.0]
+        start_times += [pool.now_s] * pool.decision.start
+        give_up_times += [pool.now_s] * len(pool.decision.give_up)
+    assert start_times[:6] == [2.0, 2.0, 2.0, 364.0, 364.0, 364.0]
+    assert give_up_times[:3] == [304.0, 304.0, 304.0]
 
 
 @given(LOOKS, pool_settings())
@@ -192,20 +192,20 @@ def test_a_start_given_up_blocks_starts_for_a_minute(
     scaling = ScalingSettings({"engine": pool})
     memory: Memory = {}
     now_s = 0.0
-    told: dict[str, float] = {}
+    given_up: dict[str, float] = {}
     for passed_s, figures in looks:
         now_s += passed_s
         decisions, memory = decide(scaling, {"engine": figures["engine"]}, memory, now_s)
-        seen = figures["engine"]
-        if seen is not None:
-            told = {
+        report = figures["engine"]
+        if report is not None:
+            given_up = {
                 name: at_s
-                for name, at_s in told.items()
-                if name in seen.starting or now_s < at_s + RETRY_S
+                for name, at_s in given_up.items()
+                if name in report.starting or now_s < at_s + RETRY_S
             }
         for decision in decisions.values():
-            told = dict.fromkeys(decision.give_up, now_s) | told
-            if any(now_s < at_s + RETRY_S for at_s in told.values()):
+            given_up = dict.fromkeys(decision.give_up, now_s) | given_up
+            if any(now_s < at_s + RETRY_S for at_s in given_up.values()):
                 assert decision.start == 0
 
 
@@ -229,7 +229,7 @@ def test_pools_of_one_priority_take_turns() -> None:
     assert {n: d.target for n, d in decisions.items()} == {"engine": 5, "renderer": 4, "encoder": 1}
 
 
-def test_what_another_pool_gives_back_is_used_when_its_workers_have_gone() -> None:
+def test_the_budget_of_a_shrunk_pool_is_used_when_its_workers_have_gone() -> None:
     pools = {"low": PoolSettings(max=4), "high": PoolSettings(max=4, per_engine=1, priority=1)}
     scaling = ScalingSettings(pools, budget=4)
     low, high = PoolFigures(64, 0, 0.0, 4), PoolFigures(3, 0, 0.0, 0)
@@ -243,8 +243,8 @@ def test_what_another_pool_gives_back_is_used_when_its_workers_have_gone() -> No
 
 def test_a_request_for_a_model_wakes_all_of_its_pools() -> None:
     scaling = ScalingSettings({name: PoolSettings() for name in NAMES}, EDGES)
-    heard = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 0, 0.0, 0, num_arrived=1)}
-    decisions, _ = decide(scaling, heard, {}, 0.0)
+    reports = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 0, 0.0, 0, num_arrived=1)}
+    decisions, _ = decide(scaling, reports, {}, 0.0)
     assert {d.start for d in decisions.values()} == {1}
     rendering = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 1, 0.0, 1)}
     decisions, _ = decide(scaling, rendering, {}, 0.0)
@@ -253,18 +253,18 @@ def test_a_request_for_a_model_wakes_all_of_its_pools() -> None:
 
 def test_the_oldest_task_makes_the_pool_a_quarter_larger_unless_something_starts() -> None:
     scaling = ScalingSettings({"engine": PoolSettings(max=20)})
-    for starting, wanted in (({}, 10), ({"w": 1.0}, 9)):
-        seen = PoolFigures(16, 112, 3.0, 8, starting)
-        decision = decide(scaling, {"engine": seen}, {}, 0.0)[0]["engine"]
-        assert decision.target == wanted
+    for starting, target in (({}, 10), ({"w": 1.0}, 9)):
+        report = PoolFigures(16, 112, 3.0, 8, starting)
+        decision = decide(scaling, {"engine": report}, {}, 0.0)[0]["engine"]
+        assert decision.target == target
 
 
 def test_a_pool_is_not_shrunk_below_its_pinned_workers() -> None:
     scaling = ScalingSettings({"encoder": PoolSettings(max=9, idle_s=0)})
-    seen = PoolFigures(0, 0, 0.0, 5, num_pinned=3)
-    decision = decide(scaling, {"encoder": seen}, {}, 0.0)[0]["encoder"]
-    _, memory = decide(scaling, {"encoder": seen}, {}, 0.0)
-    decision = decide(scaling, {"encoder": seen}, memory, 1.0)[0]["encoder"]
+    report = PoolFigures(0, 0, 0.0, 5, num_pinned=3)
+    decision = decide(scaling, {"encoder": report}, {}, 0.0)[0]["encoder"]
+    _, memory = decide(scaling, {"encoder": report}, {}, 0.0)
+    decision = decide(scaling, {"encoder": report}, memory, 1.0)[0]["encoder"]
     assert (decision.stop, decision.reason) == (2, "pinned")
 
 

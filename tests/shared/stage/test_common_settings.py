@@ -42,7 +42,7 @@ def test_settings_that_must_agree_are_named() -> None:
     assert keys_that_differ(replace(CONFIG, nats=NatsConfig(replicas=3))) == ["nats.replicas"]
 
 
-def test_what_each_machine_has_of_its_own_may_differ() -> None:
+def test_settings_of_each_machine_may_differ() -> None:
     elsewhere = changed(path="/srv/demo", adapters={"blue": "/srv/blue"}, stages={})
     assert keys_that_differ(elsewhere) == []
     others = {"demo": MODEL, "other": ModelConfig("/models/other")}
@@ -58,7 +58,7 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
         await compare_settings(first, "engine-1", CONFIG, log)
         await compare_settings(first, "engine-2", CONFIG, log)
         assert lines == []
-        # The server knows what the first connection answers before the second one asks.
+        # The server has the subscription of the first connection before the second one's request.
         await first.connection.nc.flush()
         await compare_settings(second, "renderer-1", changed(dtype="bfloat16"), log)
     (line,) = lines
@@ -81,7 +81,7 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
         (b"[" + b",".join([b"1"] * 5000) + b"]", "[" + ",".join(["1"] * 5000) + "]"),
     ],
 )
-async def test_a_worker_starts_whatever_is_answered(
+async def test_a_worker_starts_after_any_answer(
     broker: EmbeddedServer, value: bytes, logged: str
 ) -> None:
     """Any client of the broker may answer."""
@@ -97,5 +97,5 @@ async def test_a_worker_starts_whatever_is_answered(
         await compare_settings(bus, "engine-1", CONFIG, structlog.get_logger())
     assert [line["other_value"] for line in lines] == [logged]
     json.dumps(lines)
-    for one in (liar, bus):
-        await one.close()
+    for connection in (liar, bus):
+        await connection.close()

@@ -1,4 +1,4 @@
-"""A detour: the task goes to the engine once, with its payloads, whichever way it came."""
+"""A detour: the engine gets the task once, with its payloads, directly or by the detour."""
 
 import asyncio
 import secrets
@@ -50,6 +50,10 @@ class Rig:
         job.identify(task.header)
         job.inputs = task.body.blobs()
         return job, task.body
+
+    async def acknowledge(self, stage: Stage, job: Job) -> None:
+        """Settle a job as at the end of its output."""
+        await stage._acknowledge(job)
 
     async def accept(self) -> str:
         name = f"t-{secrets.token_hex(6)}"
@@ -120,14 +124,14 @@ async def test_a_result_makes_a_detour_and_comes_to_the_engine(rig: Rig) -> None
     assert [span.stage for span in job.path] == ["renderer", "prefill"]
     assert await rig.is_there(pixels)
     assert await rig.is_there(kv.ref)
-    await engine._acknowledge(job)
+    await rig.acknowledge(engine, job)
     assert not await rig.is_there(pixels)
     assert not await rig.is_there(kv.ref)
     assert rig.blobs.num_pinned == 0
 
 
 async def test_a_worker_that_died_before_its_acknowledgement_has_handed_over_once(
-    rig: Rig,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's task has its payloads, and the next attempt's are released."""
     renderer, prefill, engine = (rig.stage(n) for n in ("renderer", "prefill", "engine"))
@@ -137,15 +141,14 @@ async def test_a_worker_that_died_before_its_acknowledgement_has_handed_over_onc
     await renderer.forward(job, body, detour=True)
     job, _ = await rig.job(prefill)
     first, second = rig.kv(), rig.kv()
-    acknowledge = prefill._acknowledge
 
     async def die(job: Job) -> None:
         raise ConnectionError
 
-    prefill._acknowledge = die  # type: ignore[method-assign]
+    monkeypatch.setattr(prefill, "_acknowledge", die)
     with pytest.raises(ConnectionError):
         await prefill.forward(job, EngineBody(body.prompt_token_ids, body.items, [first]))
-    prefill._acknowledge = acknowledge  # type: ignore[method-assign]
+    monkeypatch.undo()
     prefill.claims.release(job)
     await job.delivery.retry(0)
     job, _ = await rig.job(prefill)
@@ -156,12 +159,12 @@ async def test_a_worker_that_died_before_its_acknowledgement_has_handed_over_onc
     job, received = await rig.job(engine)
     assert received.kv == [first]
     assert await rig.is_there(pixels)
-    await engine._acknowledge(job)
+    await rig.acknowledge(engine, job)
     assert rig.blobs.num_pinned == 0
 
 
 async def test_a_request_that_was_rendered_twice_is_computed_once(rig: Rig) -> None:
-    """A renderer that is late hands over straight what another one has sent on a detour."""
+    """A late renderer forwards a request directly that another one has sent on a detour."""
     renderer, prefill, engine = (rig.stage(n) for n in ("renderer", "prefill", "engine"))
     await rig.accept()
     job, _ = await rig.job(renderer)
@@ -180,7 +183,7 @@ async def test_a_request_that_was_rendered_twice_is_computed_once(rig: Rig) -> N
     job, received = await rig.job(engine)
     assert received == other
     assert await rig.is_there(straight)
-    await engine._acknowledge(job)
+    await rig.acknowledge(engine, job)
     assert rig.blobs.num_pinned == 0
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(rig.queues["engine"].next(), 0.5)

@@ -23,13 +23,13 @@ async def header(bus: Bus) -> TaskHeader:
     return TaskHeader(f"t-{secrets.token_hex(6)}", "m", "interactive", ticket)
 
 
-async def collect(bus: Bus, header: TaskHeader, found: list[CodeChunk]) -> None:
+async def collect(bus: Bus, header: TaskHeader, chunks: list[CodeChunk]) -> None:
     async for record in follow_codes(bus, header, "speech"):
-        found.append(record)
+        chunks.append(record)
 
 
-async def until_found(found: list[CodeChunk], number: int) -> None:
-    await until(lambda: len(found) >= number)
+async def until_found(chunks: list[CodeChunk], number: int) -> None:
+    await until(lambda: len(chunks) >= number)
 
 
 async def test_codes_are_followed_from_the_beginning_to_the_end(
@@ -37,15 +37,15 @@ async def test_codes_are_followed_from_the_beginning_to_the_end(
 ) -> None:
     log = await LogWriter.open(bus, header.request_id, 1, "speech")
     await log.codes(0, [[1], [2]])
-    found: list[CodeChunk] = []
-    following = asyncio.create_task(collect(bus, header, found))
-    await until_found(found, 1)
+    chunks: list[CodeChunk] = []
+    following = asyncio.create_task(collect(bus, header, chunks))
+    await until_found(chunks, 1)
     await log.codes(2, [[3]])
-    await until_found(found, 2)
+    await until_found(chunks, 2)
     assert not following.done()
     await log.end(OutputSummary())
     await following
-    assert [(record.position, record.frames) for record in found] == [(0, [[1], [2]]), (2, [[3]])]
+    assert [(record.position, record.frames) for record in chunks] == [(0, [[1], [2]]), (2, [[3]])]
 
 
 async def cut(bus: Bus, header: TaskHeader) -> None:
@@ -67,9 +67,9 @@ async def test_codes_that_are_cut_are_left_when_the_request_has_ended(
     """
     log = await LogWriter.open(bus, header.request_id, 1, "speech")
     await log.codes(0, [[1]])
-    found: list[CodeChunk] = []
-    following = asyncio.create_task(collect(bus, header, found))
-    await until_found(found, 1)
+    chunks: list[CodeChunk] = []
+    following = asyncio.create_task(collect(bus, header, chunks))
+    await until_found(chunks, 1)
     await cut(bus, header)
     if ends:
         await asyncio.wait([following], timeout=0.1)
@@ -78,4 +78,4 @@ async def test_codes_that_are_cut_are_left_when_the_request_has_ended(
     with pytest.raises(RequestEnded):
         await following
     assert is_final(await last_record(bus, header.request_id)) == ends
-    assert len(found) == 1
+    assert len(chunks) == 1

@@ -34,11 +34,6 @@ class AnyTask(Struct, frozen=True):
 
 
 @pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
 async def header(bus: Bus, model: str) -> TaskHeader:
     request_id = f"t-{secrets.token_hex(6)}"
     return TaskHeader(request_id, model, "interactive", await accept(bus, model, request_id))
@@ -65,7 +60,7 @@ async def put(bus: Bus, header: TaskHeader, data: bytes) -> None:
 
 async def attempts(bus: Bus, header: TaskHeader) -> list[AttemptRecord]:
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(header.request_id))
-    return [found for m in stored if (found := decode_attempt(m.data)) is not None]
+    return [attempt for m in stored if (attempt := decode_attempt(m.data)) is not None]
 
 
 async def has_dead_letter(bus: Bus, header: TaskHeader) -> bool:
@@ -83,7 +78,7 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*UNREADABLE, "an envelope"])
-async def test_what_an_older_worker_cannot_read_stays_in_its_queue(
+async def test_messages_that_an_older_worker_cannot_read_stay_in_their_queue(
     bus: Bus, model: str, header: TaskHeader, kind: str
 ) -> None:
     more = UNREADABLE.get(kind)
@@ -96,9 +91,9 @@ async def test_what_an_older_worker_cannot_read_stays_in_its_queue(
             return max((a.number for a in await attempts(bus, header)), default=0) >= MANY
 
         await until(was_left_often)
-    found = await attempts(bus, header)
-    assert {a.outcome for a in found} == {"requeued"}
-    assert all("version" in a.unread and "this worker reads" in a.unread for a in found)
+    records = await attempts(bus, header)
+    assert {a.outcome for a in records} == {"requeued"}
+    assert all("version" in a.unread and "this worker reads" in a.unread for a in records)
     assert await is_queued(bus, header.request_id)
     assert await read_log(bus, header.request_id) == []
     assert not await has_dead_letter(bus, header)

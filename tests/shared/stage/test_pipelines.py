@@ -136,7 +136,7 @@ REFUSED = [
         "writes no output",
         {"prefill": DETOUR | {"output": {"name": "speech", "kind": "audio"}}},
     ),
-    # Its workers forward what they get, and would acknowledge it with no stage behind them.
+    # Its workers forward tasks, and would acknowledge them without a next stage.
     ("stages.engine.role", "no task edge begins", {"engine": {"role": "prefill"}}),
     ("stages.engine.role", "no task edge begins", {"engine": {"role": "renderer"}}),
     (
@@ -204,8 +204,11 @@ def test_stages_of_the_configuration_change_the_default_pipeline() -> None:
 
 
 def test_a_stage_that_follows_codes_cuts_them_into_chunks() -> None:
-    given = {"first": [5, 10], "size": 20, "left": 3, "right": 4}
-    for changes, expected in (({}, ChunkSpec()), ({"chunks": given}, ChunkSpec((5, 10), 20, 3, 4))):
+    chunks = {"first": [5, 10], "size": 20, "left": 3, "right": 4}
+    for changes, expected in (
+        ({}, ChunkSpec()),
+        ({"chunks": chunks}, ChunkSpec((5, 10), 20, 3, 4)),
+    ):
         model = model_with(code2wav(**changes))
         check_pipelines(Config({"demo": model}), ROLES, "pagemill.yaml")
         pipeline = pipeline_of(model)
@@ -249,7 +252,7 @@ def test_a_detour_needs_the_prefix_cache() -> None:
 
 
 def test_a_worker_serves_the_only_stage_of_its_role_if_none_has_its_name() -> None:
-    one, two = (
+    single, two = (
         {"m": pipeline_of(ModelConfig("nowhere", stages=stages))}
         for stages in (
             {"talker": StageConfig(role="engine"), "code2wav": StageConfig(role="generator")},
@@ -257,7 +260,7 @@ def test_a_worker_serves_the_only_stage_of_its_role_if_none_has_its_name() -> No
         )
     )
     roles = ("renderer", "engine", "generator", "coordinator")
-    assert [default_stage(one, role, "m") for role in roles] == [
+    assert [default_stage(single, role, "m") for role in roles] == [
         "renderer",
         "engine",
         "code2wav",
@@ -265,7 +268,7 @@ def test_a_worker_serves_the_only_stage_of_its_role_if_none_has_its_name() -> No
     ]
     assert default_stage(two, "generator", "m") == "generator"
     # Workers that serve all models have a stage of one name in all of them.
-    assert default_stage(one | {"n": two["m"]}, "renderer", None) == "renderer"
+    assert default_stage(single | {"n": two["m"]}, "renderer", None) == "renderer"
 
 
 @pytest.mark.parametrize("graph", ["qwen3-omni", "qwen2.5-omni"])

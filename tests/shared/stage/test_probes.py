@@ -1,11 +1,10 @@
-"""What a worker's metrics listener answers to health checks."""
+"""Answers of a worker's metrics listener to health checks."""
 
 import asyncio
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import structlog
@@ -30,8 +29,19 @@ async def context(bus: Bus) -> AsyncIterator[Context]:
     await context.close()
 
 
-def ask(context: Context, path: str) -> tuple[int, str]:
+async def ask(context: Context, path: str) -> tuple[int, str]:
     """Return the HTTP status and the worker's status."""
+    return await asyncio.to_thread(_ask, context, path)
+
+
+async def until_answered(context: Context, answer: tuple[int, str]) -> None:
+    async def is_answered() -> bool:
+        return await ask(context, "/ready") == answer
+
+    await until(is_answered)
+
+
+def _ask(context: Context, path: str) -> tuple[int, str]:
     assert context.metrics_address is not None
     host, port = context.metrics_address
     try:
@@ -46,56 +56,51 @@ def ask(context: Context, path: str) -> tuple[int, str]:
 
 
 async def test_a_worker_is_ready_from_its_first_heartbeat_to_its_drain(context: Context) -> None:
-    assert await asyncio.to_thread(ask, context, "/ready") == (503, "starting")
+    assert await ask(context, "/ready") == (503, "starting")
     context.ready([], dict)
-    assert await asyncio.to_thread(ask, context, "/ready") == (200, "ok")
+    assert await ask(context, "/ready") == (200, "ok")
     context.shutdown.signal()
-    assert await asyncio.to_thread(ask, context, "/ready") == (503, "draining")
-    assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
+    assert await ask(context, "/ready") == (503, "draining")
+    assert await ask(context, "/health") == (200, "ok")
 
 
-async def test_a_worker_without_a_broker_lives_and_is_not_ready(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
-    await asyncio.to_thread(server.start)
-    bus = await Bus.connect(server.url, "test")
+@pytest.fixture
+async def alone(own_broker: EmbeddedServer) -> AsyncIterator[Context]:
+    """A worker that is ready, without the streams of its broker."""
+    bus = await Bus.connect(own_broker.url, "test")
     context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
-    try:
-        await context.open_metrics()
-        context.ready([], dict)
-        await asyncio.to_thread(server.stop)
-        await until(lambda: not bus.is_connected)
-        assert await asyncio.to_thread(ask, context, "/ready") == (503, "no broker")
-        assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
-    finally:
-        await context.close()
-        await bus.close()
+    await context.open_metrics()
+    context.ready([], dict)
+    yield context
+    await context.close()
+    await bus.close()
 
 
-async def test_a_worker_without_streams_lives_and_is_not_ready(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
-    await asyncio.to_thread(server.start)
-    bus = await Bus.connect(server.url, "test")
-    context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
-    try:
-        await context.open_metrics()
-        context.ready([], dict)
-        context._heard_s -= UNHEARD_S  # As long ago as that.
-        assert await asyncio.to_thread(ask, context, "/ready") == (503, "no streams")
-        assert await asyncio.to_thread(ask, context, "/health") == (200, "ok")
-        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
-        async with asyncio.timeout(60):
-            while await asyncio.to_thread(ask, context, "/ready") != (200, "ok"):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-    finally:
-        await context.close()
-        await bus.close()
-        await asyncio.to_thread(server.stop)
+async def test_a_worker_without_a_broker_lives_and_is_not_ready(
+    own_broker: EmbeddedServer, alone: Context
+) -> None:
+    await asyncio.to_thread(own_broker.stop)
+    await until(lambda: not alone.bus.is_connected)
+    assert await ask(alone, "/ready") == (503, "no broker")
+    assert await ask(alone, "/health") == (200, "ok")
+
+
+async def test_a_worker_without_streams_lives_and_is_not_ready(alone: Context) -> None:
+    alone._heard_s -= UNHEARD_S  # As long ago as that.
+    assert await ask(alone, "/ready") == (503, "no streams")
+    assert await ask(alone, "/health") == (200, "ok")
+    await alone.bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await until_answered(alone, (200, "ok"))
 
 
 async def test_a_worker_whose_queue_is_lost_is_not_ready_and_says_so_to_gateways(
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
+
+    async def has_load() -> bool:
+        return any(beat.load for beat in await bus.heartbeats.read())
+
     await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     context = Context("renderer", "renderer-1", None, CONFIG, bus, structlog.get_logger())
     try:
@@ -106,16 +111,12 @@ async def test_a_worker_whose_queue_is_lost_is_not_ready_and_says_so_to_gateways
         context.ready(["demo"], dict)
         bus.streams.creates_streams = False
         await bus.connection.js.delete_stream(subjects.STAGES_STREAM)
-        async with asyncio.timeout(30):
-            while await asyncio.to_thread(ask, context, "/ready") != (503, "no queue"):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            while not any(beat.load for beat in await bus.heartbeats.read()):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            bus.streams.creates_streams = True
-            while await asyncio.to_thread(ask, context, "/ready") != (200, "ok"):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            while any(beat.load for beat in await bus.heartbeats.read()):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await until_answered(context, (503, "no queue"))
+        await until(has_load)
+        bus.streams.creates_streams = True
+        await until_answered(context, (200, "ok"))
+        while await has_load():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
     finally:
         await context.close()
         await bus.close()
@@ -126,5 +127,5 @@ async def test_a_worker_whose_event_loop_hangs_does_not_live(
 ) -> None:
     monkeypatch.setattr(probes, "LOOP_TIMEOUT_S", 0.05)
     with ThreadPoolExecutor(1) as pool:
-        # The loop stands still until the answer is there.
-        assert pool.submit(ask, context, "/health").result(10) == (503, "hangs")
+        # The loop is blocked until the answer arrives.
+        assert pool.submit(_ask, context, "/health").result(10) == (503, "hangs")

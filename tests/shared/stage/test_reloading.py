@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 CONFIG = Config({"demo": ModelConfig("x")})
 KEY = ApiKey("alice", "0" * 64)
 
-# It is asked for a reload while it starts, while it works, and while it drains.
+# It gets the signal to reload while it starts, while it works, and while it drains.
 WORKER = """
 import asyncio, os, signal, sys
 from msgspec.structs import replace
@@ -94,13 +94,13 @@ def reloader(now: Config | ConfigError) -> tuple[Reloader, list[Config]]:
             raise now
         return now
 
-    taken: list[Config] = []
-    made = Reloader(CONFIG, read, structlog.get_logger())
-    made.takers.append(taken.append)
-    return made, taken
+    configs: list[Config] = []
+    instance = Reloader(CONFIG, read, structlog.get_logger())
+    instance.takers.append(configs.append)
+    return instance, configs
 
 
-def test_what_has_changed_is_told_by_its_key() -> None:
+def test_changed_settings_are_named_by_their_keys() -> None:
     delivery = DeliveryConfig(max_queued=1)
     new = replace(CONFIG, gateway=GatewayConfig(api_keys=[KEY]), delivery=delivery)
     assert changed_settings(CONFIG, new) == {"gateway.api_keys", "delivery.max_queued"}
@@ -109,20 +109,20 @@ def test_what_has_changed_is_told_by_its_key() -> None:
 
 def test_a_change_that_needs_a_restart_is_named_each_time() -> None:
     new = replace(CONFIG, gateway=GatewayConfig(api_keys=[KEY], max_connections=1))
-    made, taken = reloader(new)
+    instance, configs = reloader(new)
     with structlog.testing.capture_logs() as logged:
-        made.reload()
-        made.reload()
-    assert taken == [new, new]
+        instance.reload()
+        instance.reload()
+    assert configs == [new, new]
     assert [event["changed"] for event in logged] == [["gateway.api_keys"], []]
     assert [event["needs_restart"] for event in logged] == [["gateway.max_connections"]] * 2
 
 
 def test_a_configuration_with_an_error_changes_nothing() -> None:
-    made, taken = reloader(ConfigError("no keys", field="gateway.api_keys"))
+    instance, configs = reloader(ConfigError("no keys", field="gateway.api_keys"))
     with structlog.testing.capture_logs() as logged:
-        made.reload()
-    assert taken == []
+        instance.reload()
+    assert configs == []
     assert (logged[0]["event"], logged[0]["field"]) == ("not_reloaded", "gateway.api_keys")
 
 

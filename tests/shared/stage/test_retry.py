@@ -43,20 +43,20 @@ def attempt(
 
 
 @given(failures)
-def test_what_would_fail_again_is_answered_at_once(before: int) -> None:
+def test_errors_that_would_repeat_are_answered_at_once(before: int) -> None:
     for error in (InvalidRequest("x"), UnknownModel("x"), Cancelled("x"), DeadlineExceeded("x")):
         assert decide(error, before, POLICY) == AnswerWithError()
 
 
 @given(failures)
-def test_what_takes_long_is_the_clients_to_try_again(before: int) -> None:
+def test_errors_of_long_work_are_for_the_client_to_retry(before: int) -> None:
     for error in (GrammarNotTried("x"), EncodingFailed("x"), StageBusy("x")):
         assert error.retryable
         assert decide(error, before, POLICY) == AnswerWithError()
 
 
 @given(failures)
-def test_what_nobody_can_read_or_survive_goes_to_the_dead_letters(before: int) -> None:
+def test_requests_that_no_worker_can_read_or_survive_become_dead_letters(before: int) -> None:
     for error in (DecodeError("x"), Poisoned("x")):
         assert decide(error, before, POLICY) == GiveUp()
 
@@ -87,13 +87,13 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "log_len", "dead", "wanted"),
+    ("records", "log_len", "dead", "expected"),
     [
         ([], 0, set(), History(0, 0)),
         ([attempt("a")], 0, set(), History(1, 0)),
         ([attempt("a")], 0, {"a"}, History(1, 1)),
         ([attempt("a"), attempt("b")], 0, {"a", "b"}, History(2, 2)),
-        # The same attempt, handed back or failed later: one attempt.
+        # The same attempt, requeued or failed later, counts once.
         ([attempt("a"), attempt("a", outcome="requeued")], 0, {"a"}, History(0, 0)),
         ([attempt("a"), attempt("a", outcome="failed")], 0, {"a"}, History(1, 0)),
         # Twice in the hands of the same worker, which has died once.
@@ -111,9 +111,9 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
     ],
 )
 def test_recounting(
-    records: list[AttemptRecord], log_len: int, dead: set[str], wanted: History
+    records: list[AttemptRecord], log_len: int, dead: set[str], expected: History
 ) -> None:
-    assert recount(records, "engine", log_len, dead) == wanted
+    assert recount(records, "engine", log_len, dead) == expected
 
 
 attempts = st.builds(

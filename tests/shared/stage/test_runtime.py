@@ -1,4 +1,4 @@
-"""The life of a worker process, in a process of its own."""
+"""The life of a worker process, run as a separate process."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ from tests import preloaded
 
 ROOT = Path(__file__).parents[3]
 
-# The process gets a terminal of its own.
+# The process gets a separate terminal.
 WITH_TERMINAL = """
 import contextlib, fcntl, os, pty, termios
 _, slave = pty.openpty()

@@ -1,4 +1,4 @@
-"""Queues of slots: tasks are published there, owners change, and no queue is left behind."""
+"""Queues of slots: tasks are published there, owners change, and no queue remains unread."""
 
 import asyncio
 import contextlib
@@ -35,11 +35,6 @@ TO_ENGINE = Edge("renderer", "engine", "tokens", "rendered")
 NAMES = st.sets(st.text(min_size=1), min_size=1, max_size=8)
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
 def make_context(bus: Bus, model: str, slots: int, worker: str = "") -> Context:
     delivery = DeliveryConfig(ack_wait_s=1.0, retry_delay_s=0.1, drain_s=5.0)
     config = Config({model: ModelConfig("nowhere", slots=slots)}, delivery=delivery)
@@ -56,8 +51,8 @@ async def publish(bus: Bus, model: str, request_id: str, num_slots: int, text: i
 
 
 async def subjects_of(bus: Bus, model: str) -> list[str]:
-    found = await bus.figures.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER)
-    return [subject for subject in found if subjects.model_of_stage(subject) == model]
+    all_subjects = await bus.figures.subjects_of(subjects.STAGES_STREAM, subjects.STAGES_FILTER)
+    return [subject for subject in all_subjects if subjects.model_of_stage(subject) == model]
 
 
 @contextlib.asynccontextmanager
@@ -112,19 +107,19 @@ async def test_a_task_is_in_the_queue_of_its_slot_once(bus: Bus, model: str) -> 
 
 async def test_coordinators_make_the_consumers_of_all_slots(bus: Bus, model: str) -> None:
     await create_queues(make_context(bus, model, 4))
-    found = {depth.subject for depth in await bus.figures.depths(subjects.STAGES_STREAM)}
+    queues = {depth.subject for depth in await bus.figures.depths(subjects.STAGES_STREAM)}
     for lane in subjects.LANES:
         filters = {subjects.stage_filter("engine", model, lane, slot) for slot in (None, *range(4))}
-        assert filters <= found
-        assert subjects.stage_filter("renderer", model, lane) in found
-        assert subjects.stage_filter("renderer", model, lane, 0) not in found
+        assert filters <= queues
+        assert subjects.stage_filter("renderer", model, lane) in queues
+        assert subjects.stage_filter("renderer", model, lane, 0) not in queues
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 16), (16, 1), (16, 4)])
-async def test_tasks_of_another_number_of_slots_are_not_left_behind(
+async def test_tasks_of_another_number_of_slots_are_all_done(
     bus: Bus, model: str, before: int, after: int
 ) -> None:
-    """Queues are those of the configuration before, and some tasks come from a renderer of it."""
+    """The queues and some of the tasks come from the earlier configuration."""
     await create_queues(make_context(bus, model, before))
     names = [f"{model}-{number}" for number in range(24)]
     for number, name in enumerate(names[:12]):
@@ -144,7 +139,7 @@ async def test_tasks_of_another_number_of_slots_are_not_left_behind(
 
 
 class Fleet:
-    """A coordinator, two renderers and two engines, each with a number of slots of its own."""
+    """A coordinator, two renderers and two engines, each with a separate number of slots."""
 
     def __init__(self, bus: Bus, model: str, num_slots: int) -> None:
         self.done: list[str] = []
@@ -230,19 +225,21 @@ async def test_a_worker_without_slots_has_one_consumer_a_lane(bus: Bus, model: s
     context = make_context(bus, model, 1)
     assert await find_slots(context, model) == []
     async with serving(context, model, print) as loop:
-        assert not any(isinstance(one, SlotConsumer) for one in loop.consumers.values())
+        assert not any(isinstance(consumer, SlotConsumer) for consumer in loop.consumers.values())
 
 
 async def test_an_owner_is_one_of_the_workers_with_a_heartbeat(bus: Bus, model: str) -> None:
     context = make_context(bus, model, 16, "engine-1")
     async with serving(context, model, print) as loop:
-        consumers = [one for one in loop.consumers.values() if isinstance(one, SlotConsumer)]
+        consumers = [
+            consumer for consumer in loop.consumers.values() if isinstance(consumer, SlotConsumer)
+        ]
         assert len(consumers) == len(subjects.LANES)
 
         def owned() -> list[set[int]]:
             return [
-                {q.slot for q in one.queues.values() if q.is_owned and q.slot is not None}
-                for one in consumers
+                {q.slot for q in consumer.queues.values() if q.is_owned and q.slot is not None}
+                for consumer in consumers
             ]
 
         other = Heartbeat("engine", "engine-2", "1", 1, [model], {})

@@ -89,13 +89,13 @@ def test_further_turns_of_a_chat_have_its_key(text: list[int], more: list[int]) 
 def test_chats_are_spread() -> None:
     rnd = random.Random(1)
     texts = [[rnd.randrange(1000) for _ in range(BEGINNING_TOKENS)] for _ in range(6400)]
-    found = Counter(slot_of_task(HEADER, EngineBody(text, []), SLOTS) for text in texts)
-    assert len(found) == SLOTS
-    assert max(found.values()) < 200
+    counts = Counter(slot_of_task(HEADER, EngineBody(text, []), SLOTS) for text in texts)
+    assert len(counts) == SLOTS
+    assert max(counts.values()) < 200
 
 
 @given(bodies(), bodies(), st.text(min_size=1), st.text(min_size=1))
-def test_requests_with_a_key_have_its_slot_whatever_they_ask(
+def test_requests_with_a_key_have_its_slot_for_any_prompt(
     first: EngineBody, second: EngineBody, key: str, other: str
 ) -> None:
     keyed = replace(HEADER, ticket=replace(TICKET, prompt_cache_key=key))

@@ -1,4 +1,4 @@
-"""Settling: hand over once, retry what is ours, keep what is given up, always tell the client."""
+"""Settling: forward once, retry our own failures, store dead letters, always answer the client."""
 
 import asyncio
 import secrets
@@ -58,16 +58,6 @@ class EveryModel(dict[str, Pipeline]):
         return PIPELINE
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
-
-
 def make_stage(bus: Bus, worker: str = "renderer-test", name: str = "renderer") -> Stage:
     return Stage(bus, name, worker, "0", POLICY, Metrics(name, worker), EveryModel())
 
@@ -100,7 +90,7 @@ async def next_job(stage: Stage, inbox: Consumer, accepted: RequestTicket | None
 
 
 async def publish(job: Job, stage: Stage, body: EngineBody, round: int = 0) -> None:
-    """Publish the engine's task, and let go of the payloads that belong to it."""
+    """Publish the engine's task, and drop the references to its payloads."""
     assert job.header is not None
     header = msgspec.structs.replace(job.header, round=round)
     if await tasks.publish(stage.bus, TO_ENGINE, header, body, [], job.outputs):
@@ -133,15 +123,15 @@ async def dead_letter(bus: Bus, request_id: str) -> DeadLetter | None:
 
 async def attempts(bus: Bus, request_id: str) -> list[AttemptRecord]:
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    found = []
+    records = []
     for message in stored:
         attempt = decode_attempt(message.data)
         assert attempt is not None
-        found.append(attempt)
-    return found
+        records.append(attempt)
+    return records
 
 
-async def test_what_comes_again_during_its_acknowledgement_is_let_go(
+async def test_a_job_delivered_again_during_its_acknowledgement_is_dropped(
     bus: Bus, model: str, request_id: str
 ) -> None:
     stage = make_stage(bus)
@@ -213,7 +203,7 @@ async def test_a_clients_error_is_answered_and_settled(
     assert await dead_letter(bus, request_id) is None
 
 
-async def test_our_own_error_is_retried_then_kept_and_told(
+async def test_our_own_error_is_retried_then_stored_and_answered(
     bus: Bus, model: str, request_id: str
 ) -> None:
     accepted, request = await accept(bus, model, request_id)
@@ -240,7 +230,7 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     assert await request_queue.queued_request(bus, accepted.sequence) is None
 
 
-async def test_what_cannot_be_read_ends_its_request_at_once(
+async def test_an_unreadable_task_ends_its_request_at_once(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """Without a word of the request in it, and so without its receipt."""
@@ -260,7 +250,7 @@ async def test_what_cannot_be_read_ends_its_request_at_once(
     await assert_nothing_more(inbox)
 
 
-async def test_what_cannot_be_read_ends_no_other_request(
+async def test_an_unreadable_task_ends_no_other_request(
     bus: Bus, model: str, request_id: str
 ) -> None:
     accepted, _ = await accept(bus, model, f"{request_id}-other")
@@ -284,17 +274,17 @@ async def test_a_stage_counts_what_becomes_of_its_work(
         await stage.fail(job, RuntimeError("twice"))
     await put(bus, model, f"{request_id}-2")
     await stage.fail(await next_job(stage, inbox), InvalidMedia("no picture"))
-    told = samples_of(stage.metrics.snapshot())
+    samples = samples_of(stage.metrics.snapshot())
     counts = {
-        name: total(told, name, model=model)
+        name: total(samples, name, model=model)
         for name in ("stage_redeliveries_total", "stage_retries_total", "stage_dead_letters_total")
     }
     assert counts == dict.fromkeys(counts, 1)
-    assert total(told, "stage_retries_total", code="worker_failure") == 1
-    assert total(told, "request_errors_total", code="worker_failure") == 1
-    assert total(told, "request_errors_total", code="invalid_media") == 1
-    assert total(told, "stage_queue_seconds_bucket", model=model, le="inf") == 2
-    assert total(told, "stage_handling_seconds_bucket", model=model, le="inf") == 2
+    assert total(samples, "stage_retries_total", code="worker_failure") == 1
+    assert total(samples, "request_errors_total", code="worker_failure") == 1
+    assert total(samples, "request_errors_total", code="invalid_media") == 1
+    assert total(samples, "stage_queue_seconds_bucket", model=model, le="inf") == 2
+    assert total(samples, "stage_handling_seconds_bucket", model=model, le="inf") == 2
 
 
 async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
@@ -355,7 +345,9 @@ async def test_who_is_fenced_off_says_nothing(bus: Bus, model: str, request_id: 
     await (await asyncio.wait_for(inbox.next(), 5)).ack()
 
 
-async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request_id: str) -> None:
+async def test_a_request_that_has_ended_is_not_claimed(
+    bus: Bus, model: str, request_id: str
+) -> None:
     accepted, _ = await accept(bus, model, request_id)
     await put(bus, model, request_id)
     await end_request(bus, request_id, 1, Cancelled("no more"), [])
@@ -365,7 +357,7 @@ async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request
     assert await request_queue.queued_request(bus, accepted.sequence) is None
 
 
-async def test_a_request_in_hand_at_two_deaths_is_poison(
+async def test_a_request_in_flight_at_two_deaths_is_poison(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """The workers of this test have never had a heartbeat: they count as dead at once."""
@@ -390,7 +382,7 @@ async def test_a_request_in_hand_at_two_deaths_is_poison(
 
 
 async def two_suspects(bus: Bus, model: str) -> Consumer:
-    """A worker has died with two requests in hand, and only one of them can be at fault."""
+    """A worker has died with two requests in flight, and only one of them can be at fault."""
     inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
     first = make_stage(bus, "renderer-one")
     for number in range(2):
@@ -429,7 +421,7 @@ async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model:
     await second.finish(waiting)
 
 
-async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
+async def test_another_delivery_of_a_running_job_replaces_the_old_one(
     bus: Bus, model: str, request_id: str
 ) -> None:
     await put(bus, model, request_id)
@@ -447,7 +439,7 @@ async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
 async def test_a_request_that_cannot_be_acknowledged_leaves_its_job(
     bus: Bus, model: str, request_id: str
 ) -> None:
-    """Otherwise nobody would acknowledge the request before its deadline."""
+    """Otherwise no worker would acknowledge the request before its deadline."""
     await put(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await stage.finish(
@@ -470,7 +462,7 @@ async def test_handing_back_is_no_fault(bus: Bus, model: str, request_id: str) -
 
 
 @pytest.mark.parametrize("hurried", [False, True])
-async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
+async def test_a_drain_finishes_running_jobs_and_requeues_the_rest(
     bus: Bus, model: str, hurried: bool
 ) -> None:
     inbox, shutdown, stage = await consume(bus, "renderer", model), Shutdown(), make_stage(bus)
@@ -504,7 +496,7 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
     await again.ack()
 
 
-async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
+async def test_an_unknown_receipt_does_not_hold_the_job_forever(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """As after a leader was cut off: its delivery is unknown; the request has left its queue."""
@@ -587,7 +579,7 @@ async def test_payloads_that_were_not_handed_over_are_taken_back(
 async def test_a_payload_is_released_before_its_task_even_if_its_owner_is_away_for_a_moment(
     bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that dies behind its acknowledgement leaves no reference to anybody."""
+    """A worker that dies after its acknowledgement leaves no reference to the payload."""
     stage = make_stage(bus)
     stage.blobs = reader = Blobs(bus, "renderer", "renderer-test", BlobsConfig(arena_mib=1))
     # As after a restart of the broker, which has lost all heartbeats: this one is yet to return.
@@ -618,7 +610,7 @@ async def test_a_payload_is_released_before_its_task_even_if_its_owner_is_away_f
     assert pinned == 0
 
 
-async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
+async def test_a_task_that_is_published_again_is_not_mistaken_for_the_previous_one(
     bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_stage(bus)
@@ -644,7 +636,7 @@ async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
     await assert_nothing_more(outbox)
 
 
-async def test_what_was_made_again_is_not_settled_with_what_was_lost(
+async def test_a_task_that_is_published_again_is_not_settled_with_the_lost_one(
     bus: Bus, model: str, request_id: str
 ) -> None:
     stage = make_stage(bus)
@@ -654,7 +646,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
     assert await stage.claim(lost) is not None
     other = await consume(bus, "renderer", model)
     async with asyncio.timeout(10):
-        # The message that this worker has in hand is another's meanwhile, who settles it.
+        # Another worker gets the message meanwhile, and settles it.
         await (await other.next()).ack()
         await other.stop()
         await put(bus, model, request_id, b"made again")
@@ -669,7 +661,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
         await job.delivery.ack()
 
 
-async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
+async def test_a_returned_request_is_rendered_with_its_own_settings(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """Nothing of the request is lost with its images."""
@@ -686,5 +678,5 @@ async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
     await stage.rerender(job, BlobLost("gone"))
     rendering, _ = tasks.decode((await again.next()).data, RenderBody)
     assert rendering.body.prompt.messages == decode_request(request).messages
-    found = rendering.header
-    assert (found.sampling, found.adapter, found.round) == (sampling, "tuned", 1)
+    task_header = rendering.header
+    assert (task_header.sampling, task_header.adapter, task_header.round) == (sampling, "tuned", 1)

@@ -51,16 +51,6 @@ SUMMARY = OutputSummary(Usage(1, 1), 1)
 Handle = Callable[[Task[Any], list[TensorData], Job], Awaitable[Outcome]]
 
 
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
-
-
 def make_context(bus: Bus, model: str, stage: str) -> Context:
     stages = msgspec.convert({"speech": SPEECH}, dict[str, StageConfig])
     delivery = DeliveryConfig(ack_wait_s=1.0, retry_delay_s=0.1, drain_s=5.0)
@@ -294,8 +284,8 @@ async def test_a_crash_requeues_what_it_cannot_be_blamed_on(
 
     async def outcomes(request_id: str) -> list[str]:
         stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-        found = [decode_attempt(message.data) for message in stored]
-        return [a.outcome for a in found if isinstance(a, AttemptRecord)]
+        records = [decode_attempt(message.data) for message in stored]
+        return [a.outcome for a in records if isinstance(a, AttemptRecord)]
 
     assert await outcomes(header.request_id) == ["open", "requeued"]
     assert await outcomes(running.request_id) == ["open"]

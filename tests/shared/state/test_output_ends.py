@@ -1,9 +1,6 @@
 """The list of a request's ended outputs on a real server."""
 
 import asyncio
-import secrets
-
-import pytest
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -12,11 +9,6 @@ from shared.protocol.records import OutputSummary, Usage
 from shared.state import output_ends
 
 OUTPUTS = ["text", "audio", "image"]
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
 
 
 async def test_the_list_is_written_once(bus: Bus, request_id: str) -> None:
@@ -47,7 +39,7 @@ async def test_an_end_that_is_noted_again_changes_nothing(bus: Bus, request_id: 
     assert again == first
     assert not output_ends.is_complete(again)
     assert output_ends.is_complete(await output_ends.add(bus, request_id, "audio", OutputSummary()))
-    # A stage whose acknowledgement was lost finds the list complete, and ends the request again.
+    # A stage that lost its acknowledgement reads a complete list, and ends the request again.
     assert output_ends.is_complete(await output_ends.add(bus, request_id, "text", OutputSummary()))
 
 

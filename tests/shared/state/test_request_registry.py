@@ -92,9 +92,9 @@ async def test_bytes_that_are_no_record_stay_and_their_id_may_be_tried_again(
 def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:
     request = GenerateRequest("demo", [Message("user", "a")], SamplingParams(n=1))
     assert json.loads(encode_request(request))["sampling_params"] == {}
-    given = json.loads(encode_request(request, {"n": 1}))
-    assert given["sampling_params"] == {"n": 1}
-    assert msgspec.convert(given, GenerateRequest) == request
+    message = json.loads(encode_request(request, {"n": 1}))
+    assert message["sampling_params"] == {"n": 1}
+    assert msgspec.convert(message, GenerateRequest) == request
     bare = GenerateRequest("demo", [Message("user", "a")])
     assert json.loads(encode_request(bare, {"n": 2}))["sampling_params"] == {"n": 2}
 
@@ -102,8 +102,8 @@ def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:
 @pytest.mark.parametrize("sampling", [None, {}])
 def test_fields_without_a_value_are_not_sent(sampling: dict[str, Any] | None) -> None:
     """An older coordinator refuses fields that it does not know."""
-    sent = json.loads(encode_request(GenerateRequest("demo", prompt="a"), sampling))
-    assert sent.keys() - {"sampling_params"} == {"model", "prompt"}
+    message = json.loads(encode_request(GenerateRequest("demo", prompt="a"), sampling))
+    assert message.keys() - {"sampling_params"} == {"model", "prompt"}
 
 
 def test_scopes_of_caches_differ_by_tenant_and_salt() -> None:
@@ -115,14 +115,16 @@ def test_scopes_of_caches_differ_by_tenant_and_salt() -> None:
     assert (scope("a", ""), scope("", "")) == ("a", "")
 
 
-@pytest.mark.parametrize("given", [{}, {"regex": "a", "json_object": True}, {"json_object": False}])
-def test_structured_outputs_are_exactly_one(given: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"regex": "a", "json_object": True}, {"json_object": False}]
+)
+def test_structured_outputs_are_exactly_one(fields: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError, match="exactly one"):
-        msgspec.convert(given, StructuredOutputs)
+        msgspec.convert(fields, StructuredOutputs)
 
 
 @pytest.mark.parametrize(
-    "given", [{"json_schema": {}}, {"json_object": True}, {"regex": "a"}, {"choice": ["a"]}]
+    "fields", [{"json_schema": {}}, {"json_object": True}, {"regex": "a"}, {"choice": ["a"]}]
 )
-def test_each_form_of_structured_outputs_is_taken(given: dict[str, object]) -> None:
-    assert msgspec.convert(given, StructuredOutputs)
+def test_each_form_of_structured_outputs_is_taken(fields: dict[str, object]) -> None:
+    assert msgspec.convert(fields, StructuredOutputs)

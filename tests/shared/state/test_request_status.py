@@ -24,11 +24,6 @@ from shared.state.token_log import LogWriter
 from tests.tasks import engine_task
 
 
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
-
-
 async def put_task(bus: Bus, request_id: str, data: bytes) -> None:
     subject = subjects.stage("engine", "m", "batch", request_id)
     await bus.publish(subject, data, f"{request_id}:1:engine:0")
@@ -89,10 +84,10 @@ async def test_a_request_says_that_no_worker_lives_or_that_one_starts(
     await bus.publish(subject, envelope.encode(engine_task(request_id, [1]), []), request_id)
     nobody = f"no worker of stage {stage} for model m is alive"
     assert (await request_status.find(bus, request_id)).why == nobody
-    for model, said in (("other", nobody), ("m", f"{nobody}; {stage}-m is starting: loading")):
+    for model, reason in (("other", nobody), ("m", f"{nobody}; {stage}-m is starting: loading")):
         report = StartReport("engine", f"{stage}-{model}", "0", 1, "loading", model, stage)
         await bus.heartbeats.publish_start(report.worker, to_json(report))
-        assert (await request_status.find(bus, request_id)).why == said
+        assert (await request_status.find(bus, request_id)).why == reason
 
 
 @pytest.mark.parametrize("parts", ["3", "0", "65", "1000000000", "2.5", "true", '"2"', "null"])

@@ -1,4 +1,4 @@
-"""What an operator is told of a response, and its dead letter."""
+"""Status of a response for an operator, and its dead letter."""
 
 import secrets
 
@@ -37,40 +37,40 @@ def begun(approval: str) -> Begun:
     return Begun(0, 1, "m", "alice", [MessageItem("user", "Hi")], {}, servers=uses, parser="hermes")
 
 
-async def test_where_a_response_is_and_what_it_waits_for(bus: Bus) -> None:
+async def test_the_status_of_a_response_has_its_place_and_the_reason_of_its_wait(bus: Bus) -> None:
     beat = Heartbeat("agent", "agent-of-status", "0", 1, ["m"], {})
     log = StepLog(bus, "alice", f"resp_{secrets.token_hex(8)}")
     assert await find_any_tenants(bus, log.response_id) is None
-    told = []
+    rows = []
     sending = Sending(0, 0, 0, 0, "k", "d", "b")
     steps: list[Step] = [begun("never"), LISTED, Asked(0, 0), CALLED, sending]
     for step in steps:
         await log.append(step)
         if log.state.num_steps > 1:
             await bus.heartbeats.publish(beat.worker, to_json(beat))
-            found = await find_any_tenants(bus, log.response_id)
-            assert found is not None
-            told.append((found.state, found.turn, found.call, found.why))
+            status = await find_any_tenants(bus, log.response_id)
+            assert status is not None
+            rows.append((status.state, status.turn, status.call, status.why))
     turn = f"the model writes its turn: pagemill where {log.response_id}-t0"
-    sent = "a call was sent 1 times, and has no result yet"
-    assert told == [
+    reason = "a call was sent 1 times, and has no result yet"
+    assert rows == [
         ("in_progress", None, None, "an agent is about to take the next step"),
         ("in_progress", 0, None, turn),
         ("in_progress", 0, "calc.add", "a call is about to be sent"),
-        ("in_progress", 0, "calc.add", sent),
+        ("in_progress", 0, "calc.add", reason),
     ]
     asking = StepLog(bus, "alice", f"resp_{secrets.token_hex(8)}")
     steps = [begun("always"), LISTED, Asked(0, 0), CALLED, Ended(0, "completed", 2)]
     for step in steps:
         await asking.append(step)
     (name,) = asking.state.approvals
-    found = await find_any_tenants(bus, asking.response_id)
-    assert found is not None
-    assert (found.state, found.why) == ("completed", f"a person must decide on {name}")
+    status = await find_any_tenants(bus, asking.response_id)
+    assert status is not None
+    assert (status.state, status.why) == ("completed", f"a person must decide on {name}")
     await asking.append(Decided(0, name, False, "resp_2"))
-    found = await find_any_tenants(bus, asking.response_id)
-    assert found is not None
-    assert found.why == "its log has its last step"
+    status = await find_any_tenants(bus, asking.response_id)
+    assert status is not None
+    assert status.why == "its log has its last step"
 
 
 async def test_a_dead_response_is_given_to_the_agents_again_unless_it_has_ended(bus: Bus) -> None:

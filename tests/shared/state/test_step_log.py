@@ -22,12 +22,12 @@ def new_id() -> str:
     return f"resp_{secrets.token_hex(8)}"
 
 
-async def test_of_two_writers_one_goes_on_and_the_other_reads_its_step(bus: Bus) -> None:
+async def test_one_of_two_writers_continues_and_the_other_reads_its_step(bus: Bus) -> None:
     name = new_id()
-    one, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
-    await one.append(BEGUN)
+    log, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
+    await log.append(BEGUN)
     await other.refresh()
-    await one.append(Asked(0, 0))
+    await log.append(Asked(0, 0))
     with pytest.raises(Fenced):
         await other.append(Ended(0, "cancelled", 2))
     assert other.state.num_steps == 2
@@ -52,7 +52,7 @@ async def test_a_writer_does_not_take_anothers_call_for_its_own(bus: Bus) -> Non
     await logs[0].append(Sending(0, 0, 0, 0, "k", "d", "one"))
     with pytest.raises(Fenced):
         await logs[1].append(Sending(0, 0, 0, 0, "k", "d", "other"))
-    # A step that has been stored, and whose ack was lost, is recognised.
+    # A stored step is recognised when its ack was lost.
     again = StepLog(bus, "t", name)
     stored = await bus.read(subjects.STEPS_STREAM, subjects.steps("t", name))
     for message in stored[:-1]:
@@ -61,26 +61,26 @@ async def test_a_writer_does_not_take_anothers_call_for_its_own(bus: Bus) -> Non
     assert again.state.num_steps == logs[1].state.num_steps == 5
 
 
-async def test_what_is_being_done_ends_when_a_watch_reads_anothers_step(bus: Bus) -> None:
+async def test_a_watch_ends_the_current_work_when_it_reads_anothers_step(bus: Bus) -> None:
     name = new_id()
-    one, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
-    await one.append(BEGUN)
-    async with one.watch() as watch:
+    log, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
+    await log.append(BEGUN)
+    async with log.watch() as watch:
         assert await watch.next() == []
         await other.refresh()
         ended = await other.append(Ended(0, "cancelled", 2))
-        while not one.overtaken:
+        while not log.overtaken:
             await watch.next()
-        assert one.state.ended == ended
+        assert log.state.ended == ended
         with pytest.raises(Fenced):
-            await one.append(Asked(0, 0))
+            await log.append(Asked(0, 0))
     assert [step async for step in other.follow()] == []
 
 
 async def test_calls_made_at_the_same_time_are_refused_together(bus: Bus) -> None:
     """The second call was planned from the same steps as the first one, which is refused."""
     name = new_id()
-    one, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
+    log, other = StepLog(bus, "t", name), StepLog(bus, "t", name)
     calls = [FunctionCall("calc__add", "{}")] * 2
     for step in (
         replace(BEGUN, servers=[ServerUse("calc", approval="never")]),
@@ -88,11 +88,11 @@ async def test_calls_made_at_the_same_time_are_refused_together(bus: Bus) -> Non
         Asked(0, 0),
         Answered(0, 0, "", calls, Usage(1, 1)),
     ):
-        await one.append(step)
+        await log.append(step)
     await other.refresh()
     await other.append(Ended(0, "cancelled", 2))
     sending = [Sending(0, 0, number, 0, "k", "d", "one") for number in range(2)]
-    refused = await asyncio.gather(*(one.append(s) for s in sending), return_exceptions=True)
+    refused = await asyncio.gather(*(log.append(s) for s in sending), return_exceptions=True)
     assert [type(error) for error in refused] == [Fenced, Fenced]
     assert (await open_log(bus, "t", name)).state.num_steps == 5
 
@@ -101,11 +101,11 @@ async def test_a_follower_sees_every_step_once(bus: Bus) -> None:
     name = new_id()
     writer, reader = StepLog(bus, "t", name), StepLog(bus, "t", name)
     await writer.append(BEGUN)
-    seen = await reader.refresh()
+    steps = await reader.refresh()
     following = reader.follow()
     await writer.append(Asked(0, 0))
     await writer.append(Ended(0, "failed", 2))
-    seen += [step async for step in following]
-    assert [step.index for step in seen] == [0, 1, 2]
+    steps += [step async for step in following]
+    assert [step.index for step in steps] == [0, 1, 2]
     await writer.delete()
     assert (await open_log(bus, "t", name)).state.begun is None

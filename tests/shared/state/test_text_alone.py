@@ -22,7 +22,7 @@ SPOKEN = OutputSummary(units={"frames": 7})
 
 @pytest.fixture
 async def request_id(bus: Bus) -> str:
-    """A request whose codes are complete, and whose sound has begun."""
+    """A request with complete codes and the beginning of its sound."""
     name = f"t-{secrets.token_hex(6)}"
     await output_ends.begin(bus, name, [TEXT, "codes", "audio"])
     codes = await LogWriter.open(bus, name, 1, "codes")

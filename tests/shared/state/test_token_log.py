@@ -1,7 +1,6 @@
-"""The token log against a real server: fencing, resume, and readers who see each record once."""
+"""The token log on a real server: fencing, resume, and readers that get each record once."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,11 +19,7 @@ from shared.state import log_reader
 from shared.state.log_reader import LogReader
 from shared.state.log_records import decode_record
 from shared.state.token_log import LogWriter, end_request, finish_request, last_record
-
-
-@pytest.fixture
-def request_id() -> str:
-    return f"t-{secrets.token_hex(6)}"
+from tests.support.broker import subscriptions_of
 
 
 def delta(position: int) -> list[ChoiceDelta]:
@@ -55,12 +50,12 @@ async def test_a_writer_that_was_overtaken_is_refused(bus: Bus, request_id: str)
     assert [record.index for record in await read_log(bus, request_id)] == [0, 1, 2]
 
 
-async def test_who_has_the_last_record_listens_no_more(bus: Bus, request_id: str) -> None:
+async def test_a_reader_with_the_last_record_has_no_subscription(bus: Bus, request_id: str) -> None:
     await end_request(bus, request_id, 1, ContextTooLong("too long"), [])
-    before = set(bus.connection.nc._subs)
+    before = subscriptions_of(bus)
     log = follow(bus, request_id)
     assert isinstance(await anext(log), Failure)
-    assert set(bus.connection.nc._subs) == before
+    assert subscriptions_of(bus) == before
     assert [record async for record in log] == []
 
 
@@ -84,13 +79,13 @@ async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str
     with pytest.raises(Fenced):
         await zombie.tokens(delta(0))
     await successor.tokens(delta(1))
-    seen = []
+    records = []
     while (message := await listener.next(0.3)) is not None:
         record = decode_record(message.data)
         assert record is not None
-        seen.append(record)
+        records.append(record)
     await bus.unsubscribe(listener)
-    assert [(record.index, record.attempt) for record in seen] == [(0, 2), (1, 2)]
+    assert [(record.index, record.attempt) for record in records] == [(0, 2), (1, 2)]
 
 
 async def test_an_append_whose_ack_was_lost_is_recognised_as_our_own(
@@ -133,16 +128,18 @@ async def test_a_reader_fills_gaps_from_the_log(bus: Bus, request_id: str) -> No
 
 
 def lose_unread(reader: LogReader) -> None:
-    """Remove the records that the reader has received and not read, as if lost on their way."""
+    """Remove the records that the reader has received and not read, and wake it."""
     live: Any = reader._live
-    while not live._unread.empty():
-        live._unread.get_nowait()
+    unread = live._unread
+    while not unread.empty():
+        unread.get_nowait()
+    live.wake()
 
 
-async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
+async def test_a_reader_continues_when_logs_in_memory_are_lost(
     own_broker: EmbeddedServer, request_id: str
 ) -> None:
-    """It looks into the new log behind the last message that it has read of the lost one."""
+    """It reads the new log from the position at which it has stopped in the lost log."""
     bus = await Bus.connect(own_broker.url, "test")
     await bus.streams.prepare(NatsConfig(), DeliveryConfig(token_log_storage="memory"))
     for position in range(8):
@@ -160,7 +157,6 @@ async def test_a_reader_goes_on_when_logs_in_memory_are_lost(
         await again.tokens(delta(1))
         await again.finish(OutputSummary(Usage(1, 2), 1), {})
         lose_unread(reader)
-        reader._live.wake()
         read += [record async for record in records]
     assert [record.index for record in read] == [0, 1, 2]
     await bus.close()
@@ -209,7 +205,7 @@ async def publish_foreign(bus: Bus, request_id: str, data: bytes = FOREIGN) -> N
 @pytest.mark.parametrize(
     "data", [FOREIGN, b"", b"null", b"[]", b'{"type":"tokens"}', b'{"type":"x","index":-']
 )
-async def test_a_writer_goes_on_behind_foreign_bytes(
+async def test_a_writer_continues_after_foreign_bytes(
     bus: Bus, request_id: str, data: bytes
 ) -> None:
     log = await LogWriter.open(bus, request_id, attempt=1)
@@ -224,7 +220,7 @@ async def test_a_writer_goes_on_behind_foreign_bytes(
     assert [record.index for record in await read_log(bus, request_id)] == [0, 1, 2]
 
 
-async def test_a_zombie_is_refused_behind_foreign_bytes(bus: Bus, request_id: str) -> None:
+async def test_a_zombie_is_refused_after_foreign_bytes(bus: Bus, request_id: str) -> None:
     zombie = await LogWriter.open(bus, request_id, attempt=1)
     successor = await LogWriter.open(bus, request_id, attempt=2)
     await publish_foreign(bus, request_id)
@@ -299,7 +295,7 @@ async def test_the_last_record_is_found_under_other_bytes(
 
 
 @pytest.mark.parametrize(("data", "index"), [(FOREIGN, 1), (LATER_KIND, 2)])
-async def test_a_request_ends_once_behind_other_bytes(
+async def test_a_request_ends_once_after_foreign_bytes(
     bus: Bus, request_id: str, data: bytes, index: int
 ) -> None:
     failed, finished = request_id, f"{request_id}-2"

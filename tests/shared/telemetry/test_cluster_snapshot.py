@@ -5,8 +5,6 @@ import os
 import secrets
 from functools import partial
 
-import pytest
-
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -15,11 +13,6 @@ from shared.telemetry import cluster_snapshot
 from shared.telemetry.deltas import total
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import to_text
-
-
-@pytest.fixture
-def model() -> str:
-    return f"m-{secrets.token_hex(4)}"
 
 
 def reply_with(answer: bytes, _: bytes) -> bytes:
@@ -41,9 +34,13 @@ async def test_every_worker_replies_to_one_request(bus: Bus) -> None:
     for number, worker in enumerate(workers):
         metrics = await start(bus, worker)
         metrics.counter("prompt_tokens_total").add(number)
-    seen = await cluster_snapshot.take_snapshot(bus)
-    assert [total(seen.samples[w], "prompt_tokens_total", worker=w) for w in workers] == [0, 1, 2]
-    assert {beat.worker for beat in seen.beats} >= set(workers)
+    snapshot = await cluster_snapshot.take_snapshot(bus)
+    assert [total(snapshot.samples[w], "prompt_tokens_total", worker=w) for w in workers] == [
+        0,
+        1,
+        2,
+    ]
+    assert {beat.worker for beat in snapshot.beats} >= set(workers)
 
 
 async def test_a_silent_worker_is_not_up(bus: Bus) -> None:
@@ -59,8 +56,8 @@ async def test_invalid_replies_are_ignored(bus: Bus) -> None:
     worker = f"engine-{secrets.token_hex(4)}"
     metrics = await start(bus, worker)
     metrics.counter("prompt_tokens_total").add(5)
-    told = metrics.snapshot()
-    own = told.series[0]
+    reply = metrics.snapshot()
+    own = reply.series[0]
     odd = [
         MetricSeries("of_a_later_version", own.labels, 1),
         MetricSeries("prompt_tokens_total", {"no such": "label"}, 1),
@@ -74,11 +71,11 @@ async def test_invalid_replies_are_ignored(bus: Bus) -> None:
     # The request ends only when all workers have replied.
     last = await start(bus, f"engine-{secrets.token_hex(4)}")
     last.counter("prompt_tokens_total").add(7)
-    seen = await cluster_snapshot.take_snapshot(bus)
-    assert total(seen.samples[worker], "prompt_tokens_total") == 5
-    assert total(seen.samples[last.snapshot().worker], "prompt_tokens_total") == 7
-    assert seen.metrics["liar"].series == [own]
-    assert b"prompt_tokens_total" in to_text(cluster_snapshot.to_series(seen))
+    snapshot = await cluster_snapshot.take_snapshot(bus)
+    assert total(snapshot.samples[worker], "prompt_tokens_total") == 5
+    assert total(snapshot.samples[last.snapshot().worker], "prompt_tokens_total") == 7
+    assert snapshot.metrics["liar"].series == [own]
+    assert b"prompt_tokens_total" in to_text(cluster_snapshot.to_series(snapshot))
 
 
 async def test_the_queues_of_all_slots_are_one(bus: Bus, model: str) -> None:
@@ -92,8 +89,8 @@ async def test_the_queues_of_all_slots_are_one(bus: Bus, model: str) -> None:
         stored = await bus.read_last(stream, subject)
         assert stored is not None
         sequences.append(stored.stored_ms)
-    seen = await cluster_snapshot.take_snapshot(bus)
-    (queue,) = [queue for queue in seen.queues if queue.model == model]
+    snapshot = await cluster_snapshot.take_snapshot(bus)
+    (queue,) = [queue for queue in snapshot.queues if queue.model == model]
     assert (queue.lane, queue.num_pending, queue.oldest_ms) == (lane, 3, min(sequences))
 
 
@@ -112,8 +109,8 @@ async def test_queues_have_depth_and_age(bus: Bus, model: str) -> None:
         await bus.publish(subject, b"task", f"{model}-{name}")
     in_hand = await lanes["batch"].next()
     await asyncio.sleep(0.05)
-    seen = await cluster_snapshot.take_snapshot(bus)
-    queues = {queue.lane: queue for queue in seen.queues if queue.model == model}
+    snapshot = await cluster_snapshot.take_snapshot(bus)
+    queues = {queue.lane: queue for queue in snapshot.queues if queue.model == model}
     second = await bus.read_next(
         subjects.STAGES_STREAM,
         in_hand.sequence + 1,
@@ -125,7 +122,7 @@ async def test_queues_have_depth_and_age(bus: Bus, model: str) -> None:
     assert queues["interactive"].oldest_ms is None
     ages = {
         series.labels["lane"]: series.value
-        for series in cluster_snapshot.to_series(seen)
+        for series in cluster_snapshot.to_series(snapshot)
         if series.name == "queue_oldest_age_seconds" and series.labels["model"] == model
     }
     assert ages["interactive"] == 0

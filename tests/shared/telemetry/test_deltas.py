@@ -39,7 +39,7 @@ def observed(values: list[float], worker: str = "w") -> Samples:
     return samples_of(metrics.snapshot())
 
 
-def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
+def survey(at_s: float, **counters: tuple[float, float]) -> ClusterSnapshot:
     """Build a snapshot from each worker's start in seconds and its count."""
     return ClusterSnapshot(
         at_ms=1000 * at_s,
@@ -53,7 +53,7 @@ def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
                     MetricSeries("prompt_tokens_total", {"worker": worker}, amount),
                 ],
             )
-            for worker, (started_s, amount) in told.items()
+            for worker, (started_s, amount) in counters.items()
         },
         queues=[],
         in_flight=0,
@@ -69,7 +69,7 @@ def test_increases_add_up_over_restarts(lives: list[list[int]]) -> None:
     Each life begins at zero, and its first count is below the last one of the previous life,
     because a restart could not be detected otherwise.
     """
-    seen, before, wanted = 0.0, counted(0), 0
+    increase, before, expected = 0.0, counted(0), 0
     for life in lives:
         value = 0
         for amount in life:
@@ -77,12 +77,12 @@ def test_increases_add_up_over_restarts(lives: list[list[int]]) -> None:
             now = counted(value)
             grown = total(increases(before, now), "prompt_tokens_total")
             assert grown >= 0
-            seen += grown
+            increase += grown
             before = now
-        wanted += value
+        expected += value
         # The first count of the next life is below the last one of this life.
         before = counted(math.inf)
-    assert seen == wanted
+    assert increase == expected
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=10))
@@ -120,22 +120,22 @@ def test_histograms_of_several_workers_add_up(mine: list[float], yours: list[flo
 
 @given(values, st.floats(0, 1))
 def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
-    found = quantile(buckets([observed(values)], NAME), q)
-    assert found is not None
+    value = quantile(buckets([observed(values)], NAME), q)
+    assert value is not None
     # The smallest value that is not below a fraction q of the observations.
     rank = next(rank for rank in range(1, len(values) + 1) if rank >= q * len(values))
     true = sorted(values)[rank - 1]
     index = bisect_left(LONG_S, true)
     low = LONG_S[index - 1] if index else 0.0
     high = LONG_S[index] if index < len(LONG_S) else LONG_S[-1]
-    assert low <= found <= high
+    assert low <= value <= high
 
 
 @given(values, st.floats(0, 1), st.floats(0, 1))
 def test_quantiles_are_monotonic(values: list[float], a: float, b: float) -> None:
     assume(a <= b)
-    told = buckets([observed(values)], NAME)
-    low, high = quantile(told, a), quantile(told, b)
+    series = buckets([observed(values)], NAME)
+    low, high = quantile(series, a), quantile(series, b)
     assert low is not None
     assert high is not None
     assert low <= high

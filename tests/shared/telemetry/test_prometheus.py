@@ -22,14 +22,14 @@ HISTOGRAMS = [d.name for d in METRICS.values() if d.kind == "histogram"]
 
 
 def samples(data: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    found: list[Sample] = [
+    parsed: list[Sample] = [
         sample
         for family in text_string_to_metric_families(data.decode())
         for sample in family.samples
     ]
-    told = {(s.name, frozenset(s.labels.items())): s.value for s in found}
-    assert len(told) == len(found), "one series is told twice"
-    return told
+    values = {(s.name, frozenset(s.labels.items())): s.value for s in parsed}
+    assert len(values) == len(parsed), "one series is told twice"
+    return values
 
 
 @given(
@@ -40,23 +40,25 @@ def test_the_prometheus_parser_reads_all_values(
     counted: list[tuple[str, str, float]], observed: list[tuple[str, str, float]]
 ) -> None:
     metrics = Metrics("engine", "engine-1")
-    wanted: dict[tuple[str, str, str], float] = {}
+    expected: dict[tuple[str, str, str], float] = {}
     for name, model, amount in counted:
         metrics.of(model).counter(name).add(amount)
         key = (PREFIX + name, model, "")
-        wanted[key] = wanted.get(key, 0.0) + amount
+        expected[key] = expected.get(key, 0.0) + amount
     for name, model, value in observed:
         metrics.of(model).histogram(name).observe(value)
         for bound in [*METRICS[name].bounds, float("inf")]:
             key = (f"{PREFIX}{name}_bucket", model, str(bound))
-            wanted[key] = wanted.get(key, 0.0) + (value <= bound)
-    found: dict[tuple[str, str, str], float] = {}
+            expected[key] = expected.get(key, 0.0) + (value <= bound)
+    values: dict[tuple[str, str, str], float] = {}
     for (name, labels), value in samples(to_text(metrics.snapshot().series)).items():
-        told = dict(labels)
-        assert (told["role"], told["worker"]) == ("engine", "engine-1")
+        by_name = dict(labels)
+        assert (by_name["role"], by_name["worker"]) == ("engine", "engine-1")
         if not name.endswith(("_count", "_sum")):
-            found[name, told["model"], str(float(told["le"])) if "le" in told else ""] = value
-    assert found == wanted
+            values[name, by_name["model"], str(float(by_name["le"])) if "le" in by_name else ""] = (
+                value
+            )
+    assert values == expected
 
 
 def test_every_metric_of_the_catalog_is_exported() -> None:
@@ -78,7 +80,7 @@ def test_every_metric_of_the_catalog_is_exported() -> None:
     }
 
 
-def told() -> Iterator[MetricSeries]:
+def dead_letters() -> Iterator[MetricSeries]:
     yield MetricSeries("dead_letters", {}, 3)
 
 
@@ -90,16 +92,16 @@ def read(endpoint: MetricsEndpoint) -> bytes:
 
 
 def test_workers_of_one_machine_listen_on_different_ports() -> None:
-    first = MetricsEndpoint(told, "127.0.0.1", 0)
+    first = MetricsEndpoint(dead_letters, "127.0.0.1", 0)
     port = first.address[1]
-    others = [MetricsEndpoint(told, "127.0.0.1", port, num_ports=50) for _ in range(2)]
+    others = [MetricsEndpoint(dead_letters, "127.0.0.1", port, num_ports=50) for _ in range(2)]
     try:
         ports = [endpoint.address[1] for endpoint in (first, *others)]
         assert ports == sorted(set(ports))
         for endpoint in (first, *others):
             assert samples(read(endpoint)) == {("pagemill_dead_letters", frozenset()): 3}
         with pytest.raises(ConfigError) as refused:
-            MetricsEndpoint(told, "127.0.0.1", port)
+            MetricsEndpoint(dead_letters, "127.0.0.1", port)
         assert refused.value.field == "metrics.port"
     finally:
         for endpoint in (first, *others):
@@ -110,5 +112,5 @@ def test_workers_of_one_machine_listen_on_different_ports() -> None:
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
-        MetricsEndpoint(told, "192.0.2.1", 0)
+        MetricsEndpoint(dead_letters, "192.0.2.1", 0)
     assert refused.value.field == "metrics.listen"

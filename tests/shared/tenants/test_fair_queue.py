@@ -1,4 +1,4 @@
-"""The queue is fair to tenants, whatever number of requests each of them sends."""
+"""The queue is fair to tenants that send any number of requests."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ def test_the_newest_of_the_heaviest_goes() -> None:
     assert queue.add("c", "c1", MAX_HELD) in ("a3", "b3")
 
 
-def test_what_is_being_done_is_not_taken_back() -> None:
+def test_a_started_waiter_is_not_rejected() -> None:
     queue: FairQueue[str] = FairQueue()
     for waiter in ("a1", "a2", "a3"):
         queue.add("a", waiter, 3)
@@ -64,12 +64,14 @@ def test_no_tenant_holds_more_than_its_share_while_others_are_refused(
                     assert before[gone[0]] == max([*removable, before[gone[0]]])
                     assert before[gone[0]] > before[tenant] + 1
         elif step == "next":
-            found = queue.start_next()
-            assert (found is None) == (not waiting)
-            if found is not None:
-                assert found == min(one for one in waiting if one[0] == found[0])
-                waiting.remove(found)
-                working.append(found)
+            next_waiter = queue.start_next()
+            assert (next_waiter is None) == (not waiting)
+            if next_waiter is not None:
+                assert next_waiter == min(
+                    waiter for waiter in waiting if waiter[0] == next_waiter[0]
+                )
+                waiting.remove(next_waiter)
+                working.append(next_waiter)
         elif step == "leave" and working:
             queue.finish(working.pop()[0])
         elif step == "withdraw" and waiting:

@@ -65,7 +65,7 @@ def test_only_a_tenant_that_was_alone_loses_anything_when_others_come(
 
 
 @given(WRITES)
-def test_whoever_comes_next_finds_room_behind_greedy_tenants(writes: list[tuple[str, int]]) -> None:
+def test_a_newcomer_finds_room_next_to_greedy_tenants(writes: list[tuple[str, int]]) -> None:
     stream = Stream()
     stream.store("quiet", 1)
     for tenant, size in writes:
@@ -86,7 +86,7 @@ def test_a_stream_that_one_tenant_has_filled_alone_has_room_for_the_next() -> No
 
 
 @given(WRITES, st.integers(0, 500), WEIGHTS)
-def test_tenants_need_not_be_told_apart_in_a_stream_that_is_rather_empty(
+def test_tenants_need_not_be_measured_in_a_stream_that_is_rather_empty(
     writes: list[tuple[str, int]], without: int, weights: dict[str, float]
 ) -> None:
     stream = Stream()
@@ -98,13 +98,13 @@ def test_tenants_need_not_be_told_apart_in_a_stream_that_is_rather_empty(
         assert may_be_exceeded(MAX, num_bytes, weights)
 
 
-def test_shares_follow_weights_and_are_told() -> None:
+def test_shares_follow_weights_and_are_reported() -> None:
     use = StreamUse("S", MAX, 700, {"big": 600, "small": 100})
-    (told,) = exceeded_shares(use, {})
-    assert (told.tenant, told.num_bytes, told.max_bytes) == ("big", 600, 400)
+    (share,) = exceeded_shares(use, {})
+    assert (share.tenant, share.num_bytes, share.max_bytes) == ("big", 600, 400)
     assert not exceeded_shares(use, {"big": 4.0})
 
 
-def test_what_has_no_tenant_takes_no_more_than_half() -> None:
+def test_messages_without_a_tenant_take_at_most_half() -> None:
     use = StreamUse("S", MAX, MAX, {"a": 100, "b": 10})
     assert not exceeded_shares(use, {})

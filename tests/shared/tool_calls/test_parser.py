@@ -18,13 +18,13 @@ Read = tuple[str, list[tuple[str, str]]]
 
 def read(form: str, pieces: list[str], *, one_call: bool = False) -> Read:
     parser = ToolParser(form, NAMES, one_call=one_call)
-    found: list[Piece] = []
+    chunks: list[Piece] = []
     for piece in pieces:
-        found += parser.feed(piece)
-    found += parser.end()
+        chunks += parser.feed(piece)
+    chunks += parser.end()
     content = ""
     calls: list[tuple[str, str]] = []
-    for part in found:
+    for part in chunks:
         if not isinstance(part, Call):
             content += part.text
         elif part.name is not None:
@@ -106,13 +106,13 @@ CASES = {
         )
     ],
 }
-EVERY = [(form, text, wanted) for form, cases in CASES.items() for text, wanted in cases]
+EVERY = [(form, text, expected) for form, cases in CASES.items() for text, expected in cases]
 
 
-@pytest.mark.parametrize(("form", "text", "wanted"), EVERY)
-def test_every_format_is_parsed(form: str, text: str, wanted: Read) -> None:
-    assert read(form, [text]) == wanted
-    assert read(form, list(text)) == wanted
+@pytest.mark.parametrize(("form", "text", "expected"), EVERY)
+def test_every_format_is_parsed(form: str, text: str, expected: Read) -> None:
+    assert read(form, [text]) == expected
+    assert read(form, list(text)) == expected
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -124,8 +124,8 @@ def cut(text: str, places: list[int]) -> list[str]:
 def test_chunk_boundaries_make_no_difference(
     case: tuple[str, str, Read], places: list[int]
 ) -> None:
-    form, text, wanted = case
-    assert read(form, cut(text, places)) == wanted
+    form, text, expected = case
+    assert read(form, cut(text, places)) == expected
 
 
 FRAGMENTS = st.sampled_from(
@@ -188,16 +188,16 @@ def test_chunk_boundaries_make_no_difference_in_random_text(
     ),
 )
 def test_any_arguments_are_parsed(form: str, calls: list[tuple[str, dict[str, object]]]) -> None:
-    texts = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    texts = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     text = {
         "hermes": "".join(f"<tool_call>\n{text}\n</tool_call>\n" for text in texts),
         "llama3_json": "; ".join(texts),
         "mistral": f"[TOOL_CALLS][{', '.join(texts)}]",
         "required": f"[{', '.join(texts)}]",
     }[form]
-    content, found = read(form, list(text))
+    content, parsed = read(form, list(text))
     assert content == ""
-    assert [(name, json.loads(given)) for name, given in found] == calls
+    assert [(name, json.loads(arguments)) for name, arguments in parsed] == calls
 
 
 def test_one_call_drops_the_calls_after_the_first() -> None:

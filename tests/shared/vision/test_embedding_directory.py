@@ -40,17 +40,17 @@ def test_the_layout_is_the_example_connectors(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("ec_cache"), embedding())
 
 
-def test_what_others_have_written_is_read(tmp_path: Path) -> None:
+def test_files_of_other_workers_are_read(tmp_path: Path) -> None:
     (tmp_path / A).mkdir()
     written = embedding().to(torch.bfloat16)
     save_file({TENSOR: written}, tmp_path / A / FILE)
-    found = opened(tmp_path).get(A)
-    assert found is not None
-    assert torch.equal(found, written)
+    tensor = opened(tmp_path).get(A)
+    assert tensor is not None
+    assert torch.equal(tensor, written)
     assert opened(tmp_path).get(B) is None
 
 
-def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+def test_a_stored_file_is_not_written_again(tmp_path: Path) -> None:
     opened(tmp_path).put(A, embedding())
     before = (tmp_path / A / FILE).stat().st_mtime_ns
     opened(tmp_path).put(A, embedding(1))
@@ -58,7 +58,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [A]
 
 
-def test_what_has_been_read_makes_room_for_what_has_not(tmp_path: Path) -> None:
+def test_read_files_make_room_for_unread_ones(tmp_path: Path) -> None:
     directory = opened(tmp_path, max_bytes=3 * KIB)
     directory.put(A, embedding())
     directory.put(B, embedding(1))
@@ -72,7 +72,7 @@ def test_what_has_been_read_makes_room_for_what_has_not(tmp_path: Path) -> None:
     assert directory.get(C) is not None
 
 
-def test_what_has_expired_is_gone(tmp_path: Path) -> None:
+def test_expired_entries_are_gone(tmp_path: Path) -> None:
     directory = opened(tmp_path, max_bytes=3 * KIB, ttl_s=60)
     directory.put(A, embedding())
     age(tmp_path, A, 61)
@@ -82,22 +82,22 @@ def test_what_has_expired_is_gone(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [B]
 
 
-def test_what_has_expired_is_written_again(tmp_path: Path) -> None:
+def test_expired_files_are_written_again(tmp_path: Path) -> None:
     directory = opened(tmp_path, ttl_s=60)
     directory.put(A, embedding())
     age(tmp_path, A, 61)
     directory.put(A, embedding(1))
-    found = directory.get(A)
-    assert found is not None
-    assert torch.equal(found, embedding(1))
+    tensor = directory.get(A)
+    assert tensor is not None
+    assert torch.equal(tensor, embedding(1))
 
 
-def test_what_was_read_does_not_hang_on_its_file(tmp_path: Path) -> None:
-    """A mapping would: of a file that another machine has removed, pages may be gone."""
+def test_an_embedding_does_not_depend_on_its_file_after_reading(tmp_path: Path) -> None:
+    """A mapping would: pages of a file that another machine has removed may be lost."""
     directory = opened(tmp_path)
     directory.put(A, embedding())
-    found = directory.get(A)
-    assert found is not None
+    tensor = directory.get(A)
+    assert tensor is not None
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_a_miss_and_can_be_written_again(tmp_path: Path) -> No
     assert directory.get(A) is not None
 
 
-def test_a_writer_that_was_killed_leaves_nothing_for_ever(tmp_path: Path) -> None:
+def test_the_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     script = """
 import os, sys, signal, torch
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Embeddings between workers: found by whoever needs them, made again when lost, never waited for
-in vain."""
+"""Embeddings between workers: shared, computed again when lost, never waited for in vain."""
 
 import asyncio
 import contextlib
@@ -72,19 +71,19 @@ async def start(bus: Bus) -> AsyncIterator[Start]:
         yield start
 
 
-async def test_what_one_has_made_another_has(start: Start) -> None:
+async def test_an_embedding_of_one_worker_reaches_another(start: Start) -> None:
     producer, _ = await start("producer")
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
     assert await consumer.get(key_of(mm_hash), mm_hash) is None
-    made = torch.randn(9, 192).to(torch.bfloat16)
-    await producer.put(key_of(mm_hash), mm_hash, made)
+    tensor = torch.randn(9, 192).to(torch.bfloat16)
+    await producer.put(key_of(mm_hash), mm_hash, tensor)
     held = await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
-    assert torch.equal(held.embedding, made)
+    assert torch.equal(held.embedding, tensor)
     held.close()
 
 
-async def test_who_waits_is_woken(start: Start, bus: Bus) -> None:
+async def test_a_waiter_is_woken(start: Start, bus: Bus) -> None:
     producer, _ = await start("producer")
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
@@ -111,7 +110,7 @@ async def test_waiting_ends_when_no_encode_task_exists(start: Start) -> None:
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
 
 
-async def test_what_is_lost_with_its_owner_is_forgotten(start: Start, bus: Bus) -> None:
+async def test_an_embedding_lost_with_its_owner_is_forgotten(start: Start, bus: Bus) -> None:
     producer, blobs = await start("producer")
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
@@ -131,7 +130,7 @@ async def test_what_is_lost_with_its_owner_is_forgotten(start: Start, bus: Bus) 
         (WorkerFailure("it failed five times"), EncodingFailed),
     ],
 )
-async def test_who_waits_hears_what_has_kept_an_encoder_from_it(
+async def test_a_waiter_gets_the_error_of_the_encoder(
     start: Start, bus: Bus, error: Any, expected: type[Exception]
 ) -> None:
     consumer, _ = await start("consumer")
@@ -166,7 +165,7 @@ async def test_unread_embeddings_stay_and_read_ones_make_room(start: Start) -> N
     held.close()
 
 
-async def test_what_has_been_fetched_stays_as_long_as_there_is_room(start: Start) -> None:
+async def test_a_fetched_embedding_stays_while_there_is_room(start: Start) -> None:
     producer, _ = await start("producer")
     mm_hash = new_hash()
     await producer.put(key_of(mm_hash), mm_hash, torch.ones(2, 4))

@@ -69,7 +69,7 @@ def towers(request: pytest.FixtureRequest) -> tuple[Tower, Tower]:
 
 
 @pytest.mark.parametrize("sizes", BATCHES)
-def test_features_are_those_of_transformers(
+def test_features_equal_the_features_of_transformers(
     towers: tuple[Tower, Tower], sizes: list[tuple[int, int]]
 ) -> None:
     plain, quick = towers
@@ -149,7 +149,7 @@ def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]
 
 
 @needs_kernels
-def test_an_unknown_activation_stays_behind_its_linear() -> None:
+def test_an_unknown_activation_is_applied_after_its_linear() -> None:
     (model := nn.Sequential(nn.Linear(4, 8), nn.Mish(), nn.Linear(8, 2))).bfloat16()
     x = torch.randn(5, 4).bfloat16()
     expected = model(x)
@@ -206,7 +206,7 @@ def test_an_image_is_the_same_in_any_company(
         torch.testing.assert_close(embedding, alone, atol=2e-4, rtol=1e-4)
 
 
-def test_one_bad_image_fails_and_its_batch_can_go_on_without_it(
+def test_one_bad_image_fails_and_its_batch_can_continue_without_it(
     towers: tuple[Tower, Tower],
 ) -> None:
     _, quick = towers

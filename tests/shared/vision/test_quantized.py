@@ -227,7 +227,7 @@ PARTS = [("thinker", load_thinker), ("talker", load_talker), ("code2wav", load_v
 def test_each_part_of_an_omni_model_looks_at_its_own_scales(
     tmp_path: Path, write: Callable[[Path], None], vocoder: str
 ) -> None:
-    """An omni model's folder has all parts; those of others have scales of their own as well."""
+    """An omni model's folder has all parts, and each part has separate scales."""
     whole = tmp_path / "whole"
     write(whole)
     for part, load_it in PARTS:

@@ -31,8 +31,8 @@ def test_only_what_was_used_counts_as_read(folder: Path) -> None:
         before, _ = progress.measure() or (0, 0)
         assert before < total / 4, "a tensor that nobody has used counts as read"
         tensors[0].sum()
-        one, _ = progress.measure() or (0, 0)
-        assert one >= 4 * MIB
+        num_bytes, _ = progress.measure() or (0, 0)
+        assert num_bytes >= 4 * MIB
         for tensor in tensors:
             tensor.sum()
         half, _ = progress.measure() or (0, 0)
@@ -42,7 +42,7 @@ def test_only_what_was_used_counts_as_read(folder: Path) -> None:
     assert progress.measure() == (half, total), "a file that was copied and unmapped is forgotten"
 
 
-def test_where_the_kernel_does_not_tell_there_is_no_progress(
+def test_without_the_kernels_figures_there_is_no_progress(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_progress, "SMAPS", folder / "nowhere")

@@ -57,7 +57,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Four decodes, whose keys are split, then many, whose are not, and a chunk."""
+    """Four decodes with split keys, many decodes with whole keys, and a chunk."""
     cache = torch.zeros(8, BLOCK_SIZE, 2, head_dim, dtype=dtype)
     for num_new in ([1] * 4, [1] * 300, [40]):
         plan = make_plan(num_new, group, head_dim, dtype)

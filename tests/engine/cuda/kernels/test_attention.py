@@ -64,8 +64,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Te
     if case.softcap:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     behind = torch.arange(seq_len - num_queries, seq_len)[:, None] - torch.arange(seq_len)
-    seen = (behind >= 0) & (behind < (case.window or seq_len))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    is_visible = (behind >= 0) & (behind < (case.window or seq_len))
+    weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -101,8 +101,10 @@ def make_step(case: Case) -> Step:
     expected = torch.empty(query.shape, dtype=torch.float64)
     for i, (past, _) in enumerate(case.spans):
         rows = slice(starts[i], starts[i + 1])
-        kept = [cache[tables[i]].flatten(0, 1)[:past] for cache in (key_cache, value_cache)]
-        whole = [torch.cat([old, new[rows]]) for old, new in zip(kept, (key, value), strict=True)]
+        past_rows = [cache[tables[i]].flatten(0, 1)[:past] for cache in (key_cache, value_cache)]
+        whole = [
+            torch.cat([old, new[rows]]) for old, new in zip(past_rows, (key, value), strict=True)
+        ]
         expected[rows] = dense_attention(query[rows], whole[0], whole[1], case)
     return Step(tables, starts, seq_lens, query, key_cache, value_cache, key, value, expected)
 

@@ -30,7 +30,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 96), (1, 1536), (2, 3, 80)])
-def test_norm_is_that_of_llama(
+def test_norm_equals_the_norm_of_llama(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def rope_modules() -> dict[str, tuple[torch.nn.Module, int]]:
 @pytest.mark.parametrize("norms_heads", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "scaled", "sections", "interleaved"])
-def test_rotation_is_that_of_transformers_and_lands_in_its_slots(
+def test_rotation_equals_transformers_and_is_stored_in_its_slots(
     device: torch.device, kind: str, dtype: torch.dtype, norms_heads: bool
 ) -> None:
     torch.manual_seed(0)
@@ -95,9 +95,9 @@ def test_rotation_is_that_of_transformers_and_lands_in_its_slots(
     norm = None
     if norms_heads:
         norms = [LlamaRMSNorm(head_dim, EPS).to(device, dtype) for _ in range(2)]
-        for one in norms:
-            one.weight.data.uniform_(-2, 2)
-        norm = HeadNorm(torch.stack([one.weight.data for one in norms]), EPS)
+        for head_norm in norms:
+            head_norm.weight.data.uniform_(-2, 2)
+        norm = HeadNorm(torch.stack([item.weight.data for item in norms]), EPS)
         query, key = norms[0](query), norms[1](key)
     module = module.to(device)
     cos, sin = module(query, positions if num_axes == 1 else positions[:, None])
