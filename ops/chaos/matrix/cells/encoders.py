@@ -40,7 +40,7 @@ NUM_REQUESTS = 6
 @cell(
     "encoder: all of them stopped",
     "kill -STOP of all, 4 s",
-    "5 s beside it",
+    "5 s meanwhile",
     on="encoders",
     load_s=14,
 )
