@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ops.harness.tables import console, print_table
 
 if TYPE_CHECKING:
-    from ops.bench.gpu_kernels import Figure, Span
-    from ops.bench.gpu_serving import Load, Shape
+    from ops.gpu.kernel_times import Figure, Span
+    from ops.gpu.load import Load, Shape
 
 ATTENTION_GOAL = "goal: decode of 64 x 4k at 80 % of the copy's bandwidth or more"
 GOALS = {
@@ -57,7 +57,7 @@ def _device_name(dry: bool) -> str:
 
 def spans(dry: bool) -> list["Span"]:
     """Return the shapes: decodes, then chunks of prefills."""
-    from ops.bench.gpu_kernels import Span
+    from ops.gpu.kernel_times import Span
 
     if dry:
         return [Span(2, 40, 1), Span(1, 20, 8)]
@@ -72,7 +72,7 @@ def spans(dry: bool) -> list["Span"]:
 
 def workloads(dry: bool) -> list[tuple["Shape", "Load", "Load"]]:
     """Measure a model with one stream and with many."""
-    from ops.bench.gpu_serving import SHAPES, TINY, Load
+    from ops.gpu.load import SHAPES, TINY, Load
 
     if dry:
         return [(TINY, Load(1, 8, 3), Load(3, 8, 3))]
@@ -86,7 +86,7 @@ def report_kernels(dry: bool) -> float:
     """Return the bandwidth of a copy, in bytes per second."""
     import torch
 
-    from ops.bench.gpu_kernels import Heads, copy_bandwidth, measure_attention, measure_elementwise
+    from ops.gpu.kernel_times import Heads, copy_bandwidth, measure_attention, measure_elementwise
 
     device = torch.device("cpu" if dry else "cuda")
     dtype = torch.float32 if dry else torch.bfloat16
@@ -130,8 +130,8 @@ def _kernel_row(figure: "Figure", bandwidth: float) -> tuple[str, ...]:
 def report_model(shape: "Shape", one: "Load", many: "Load", bandwidth: float, dry: bool) -> None:
     import torch
 
-    from ops.bench.gpu_serving import Engine, build, measure_transformers, step_bytes
-    from ops.bench.gpu_timing import watch_device
+    from ops.gpu.load import Engine, build, measure_transformers, step_bytes
+    from ops.gpu.timing import watch_device
 
     device = torch.device("cpu" if dry else "cuda")
     model: Any = build(shape, torch.float32 if dry else torch.bfloat16, device)

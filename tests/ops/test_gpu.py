@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ops.bench import gpu
-from ops.bench.gpu_serving import Load, Rates, rates_of
-from ops.bench.gpu_timing import idle_share
+from ops.gpu.load import Load, Rates, rates_of
+from ops.gpu.timing import idle_share
 
 
 def test_idle_time_is_time_without_a_kernel() -> None:

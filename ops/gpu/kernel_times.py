@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from ops.bench.gpu_timing import time_call
+from ops.gpu.timing import time_call
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
 from workers.engine.cuda.kernels.norm import add_rms_norm
