@@ -243,7 +243,8 @@ def recorder(record: Record) -> Callable[[Replay], Replay]:
 def serve(name: str, dtype: torch.dtype, record: Record) -> Iterator[tuple[str, float, float]]:
     """Serve requests; yield the copies and synchronisations of a step by kind of sampling."""
     with DEVICE:
-        model = build(name).to(dtype)
+        model: Any = build(name)
+        model = model.to(dtype)
     with ConstructorCounter(record), OperationCounter(record):
         served = GpuModel(
             adapt(model),

@@ -86,4 +86,5 @@ def _time_graph(engine: Engine, num_streams: int) -> float:
         replay()
     ended.record()
     ended.synchronize()
-    return began.elapsed_time(ended) / NUM_REPLAYS
+    milliseconds: float = began.elapsed_time(ended)
+    return milliseconds / NUM_REPLAYS
