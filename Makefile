@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-serve simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-serve simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -107,9 +107,6 @@ bench: .venv/dev  ## our engine against transformers, alone and over the queue; 
 bench-gateway: .venv/dev  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
 	$(BIN)/python -m ops.bench.gateway --peers $(PEERS)
 
-bench-gpu: .venv/dev  ## kernels and models on a GPU, ten minutes; without one it says so
-	$(BIN)/python -m ops.bench.gpu
-
 bench-heldout: .venv/dev  ## arrivals, sampled requests, long prompts, images over HTTP, against transformers or vLLM in PEERS; 20 minutes
 	$(BIN)/python -m ops.bench.heldout --peers $(PEERS)
 	$(BIN)/python -m ops.bench.heldout --peers $(PEERS) --model mid-qwen2vl
@@ -149,6 +146,9 @@ simulate: .venv/dev  ## the tables of docs/contribute/scaling.md
 interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 12 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)
 	$(BIN)/python -m ops.interop.responses
+
+gpu: .venv/dev  ## the CUDA path on a GPU: results, speed, errors; 7 minutes; see docs/contribute/gpu.md
+	$(BIN)/python -m ops.gpu run
 
 leaks: .venv/dev  ## 10,000 requests of all kinds, and the memory of each role after them; 5 minutes
 	$(BIN)/python -m ops.leaks

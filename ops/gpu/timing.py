@@ -1,4 +1,4 @@
-"""Measures the time of a call on a device, and the share of time in which the device is idle."""
+"""Time of a call on a device, the device's ceilings, and the share of time in which it is idle."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +40,21 @@ def _time_on_cpu(call: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     call()
     return time.perf_counter() - began_s
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return the bytes per second, read and written, of a copy within the device's memory."""
+    num_bytes = 2**20 if device.type == "cpu" else 2**32
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / time_call(lambda: target.copy_(source), device)
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Return the operations per second of a large product in bfloat16, on random data."""
+    size = 64 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / time_call(lambda: a @ b, device)
 
 
 def idle_share(busy: Sequence[tuple[float, float]]) -> float:

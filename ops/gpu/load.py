@@ -1,4 +1,4 @@
-"""Measures the engine and transformers' continuous batching on one model, by token times."""
+"""Load of an engine and of transformers' continuous batching on one model, and their rates."""
 
 import random
 import time
@@ -35,10 +35,10 @@ class Shape:
     tied: bool
 
 
-SHAPES = (
-    Shape("1.5B", 1536, 8960, 28, 12, 2, 151936, True),
-    Shape("7B", 3584, 18944, 28, 28, 4, 152064, False),
-)
+SHAPES = {
+    "1.5B": Shape("1.5B", 1536, 8960, 28, 12, 2, 151936, True),
+    "7B": Shape("7B", 3584, 18944, 28, 28, 4, 152064, False),
+}
 TINY = Shape("tiny", 64, 96, 2, 4, 2, 199, True)
 
 

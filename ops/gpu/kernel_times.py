@@ -1,4 +1,4 @@
-"""Measures the engine's kernels, torch's, and the memory's own speed, on the same data."""
+"""Times of the engine's kernels and of torch's, on the same data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from ops.bench.gpu_timing import time_call
+from ops.gpu.timing import time_call
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
 from workers.engine.cuda.kernels.norm import add_rms_norm
@@ -49,16 +49,7 @@ class Span:
     new: int
 
 
-def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
-    """Return the bytes per second, read and written, of a copy within the device's memory."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return 2 * num_bytes / time_call(lambda: target.copy_(source), device)
-
-
-def measure_attention(
-    heads: Heads, span: Span, dtype: torch.dtype, device: torch.device, *, peers: bool
-) -> Figure:
+def measure_attention(heads: Heads, span: Span, dtype: torch.dtype, device: torch.device) -> Figure:
     torch.manual_seed(0)
     seq_len = span.past + span.new
     num_blocks = -(-seq_len // BLOCK_SIZE)
@@ -84,7 +75,7 @@ def measure_attention(
     return Figure(
         f"{heads.name}: {span.num_seqs} x {span.new} after {span.past}",
         time_call(lambda: paged_attention(query, keys, values, plan, scale), device),
-        _peers(query, heads, span, dtype) if peers else {},
+        _peers(query, heads, span, dtype),
         2 * span.num_seqs * seq_len * heads.num_kv_heads * row_bytes
         + 2 * num_tokens * heads.num_heads * row_bytes,
         4 * visible * heads.num_heads * heads.head_dim,
@@ -137,11 +128,11 @@ def _peers(query: Tensor, heads: Heads, span: Span, dtype: torch.dtype) -> dict[
 
 
 def _try(call: Callable[[], object], device: torch.device) -> float | str:
-    """Time a call, which a build of torch may not support on every chip."""
+    """Time a call of a peer, or return its error: a build of torch may lack it in any way."""
     try:
         return time_call(call, device)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        return str(error).splitlines()[0][:60]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:60]
 
 
 def measure_elementwise(

@@ -1,0 +1,329 @@
+"""Count the copies and the synchronisations of an engine step, without a GPU.
+
+    python -m ops.gpu round-trips                     # all families
+    python -m ops.gpu round-trips qwen2 -v --most 5
+
+The model, its recorded decodes, the runner, the engine core and the sampler run on tensors of
+torch's device `meta`, which have a shape and a dtype and no values. Triton kernels are not
+launched. A read of a value by the host is a synchronisation; it returns a value with which no row
+needs special treatment. A copy between the host and the device is counted with the line that causes
+it, unless it is asynchronous.
+
+An operation on tensors of both devices is an error, and so are a copy and a synchronisation in a
+decode that a graph records. The exit status is 1 if a family has errors, or more copies and
+synchronisations in a step than --most allows.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
+
+from ops.gpu.models import FAMILIES, build
+from shared.models.registry import adapt
+from shared.protocol.sampling import SamplingParams
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import EngineCore
+from workers.engine.core.sequence import EngineRequest
+from workers.engine.cuda.cuda_graphs import Replay
+from workers.engine.cuda.model import GpuModel
+from workers.engine.runner import ModelRunner
+
+DEVICE = torch.device("meta")
+NUM_BLOCKS, BLOCK_SIZE, NUM_SEQS, MAX_MODEL_LEN, MAX_STEPS = 64, 16, 4, 128, 12
+NUM_PROBLEMS = 12
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature": {"temperature": 1},
+    "top_p": {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+    "penalties": {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.1,
+        "logit_bias": {5: 1.0},
+    },
+    "logprobs": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1},
+}
+
+
+class Record:
+    """Copies and synchronisations with their lines, and problems."""
+
+    def __init__(self) -> None:
+        self.is_recording = False
+        self.copies: Counter[str] = Counter()
+        self.syncs: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()
+
+    def add_copy(self, kind: str) -> None:
+        self._add(self.copies, f"copy {kind}")
+
+    def add_sync(self, kind: str) -> None:
+        self._add(self.syncs, kind)
+
+    def _add(self, counter: Counter[str], kind: str) -> None:
+        event = f"{kind} at {find_line()}"
+        counter[event] += 1
+        if self.is_recording:
+            self.problems[f"in a recorded decode: {event}"] += 1
+
+    def add_mixed(self, function: object) -> None:
+        self.problems[f"tensors of two devices in {function} at {find_line()}"] += 1
+
+
+def find_line() -> str:
+    """Return the innermost line that is neither in this file nor in torch."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename != __file__ and "/torch/" not in frame.filename:
+            name = frame.filename.split("site-packages/")[-1].removeprefix(f"{os.getcwd()}/")
+            return f"{name}:{frame.lineno}"
+    return "?"
+
+
+def is_on_device(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == DEVICE.type
+
+
+class ConstructorCounter(TorchFunctionMode):
+    """Counts tensors that are made of lists on the device, and indexes that are lists.
+
+    Below this level, torch copies neither to `meta`.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in ("tensor", "as_tensor") and not isinstance(args[0], Tensor):
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == DEVICE.type:
+                self._record.add_copy("cpu>meta")
+        if name in ("__getitem__", "__setitem__") and is_on_device(args[0]):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for part in index:
+                if isinstance(part, list):
+                    self._record.add_copy("cpu>meta")
+        return function(*args, **kwargs)
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts copies and reads of values, and answers the reads."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # In inference mode, operations that consist of others arrive whole.
+        with self:
+            output = function.decompose(*args, **kwargs)
+        if output is not NotImplemented:
+            return output
+        name = function.overloadpacket.__name__
+        if name in ("_to_copy", "copy_"):
+            return self._copy(function, args, kwargs)
+        if not any(map(is_on_device, tree_leaves(args))):
+            return function(*args, **kwargs)
+        if (answer := ANSWERS.get(name)) is not None:
+            self._record.add_sync(name.removeprefix("_"))
+            return answer(*args, **kwargs)
+        if name in ("index", "index_put_"):
+            self._check_index(args[1])
+        elif any(isinstance(each, Tensor) and is_foreign(each) for each in tree_leaves(args)):
+            self._record.add_mixed(function)
+        output = function(*args, **kwargs)
+        if name == "any":
+            output.holds = False
+        return output
+
+    def _copy(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if function.overloadpacket.__name__ == "copy_":
+            target, source = args[:2]
+            is_waiting = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            if is_on_device(target) != is_on_device(source) and source.ndim and is_waiting:
+                self._record.add_copy(f"{source.device.type}>{target.device.type}")
+            return target if is_on_device(source) else function(*args, **kwargs)
+        source, device = args[0], kwargs.get("device", args[0].device)
+        if is_on_device(source) and device.type != DEVICE.type:
+            self._record.add_sync("to_host")
+            return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+        is_upload = not is_on_device(source) and device.type == DEVICE.type
+        if is_upload and not kwargs.get("non_blocking"):
+            self._record.add_copy("cpu>meta")
+        return function(*args, **kwargs)
+
+    def _check_index(self, index: Sequence[Tensor | None]) -> None:
+        for part in index:
+            if part is None:
+                continue
+            if part.dtype == torch.bool:
+                self._record.add_sync("index by a mask")
+            elif is_foreign(part):
+                self._record.add_copy("cpu>meta")
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the host; operations take its value if it is a scalar."""
+    return tensor.device.type != DEVICE.type and tensor.ndim > 0
+
+
+def _read_scalar(tensor: Tensor) -> bool | int | float:
+    """Return a condition that needs no special treatment: `all` holds, and `any` does not."""
+    if tensor.dtype == torch.bool:
+        holds: bool = getattr(tensor, "holds", True)
+        return holds
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _find_nothing(tensor: Tensor) -> Tensor:
+    return torch.empty(0, tensor.ndim, dtype=torch.int64, device=DEVICE)
+
+
+def _keep_all(
+    tensor: Tensor, is_sorted: bool = True, inverse: bool = False, counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unique values, as if all values were different."""
+    values = tensor.flatten()
+    indexes = torch.empty(tensor.shape, dtype=torch.int64, device=DEVICE)
+    return values, indexes, indexes.flatten()
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "_local_scalar_dense": _read_scalar,
+    "nonzero": _find_nothing,
+    "_unique2": _keep_all,
+}
+
+
+def replace_launches(record: Record) -> None:
+    """Check that the tensors of a kernel are on the device, instead of launching it."""
+
+    def launch(function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        for name, value in zip(function.arg_names, args, strict=False):
+            if isinstance(value, Tensor) and not is_on_device(value):
+                record.problems[f"kernel {function.__name__}: {name} is on {value.device}"] += 1
+
+    JITFunction.run = launch
+
+
+def recorder(record: Record) -> Callable[[Replay], Replay]:
+    """Return a recorder of graphs, under which nothing may copy or synchronise."""
+
+    def record_graph(run: Replay) -> Replay:
+        run()
+        record.is_recording = True
+        try:
+            output = run()
+        finally:
+            record.is_recording = False
+        return lambda: output
+
+    return record_graph
+
+
+def serve(name: str, dtype: torch.dtype, record: Record) -> Iterator[tuple[str, float, float]]:
+    """Serve requests; yield the copies and synchronisations of a step by kind of sampling."""
+    with DEVICE:
+        model: Any = build(name)
+        model = model.to(dtype)
+    with ConstructorCounter(record), OperationCounter(record):
+        served = GpuModel(
+            adapt(model),
+            max_num_seqs=NUM_SEQS,
+            max_model_len=MAX_MODEL_LEN,
+            record=recorder(record),
+        )
+        runner = ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE)
+        for kind, params in SAMPLING.items():
+            record.copies.clear()
+            record.syncs.clear()
+            num_steps = run_requests(runner, kind, params)
+            yield kind, record.copies.total() / num_steps, record.syncs.total() / num_steps
+
+
+def run_requests(runner: ModelRunner, kind: str, params: dict[str, Any]) -> int:
+    """Return the number of steps of three requests."""
+    core = EngineCore(
+        runner,
+        lambda token_ids, /, *, skip_special_tokens=True: "x" * len(token_ids),
+        frozenset(),
+        pool=BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+        max_num_seqs=NUM_SEQS,
+        max_num_batched_tokens=64,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=512,
+    )
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, **params)
+    for i in range(3):
+        core.add(EngineRequest(f"{kind}{i}", list(range(3, 20 + 30 * i)), [], sampling))
+    num_steps = 0
+    while core.has_work and num_steps < MAX_STEPS:
+        for output in core.step():
+            if output.error is not None:
+                raise output.error
+        num_steps += 1
+    return num_steps
+
+
+def check_family(name: str, dtype: torch.dtype, most: float | None, verbose: bool) -> bool:
+    """Print the counts of a family; return whether it has no problems."""
+    record = Record()
+    replace_launches(record)
+    try:
+        for kind, copies, syncs in serve(name, dtype, record):
+            say(f"  {name:13} {kind:12} {copies:5.1f} copies, {syncs:5.1f} synchronisations a step")
+            if most is not None and copies + syncs > most:
+                record.problems[f"{kind}: more than {most:g} a step"] += 1
+            for event, count in (record.copies + record.syncs).items() if verbose else ():
+                say(f"      {count:4} {event}")
+    except Exception as error:
+        cause = error.__cause__ or error
+        say(f"{name}: FAILED with {type(cause).__name__}: {str(cause)[:300]}")
+        for frame in traceback.extract_tb(cause.__traceback__)[-8:]:
+            say(f"      {frame.filename.split('site-packages/')[-1]}:{frame.lineno} {frame.name}")
+        return False
+    say(f"{name}: {'PROBLEMS' if record.problems else 'ok'}")
+    for problem, count in record.problems.most_common(NUM_PROBLEMS):
+        say(f"      {problem}, {count} times")
+    return not record.problems
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.gpu round-trips", description=__doc__)
+    parser.add_argument("families", nargs="*", help=f"by default all: {', '.join(FAMILIES)}")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--most", type=float, help="copies and synchronisations allowed in a step")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print each with its line")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.families) - set(FAMILIES):
+        parser.error(f"unknown families: {', '.join(sorted(unknown))}")
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+    right = [
+        check_family(name, dtype, arguments.most, arguments.verbose)
+        for name in arguments.families or FAMILIES
+    ]
+    return int(not all(right))
