@@ -22,11 +22,13 @@ from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
+from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from tests import preloaded
+from tests.support.waiting import until
 
 if TYPE_CHECKING:  # Its imports take seconds, which most tests with this file do not need.
     from tests.cluster.processes import Processes
@@ -171,9 +173,12 @@ async def bus(processes: "Processes", request: pytest.FixtureRequest) -> AsyncIt
 
 
 async def until_ready(bus: Bus, workers: Iterable[str]) -> None:
-    async with asyncio.timeout(150):
-        while {b.stage or b.role for b in await bus.heartbeats.read()} < set(workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+    async def are_ready() -> bool:
+        with contextlib.suppress(Unavailable):  # until a coordinator has made the stream
+            return {b.stage or b.role for b in await bus.heartbeats.read()} >= set(workers)
+        return False
+
+    await until(are_ready, 150)
 
 
 @pytest.fixture
