@@ -1,5 +1,8 @@
 """All errors that can reach a client, with their machine-readable codes.
 
+The text of an error is written where the error is raised. `workers.gateway.http.errors` has the
+errors of HTTP alone, and the general texts that replace the server's own faults there.
+
 `fault` names the party that has caused an error, the client or the server. An error is `retryable`
 if another attempt may succeed.
 
@@ -10,10 +13,10 @@ PagemillError               internal_error; server; not retryable
 │   ├── UnknownAdapter      the model has no adapter of this name
 │   ├── UnsupportedContent  the model has no stage for a content part
 │   ├── InvalidGrammar      a schema, expression or grammar cannot constrain answers
-│   ├── InvalidMedia        an image cannot be read, fetched or decoded
-│   ├── MediaBlocked        images may not be fetched from this address
-│   ├── MediaTooLarge       an image is over the byte, pixel or count limit
-│   ├── MediaNotFound       an image named by its hash is not stored
+│   ├── InvalidMedia        a file cannot be read, fetched or decoded
+│   ├── MediaBlocked        media may not be fetched from this address
+│   ├── MediaTooLarge       a file is over a limit, such as on bytes, pixels, seconds or number
+│   ├── MediaNotFound       a file named by its hash is not stored
 │   ├── MMCacheMiss         an item named only by its hash is not cached
 │   ├── ContextTooLong      prompt and answer do not fit into the model's context
 │   ├── PayloadTooLarge     a message is over the broker's limit
