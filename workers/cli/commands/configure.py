@@ -33,9 +33,10 @@ def key(
     Parameters
     ----------
     name
-        Name of the key's owner, for the log.
+        Name of the key in logs, such as the name of its owner.
     tenant
-        Tenant whose caches and requests the key shares; by default a separate tenant.
+        Tenant that the key belongs to. Keys of one tenant share caches and requests. By default
+        the tenant has the name of the key.
     right
         Right of the key: requests (the default), or metrics for `/metrics`. Repeat the
         option for both.

@@ -33,7 +33,7 @@ def health(
     role
         Check the workers of this role only.
     ready
-        Check also whether they accept work.
+        Also check whether the workers accept work.
     """
     metrics = load(config).metrics
     if metrics.listen is None or metrics.port == 0:

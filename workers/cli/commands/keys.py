@@ -31,10 +31,10 @@ Folder = Annotated[
 
 @keys.command(name="make")
 async def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
-    """Create the missing keys of all roles and of the operator, and the server's accounts.
+    """Create missing keys of roles and of the operator, and write the server's accounts.conf.
 
-    The accounts permit the subjects that this version's roles need: run this again after an
-    upgrade.
+    accounts.conf permits the subjects that the roles of this version need: run this command again
+    after an upgrade.
     """
     async with _changing("keys.make", "", directory, config) as keyring:
         for name in keyring.complete():
@@ -46,7 +46,13 @@ async def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> i
 async def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
     """Create a key for the clients of a tenant, and print its file.
 
-    With it, clients can send requests, cancel them and read their answers, as this tenant only.
+    With this key, clients can send requests, cancel them and read their answers, as this tenant
+    only.
+
+    Parameters
+    ----------
+    name
+        Name of the tenant.
     """
     async with _changing("keys.add-tenant", name, directory, config) as keyring:
         print_line(str(keyring.add_tenant(name)))
@@ -57,7 +63,13 @@ async def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFi
 async def remove_tenant(
     name: str, /, *, directory: Folder = None, config: ConfigFile = None
 ) -> int:
-    """Remove the key of a tenant. The server then disconnects the tenant's clients."""
+    """Remove the key of a tenant. The server then disconnects the tenant's clients.
+
+    Parameters
+    ----------
+    name
+        Name of the tenant.
+    """
     async with _changing("keys.remove-tenant", name, directory, config) as keyring:
         keyring.remove_tenant(name)
     return 0
@@ -65,9 +77,14 @@ async def remove_tenant(
 
 @keys.command(name="rotate")
 async def rotate(*names: str, directory: Folder = None, config: ConfigFile = None) -> int:
-    """Replace the keys of roles such as `engine`, or of tenants such as `tenants/acme`; or all.
+    """Replace the keys of roles and tenants.
 
-    The server disconnects workers with an old key. They read the new one and connect again.
+    The server disconnects workers with an old key. They read the new key and connect again.
+
+    Parameters
+    ----------
+    names
+        Names of keys: a role such as `engine`, or a tenant such as `tenants/acme`; by default all.
     """
     async with _changing("keys.rotate", " ".join(names), directory, config) as keyring:
         for file in keyring.rotate(names):

@@ -51,7 +51,7 @@ async def metrics(
     Parameters
     ----------
     listen
-        Serve them over HTTP instead, on this address and port, such as 127.0.0.1:9400.
+        Serve the metrics over HTTP instead, on this address and port, such as 127.0.0.1:9400.
     """
     address = None if listen is None else _parse_address(listen)
     async with connected(find_login(config, nats), "metrics") as bus:

@@ -78,11 +78,12 @@ class SpeechOptions:
     speak: bool = False
     """Have the answer spoken as well, and write the sound to a WAV file."""
     output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("speech.wav")
-    """The WAV file."""
+    """WAV file that --speak writes."""
     voice: str | None = None
     """Name of one of the model's voices; by default the first one."""
     on_late: OnLate = "fail"
-    """`text`: if the speech fails or is late, end with the text alone if it is complete."""
+    """Treatment of a request if its speech fails or is late: `fail`, or `text` to end it with the
+    text alone, provided that the text is complete."""
 
 
 async def ask(
@@ -116,7 +117,7 @@ async def ask(
     json
         Print the records of the token log, one JSON object per line.
     durable
-        Let the request continue when Ctrl-C ends this command.
+        Do not cancel the request when Ctrl-C ends this command.
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """

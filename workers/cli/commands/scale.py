@@ -44,16 +44,16 @@ async def scale(
 ) -> int:
     """Show the pools of workers, or set their sizes.
 
-    A size is stored with the broker, and holds until it is released.
+    The broker stores each size. It applies until POOL=auto releases the pool.
 
     Parameters
     ----------
     sizes
-        POOL=N keeps a pool at N workers, and POOL=auto releases it.
+        POOL=N keeps a pool at N workers; POOL=auto lets the autoscaler choose the size again.
     pause
-        Keep the sizes of all pools until --resume.
+        Keep all pools at their present sizes until --resume.
     resume
-        Scale pools again.
+        Let the autoscaler change sizes again, after --pause.
     json
         Print one JSON object for each pool.
     """

@@ -25,8 +25,13 @@ from workers.supervisor.cluster import LocalCluster, start_agent_on_first_use
 from workers.supervisor.pool import SupervisedPools
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
-DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."
-QUANTIZATION_HELP = "Load the decoders' weights as int8: less memory, and answers that differ."
+DTYPE_HELP = (
+    "Number type of the weights of MODELS; by default one that keeps all values, or bfloat16 if"
+    " that does not fit into the memory."
+)
+QUANTIZATION_HELP = (
+    "int8: round the weights of decoders to 8 bits. They take less memory, and answers differ."
+)
 
 
 def up(
@@ -47,12 +52,12 @@ def up(
     Parameters
     ----------
     models
-        Serve these models without a configuration file: names in the hub's cache, or folders. The
-        KV cache and the context are chosen from the memory that is available.
+        Models to serve without a configuration file: names in the hub's cache, or folders. The
+        sizes of the KV cache and of the context are chosen to fit the available memory.
     pull
-        Download those models that are not in the cache.
+        Download the MODELS that are not in the hub's cache.
     max_model_len
-        Limit on prompt and answer together, in tokens, of these models.
+        Limit on prompt and answer together, in tokens, for MODELS.
     """
     try:
         check_endpoint()
