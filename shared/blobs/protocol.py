@@ -115,5 +115,5 @@ def pack_chunk(chunk: BlobChunk) -> bytes:
 
 
 def unpack_chunk(data: bytes) -> BlobChunk | None:
-    """Decode a request; None for any other data."""
+    """Decode a request. Return None for any other data."""
     return BlobChunk(*_chunk.unpack(data)) if len(data) == _chunk.size else None

@@ -57,7 +57,7 @@ async def direct_get(
 
 
 async def answered(reply: Awaitable[T], resource: str) -> T:
-    """Return the broker's reply. Raises Unavailable without one."""
+    """Return the broker's reply. Raises Unavailable if there is none."""
     try:
         return await reply
     except NatsError as error:

@@ -52,7 +52,7 @@ class PromptPositions:
 
 
 class LanguageAdapter:
-    """A plain decoder: it has one row of positions, the indexes of the tokens."""
+    """Adapter of a plain decoder. Its positions are one row, the indexes of the tokens."""
 
     num_position_rows = 1
 

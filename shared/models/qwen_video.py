@@ -142,7 +142,7 @@ class QwenVideoLayout(PlannedLayout[VideoProbe, FramePlan, Frame]):
         return fields, num_patches // settings.merge_size**2
 
     def _grid(self, plan: FramePlan) -> tuple[int, int, int]:
-        """Return the number of pairs of frames, and of the rows and columns of their patches."""
+        """Return the numbers of pairs of frames, of rows of patches, and of columns of patches."""
         settings = self._settings
         num_pairs = -(-len(plan.indexes) // settings.temporal_patch_size)
         return num_pairs, plan.height // settings.patch_size, plan.width // settings.patch_size

@@ -77,7 +77,7 @@ class Job:
 
     @property
     def tenant(self) -> str:
-        """The tenant of the request; "" without a valid one."""
+        """Tenant of the request; "" if it has no valid tenant."""
         if self.ticket is not None:
             return self.ticket.tenant
         named = self.delivery.tenant or ""

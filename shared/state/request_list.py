@@ -165,7 +165,7 @@ class RequestTable:
                 queued_trace.stage, queued_trace.model, _ = subjects.parts_of_stage(subject)
 
     def rows(self, now_ms: float) -> list[ListedRequest]:
-        """Return all requests, the newest first. Requests without a time come before them."""
+        """Return all requests: first the requests without a time, then the others, newest first."""
         rows = [_row(request_id, trace, now_ms) for request_id, trace in self.traces.items()]
         return sorted(rows, key=lambda row: (row.age_s or 0.0, row.request_id))
 

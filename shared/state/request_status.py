@@ -120,7 +120,8 @@ def _attempts(
 ) -> list[Attempt]:
     """Return the attempts of a request.
 
-    `latest` is the outcome of a stage's last attempt if it has no second record.
+    An attempt has one record when it begins and one when it ends. `latest` is the outcome of a
+    stage's last attempt if this attempt has only the first record.
     """
     # The second record of an attempt replaces the first one.
     merged = {(r.stage, r.worker, r.number, r.began_ms): r for r in records}

@@ -16,7 +16,7 @@ _log = structlog.get_logger()
 
 
 class StoreWatch:
-    """Probes the streams on disk, and keeps the time since when each of them has failed."""
+    """Probes the streams on disk, and records since when the probes of a stream have failed."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

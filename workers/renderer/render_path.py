@@ -101,7 +101,7 @@ class RenderPath:
 
 @asynccontextmanager
 async def _keeping(media: RequestMedia, source: Source) -> AsyncIterator[None]:
-    """Store the file while it is processed."""
+    """Store the file during the block, and wait for the end of the storing."""
     keeping = asyncio.create_task(media.keep(source))
     try:
         yield

@@ -27,7 +27,7 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class Show(Protocol):
-    """Receiver of the progress of a start, for the user."""
+    """Receiver of the progress of a start, which it shows to the user."""
 
     def ready(self, title: str, after_s: float) -> None: ...
 

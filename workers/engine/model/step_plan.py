@@ -45,7 +45,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class CacheReads:
-    """KV cache reads of the layers with one window."""
+    """KV cache reads of all layers with the same window."""
 
     decodes: list[DecodeGroup]
     chunks: list[PrefillChunk]

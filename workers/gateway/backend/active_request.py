@@ -100,7 +100,10 @@ class ActiveRequest:
     async def events(
         self, logs: Sequence[AsyncIterator[AnyRecord]], start: Sequence[int]
     ) -> AsyncIterator[bytes]:
-        """Yield the encoded events from number `start` of each log on. Raises RequestFailed."""
+        """Yield the encoded events of each log, from the log's number in `start`.
+
+        Raises RequestFailed.
+        """
         self._assembler.collects_answer = False
         position = [-1] * len(logs)
         # Each record reserves the same number of event numbers, so that they do not depend on the

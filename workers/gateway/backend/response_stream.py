@@ -42,7 +42,7 @@ async def _follow(context: AppContext, log: StepLog) -> AsyncIterator[Step]:
 
 
 async def _open_again(context: AppContext, log: StepLog) -> StepLog:
-    """Read the log again. A response that is late is ended, so that its followers read the end."""
+    """Read the log again. End the response if it is late, so that its followers read the end."""
     current = await open_log(context.bus, log.tenant, log.response_id)
     if current.state.begun is None:
         raise NotFound("the response is deleted", field="id")

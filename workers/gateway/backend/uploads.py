@@ -178,7 +178,7 @@ def _is_inline(part: ContentPart) -> TypeGuard[MediaContent]:
 
 
 def _decode_data(url: str, field: str) -> bytes:
-    """Return the content of a data: URL. Raises InvalidMedia with the field."""
+    """Return the content of a data: URL. Raises InvalidMedia, which names the field."""
     head, comma, data = url.partition(",")
     if f"{head}{comma}".lower().encode() == SEQUENCE_HEAD:
         # For a sequence of JPEG files, the URL itself is the file.

@@ -47,7 +47,7 @@ class AnswerOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> Mapping[str, str]:
-        """The client's names of fields, by bus field, where they depend on the request."""
+        """The client's name of each bus field whose name depends on the request."""
         return {}
 
     @property

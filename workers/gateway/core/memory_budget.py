@@ -108,7 +108,7 @@ def _num_entries(num_alternatives: int | None) -> int:
 
 
 def stored_options(options: AnswerOptions, size: AnswerSize) -> dict[str, Any]:
-    """Return the options for a RequestRecord, with the size for `read_answer_size`."""
+    """Return the options to store in a RequestRecord, with the size for `read_answer_size`."""
     fields: dict[str, Any] = msgspec.to_builtins(options)
     is_large = size.per_token or size.of_prompt or size.of_embeddings
     return fields | {_OPTION: msgspec.to_builtins(size)} if is_large else fields

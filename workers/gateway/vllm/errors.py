@@ -42,7 +42,7 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
 
 
 def decode(data: bytes, body_type: type[T], unsupported: frozenset[str] = frozenset()) -> T:
-    """Decode a body. Raises a RequestError with the field `body.` and the path in the body.
+    """Decode a body. Raises a RequestError; its field is `body.` followed by the path in the body.
 
     `unsupported` has the paths of fields that the protocol has and this server does not support.
     """

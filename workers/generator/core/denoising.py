@@ -40,7 +40,7 @@ class Stepped:
 
 
 class ImageModel(Protocol):
-    """Model that paints images of a text. It keeps no state of an image."""
+    """Model that paints images from a text. It keeps no state of an image."""
 
     dtype: np.dtype[np.floating[Any]]
     """Dtype of latents."""
