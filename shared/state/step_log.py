@@ -150,7 +150,7 @@ class StepWatch:
         self._silence_s = 0.0
 
     async def next(self) -> list[Step]:
-        """Return new steps; none after a silence without any."""
+        """Wait for new steps and return them; the list is empty if none arrive for some time."""
         live = await self._live.next(self._silence_s) if self._silence_s else None
         if live is not None and (step := self._log.accept(live)) is not None:
             self._silence_s = SILENCE_S

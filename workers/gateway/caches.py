@@ -78,7 +78,7 @@ class StoreUseCache:
     async def read(self, tenant: str) -> LogUse:
         """Return the measured use and the responses that this gateway has stored since.
 
-        The result is too small until the first measurement ends, if that takes long.
+        If the first measurement takes long, the result is too small until it ends.
         """
         use = self._uses.get(tenant)
         if use is None:

@@ -72,7 +72,7 @@ class ImageCache:
     ) -> PreparedImage:
         """Prepare a file, or an item that another server has processed.
 
-        The engine may read the result for `ttl_s`. Raises a RequestError with the field, and
+        The engine may read the result for `ttl_s`. Raises a RequestError naming the field, and
         ContextTooLong for a video or sound of more than `max_tokens`, before it is decoded.
         """
         modality, field = part.modality, part.field

@@ -43,7 +43,7 @@ async def store_large_images(
 ) -> GenerateRequest:
     """Return the request with `media:` URLs in place of large `data:` URLs.
 
-    Raises InvalidMedia with the field, or Unavailable.
+    Raises InvalidMedia naming the field, or Unavailable.
     """
     lengths = [
         len(part.url)
@@ -89,7 +89,7 @@ async def store_large_item_media(
 ) -> list[Item]:
     """Return the items of a response with `media:` URLs in place of large `data:` URLs.
 
-    Raises InvalidMedia with the field, or Unavailable.
+    Raises InvalidMedia naming the field, or Unavailable.
     """
     lengths = [len(url) for item in items for _, part in _parts_of(item) if (url := _data_of(part))]
     limit = MAX_INLINE if sum(lengths) <= MAX_INLINE_TOGETHER else MAX_INLINE_OF_MANY
@@ -178,7 +178,7 @@ def _is_inline(part: ContentPart) -> TypeGuard[MediaContent]:
 
 
 def _decode_data(url: str, field: str) -> bytes:
-    """Return the content of a data: URL. Raises InvalidMedia, which names the field."""
+    """Return the content of a data: URL. Raises InvalidMedia naming the field."""
     head, comma, data = url.partition(",")
     if f"{head}{comma}".lower().encode() == SEQUENCE_HEAD:
         # For a sequence of JPEG files, the URL itself is the file.

@@ -101,7 +101,7 @@ def plan_chat(
     `strict` is False if another server may answer the request. Servers differ in the grammars that
     they read, so optional calls are then not constrained, and required calls are a JSON list.
 
-    Raises a RequestError with the field.
+    Raises a RequestError naming the field.
     """
     tools = tool_plan(request, card, own_form=strict)
     structure = tools.structure

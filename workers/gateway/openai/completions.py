@@ -59,7 +59,7 @@ class CompletionOptions(UsageOptions, frozen=True, kw_only=True):
 
 
 def plan_completion(request: CompletionRequest) -> SubmitPlan[CompletionOptions]:
-    """Return the plan of a request. Raises a RequestError with the field.
+    """Return the plan of a request. Raises a RequestError naming the field.
 
     The texts and token ids of an echo are not in it: the route adds them to the options.
     """

@@ -29,7 +29,7 @@ class DemoOptions(UsageOptions, frozen=True, kw_only=True):
 
 
 def plan_demo(request: DemoRequest, default_n: int) -> SubmitPlan[DemoOptions]:
-    """Return the plan of a request. Raises a RequestError with the field."""
+    """Return the plan of a request. Raises a RequestError naming the field."""
     sampling = sampling_of(request)
     options = DemoOptions(
         **usage_options(request),

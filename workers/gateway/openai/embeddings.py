@@ -33,7 +33,7 @@ Options = TypeVar("Options", bound=AnswerOptions)
 
 
 def plan_embedding(request: EmbeddingRequest) -> SubmitPlan[EmbeddingOptions]:
-    """Return the plan of a request. Raises a RequestError with the field."""
+    """Return the plan of a request. Raises a RequestError naming the field."""
     params = EmbeddingParams(dimensions=request.dimensions)
     requests = [
         generate_request(request, embedding=params, prompt=prompt)

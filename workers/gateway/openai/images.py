@@ -47,7 +47,7 @@ class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
 def plan_images(
     request: ImagesRequest, painter: StageSpec | None, base_url: str
 ) -> SubmitPlan[ImageOptions]:
-    """Return the plan of a request for images. Raises InvalidRequest with the field."""
+    """Return the plan of a request for images. Raises InvalidRequest naming the field."""
     if painter is None or painter.output is None:
         raise InvalidRequest(f"{request.model} paints no images", field="model")
     _check(request, painter)

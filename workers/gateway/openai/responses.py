@@ -63,7 +63,7 @@ _UNSUPPORTED_ITEMS = (
 
 
 def input_of(value: Any, response_id: str) -> list[Item]:
-    """Return the input items, each with an id. Raises a RequestError with the field."""
+    """Return the input items, each with an id. Raises a RequestError naming the field."""
     if value is None:
         raise InvalidRequest("input is missing", field="input")
     if isinstance(value, str):
@@ -152,7 +152,7 @@ def begun_of(
 ) -> Begun:
     """Return the first step of a response.
 
-    `card` is required if `needs_card` returns True. Raises a RequestError with the field.
+    `card` is required if `needs_card` returns True. Raises a RequestError naming the field.
     """
     if request.background and request.store is False:
         raise InvalidRequest("background requires store", field="background")

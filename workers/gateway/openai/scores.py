@@ -56,7 +56,7 @@ class ScoreOptions(AnswerOptions, frozen=True, kw_only=True):
 
 
 def plan_score(request: ScoreRequest) -> SubmitPlan[ScoreOptions]:
-    """Return the plan of a request. Raises InvalidRequest with the field."""
+    """Return the plan of a request. Raises InvalidRequest naming the field."""
     fields = _fields_of(request)
     first, second = (_texts_of(getattr(request, name)) for name in fields)
     if len(first) not in (1, len(second)):
@@ -69,7 +69,7 @@ def plan_score(request: ScoreRequest) -> SubmitPlan[ScoreOptions]:
 
 
 def plan_rerank(request: RerankRequest) -> SubmitPlan[ScoreOptions]:
-    """Return the plan of a request. Raises InvalidRequest with the field."""
+    """Return the plan of a request. Raises InvalidRequest naming the field."""
     documents = [text if isinstance(text, str) else text.text for text in request.documents]
     returned: list[str] | UnsetType = UNSET
     if request.return_documents is not False:

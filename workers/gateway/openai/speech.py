@@ -37,7 +37,7 @@ class SpeechOptions(AnswerOptions, frozen=True, kw_only=True):
 def plan_speech(
     request: SpeechRequest, pipeline: Pipeline, stored_s: float
 ) -> SubmitPlan[SpeechOptions]:
-    """Return the plan of a speech. Raises InvalidRequest with the field."""
+    """Return the plan of a speech. Raises InvalidRequest naming the field."""
     part = pipeline.with_text_given
     output = part.output_of(AUDIO)
     if output is None:

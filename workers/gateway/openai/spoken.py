@@ -18,7 +18,7 @@ def with_speech(
 ) -> SubmitPlan[ChatOptions]:
     """Return the plan of a chat, with a speech if the request asks for one.
 
-    Raises a RequestError with the field.
+    Raises a RequestError naming the field.
     """
     modalities: Sequence[str] = request.modalities or (TEXT,)
     if IMAGE_KIND in modalities:

@@ -178,7 +178,7 @@ def _note_packets(
 
 
 def _check(packets: _Packets, stream: VideoStream, limits: DecodingLimits) -> None:
-    """Check the number of frames and the duration, which is computed from number and from times."""
+    """Check the number of frames, and the duration by this number and by the times of frames."""
     fps, time_base = stream.average_rate, stream.time_base
     video_file.check_count(packets.num_frames, limits)
     counted = packets.num_frames / fps if fps else Fraction(0)
