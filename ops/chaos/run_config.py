@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ops.chaos.checks.recorded_run import Bounds
-from ops.chaos.clients.http_exchange import api_key
 from ops.chaos.fake_model import MAX_MODEL_LEN
+from ops.chaos.gateway_api import api_key
 from ops.chaos.plan import (
     AUDIO,
     CODES,

@@ -15,7 +15,6 @@ import httpx
 from ops.chaos.clients import http_exchange
 from ops.chaos.clients.http_exchange import (
     DONE,
-    RETRY_PAUSE_S,
     TRANSIENT_STATUSES,
     ConnectionLost,
     ExchangeItem,
@@ -24,6 +23,7 @@ from ops.chaos.clients.http_exchange import (
     ResponseStarted,
     ServerEvent,
 )
+from ops.chaos.gateway_api import RETRY_PAUSE_S, authorization
 from ops.chaos.history import Accepted, CancelSent, EventReceived, RequestSent, SessionFailed, now
 from ops.chaos.plan import Planned
 
@@ -186,7 +186,7 @@ class HttpClients(GatewayClients):
         for turn in (1, 2):
             gateway = self._gateways[(number + turn) % len(self._gateways)]
             with contextlib.suppress(httpx.HTTPError):
-                headers = http_exchange.authorization(planned.tenant)
+                headers = authorization(planned.tenant)
                 path = f"/v1/requests/{planned.id}"
                 answer = await gateway.delete(path, timeout=SILENCE_S, headers=headers)
                 if answer.status_code == 202:

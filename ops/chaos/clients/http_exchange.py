@@ -9,16 +9,14 @@ from typing import Any
 import httpx
 import msgspec
 
+from ops.chaos.gateway_api import PATH, authorization
 from ops.chaos.history import Journal
 from ops.chaos.plan import Planned
 
-PATH = "/v1/chat/completions"
 DONE = "[DONE]"
 POLL_S = 0.1
 POLL_TIMEOUT_S = 2.5
 TIMEOUT = httpx.Timeout(None, connect=2.0)
-# The pause of a client before a new attempt after an error.
-RETRY_PAUSE_S = 0.3
 # The broker is down, or a queue is full; a later attempt may succeed.
 TRANSIENT_STATUSES = (503,)
 
@@ -72,16 +70,6 @@ class ConnectionLost:
 
 ExchangeItem = ResponseStarted | ServerEvent | RequestRunning | ConnectionLost | None
 """An item of an answer; None is a line without content, such as a keep-alive comment."""
-
-
-def api_key(tenant: str) -> str:
-    """Return the gateway's key of a tenant's clients."""
-    return f"pm-chaos-{tenant}"
-
-
-def authorization(tenant: str) -> dict[str, str]:
-    """Return the header that identifies a tenant; none without a tenant."""
-    return {"authorization": f"Bearer {api_key(tenant)}"} if tenant else {}
 
 
 def body_of(planned: Planned) -> dict[str, Any]:

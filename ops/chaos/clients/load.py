@@ -17,10 +17,11 @@ import uvloop
 from cyclopts import App, Parameter
 
 from ops.chaos.clients.http_clients import HttpClients
-from ops.chaos.clients.http_exchange import DONE, RETRY_PAUSE_S
+from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.clients.painted import read_images
 from ops.chaos.clients.sound import SpeechClients, read_sound
 from ops.chaos.clients.tenants import Peeking, TenantClients
+from ops.chaos.gateway_api import RETRY_PAUSE_S
 from ops.chaos.history import (
     Accepted,
     CancelSent,

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
-from ops.chaos.clients.http_exchange import RETRY_PAUSE_S, TRANSIENT_STATUSES, GatewayClients
+from ops.chaos.clients.http_exchange import TRANSIENT_STATUSES, GatewayClients
+from ops.chaos.gateway_api import RETRY_PAUSE_S
 from ops.chaos.history import (
     Accepted,
     CancelSent,

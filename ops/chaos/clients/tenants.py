@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from ops.chaos.clients.http_exchange import RETRY_PAUSE_S, authorization
+from ops.chaos.gateway_api import RETRY_PAUSE_S, authorization
 from ops.chaos.history import (
     Accepted,
     CancelSent,

@@ -6,7 +6,7 @@ from functools import partial
 
 import httpx
 
-from ops.chaos.clients.http_exchange import PATH, RETRY_PAUSE_S, authorization
+from ops.chaos.gateway_api import PATH, RETRY_PAUSE_S, authorization
 from ops.chaos.history import now
 from ops.chaos.plan import MODEL
 from ops.chaos.processes.pool import Slot
