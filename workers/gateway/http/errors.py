@@ -37,6 +37,7 @@ class MissingRight(RequestError):
 
 class RateLimited(RequestError):
     code = "rate_limit_exceeded"
+    retryable = True
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
