@@ -72,7 +72,7 @@ def test_the_encoded_names_of_models_match_the_code() -> None:
     rows = page.partition("<!-- encoded names -->")[2].partition("\n\n|")[2].partition("\n\n")[0]
     subjects_by_name = dict(re.findall(r"^\| `(.+)` \| `(.+)` \|$", rows, re.MULTILINE))
     assert len(subjects_by_name) >= 6
-    assert subjects_by_name == {name: subjects.request(name) for name in subjects_by_name}
+    assert subjects_by_name == {name: subjects.request(name, "<id>") for name in subjects_by_name}
     python = page.partition("In Python:\n\n```python\n")[2].partition("```")[0]
     for name in subjects_by_name:
         assert eval(python, {"re": re, "name": name}) == names.encode_model(name)

@@ -6,7 +6,7 @@ This package handles delivery. It does not know the content of messages or the l
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 from nats.aio.msg import Msg
@@ -146,30 +146,24 @@ class Bus:
             error.reported = True
             raise error
 
-    async def publish(
-        self,
-        subject: str,
-        data: bytes,
-        msg_id: str,
-        tenant: str = "",
-        version: int = OLDEST_VERSION,
-    ) -> bool:
+    async def publish(self, subject: str, data: bytes, msg_id: str, tenant: str = "") -> bool:
         """Store `data` once. Return True if a message with this id was stored before.
-
-        `version` is the version that a reader needs, for a message that does not contain it.
 
         A message without an ack may still be stored, so it is published again with the same id.
         Unavailable is raised after BROKER_DEADLINE_S.
         """
         self.check_size(data, subject)
-        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant) | version_header(version)
+        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant)
         ack = await self._publish(subject, data, headers)
         return ack is None or bool(ack.duplicate)
 
     async def publish_without_id(
         self, subject: str, data: bytes, headers: dict[str, str] | None = None
     ) -> None:
-        """Store `data`, possibly twice if the broker fails meanwhile."""
+        """Store `data`, possibly twice if the broker fails meanwhile.
+
+        A stream with a limit on the messages of a subject stores it once.
+        """
         self.check_size(data, subject)
         await self._publish(subject, data, headers or {})
 
@@ -271,6 +265,16 @@ class Bus:
         messages, _ = await direct_get(self.connection, stream, {"last_by_subj": subject})
         return messages[0] if messages else None
 
+    async def repeat_last(self, stream: str, subject: str) -> None:
+        """Make the broker send the latest message of `subject` to its current subscribers.
+
+        The subject is the reply subject of a read, so no worker needs a permission to publish to
+        it. The message is not stored again, and may be lost.
+        """
+        query = json.dumps({"last_by_subj": subject}).encode()
+        with contextlib.suppress(NatsError):
+            await self._nc.publish(f"$JS.API.DIRECT.GET.{stream}", query, reply=subject)
+
     async def has_messages(self, stream: str, subject: str) -> bool:
         """Return whether `subject` has messages, according to the leader of the stream.
 
@@ -342,22 +346,25 @@ class Bus:
                 await live.subscription.unsubscribe()
 
     async def watch_subjects(
-        self, subject: str, callback: Callable[[str], None]
+        self, subject: str | Iterable[str], callback: Callable[[str], None]
     ) -> Callable[[], Awaitable[None]]:
         """Call `callback` with the subject of every further message that `subject` matches.
 
+        With several subjects, each message may match one of them.
         Return a function that ends the watch.
         """
 
         async def receive(msg: Msg) -> None:
             callback(msg.subject)
 
-        subscription = await self._nc.subscribe(subject, cb=receive)
+        filters = (subject,) if isinstance(subject, str) else subject
+        subscriptions = [await self._nc.subscribe(name, cb=receive) for name in filters]
         await self._flush()
 
         async def end() -> None:
             with contextlib.suppress(NatsError):
-                await subscription.unsubscribe()
+                for subscription in subscriptions:
+                    await subscription.unsubscribe()
 
         return end
 

@@ -1,6 +1,6 @@
 """Messages other than requests, tasks and log records. This table lists all messages, by direction.
 
-client → coordinator          GenerateRequest              pm.request.<model>       JSON or msgpack
+client → coordinator          GenerateRequest              pm.request.<model>.<id>  JSON or msgpack
 coordinator → renderer        Task[RenderBody]             pm.stage.renderer.…      envelope
 renderer → engine             Task[EngineBody]             pm.stage.engine.…        envelope
 renderer → prefill → engine   Task[EngineBody]             pm.stage.prefill.…       envelope

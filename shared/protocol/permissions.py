@@ -82,7 +82,7 @@ class TenantSubject:
 _DIRECT_GET = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
 TENANT_SUBJECTS = (
-    TenantSubject("pm.request.*", "pm.request.{}.*"),
+    TenantSubject("pm.request.*.*", "pm.request.{}.*.*"),
     TenantSubject("pm.cancel.*", "pm.cancel.{}.*"),
     TenantSubject("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
     # For the last record of a log, which contains the end of a request.
@@ -239,7 +239,7 @@ def _agent(base: Permissions) -> Permissions:
 def _asks() -> list[str]:
     """Return the subjects for requests and cancellations of all tenants, and calls of renderers."""
     calls = [f"pm.{call}.*" for call in subjects.RENDERER_CALLS]
-    return [subjects.TRUSTED_REQUESTS_FILTER, subjects.TRUSTED_CANCELS_FILTER, *calls]
+    return [*subjects.REQUESTS_SUBJECTS, subjects.CANCELS_FILTER, *calls]
 
 
 def _reads(*streams: str) -> list[str]:

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from shared.protocol.encoding import or_none
 from shared.protocol.items import Item, Label, ListedTool, ToolName
+from shared.protocol.names import scoped_id
 from shared.protocol.records import ErrorInfo, TokenLogprobs, Usage
 from shared.protocol.requests import FunctionCall, Tool
 
@@ -250,11 +251,11 @@ class ResponseTask(Struct, frozen=True):
 decode_response_task = msgspec.json.Decoder(ResponseTask).decode
 
 
-def turn_id(response_id: str, turn: int) -> str:
+def turn_id(tenant: str, response_id: str, turn: int) -> str:
     """Return the request id of a turn, which is the same for every agent at a response."""
-    return f"{response_id}-t{turn}"
+    return scoped_id(f"{response_id}-t{turn}", tenant)
 
 
-def painting_id(response_id: str, turn: int, call: int) -> str:
+def painting_id(tenant: str, response_id: str, turn: int, call: int) -> str:
     """Return the request id of an image, which is the same for every agent at a response."""
-    return f"{response_id}-i{turn - GIVEN_TURN}-{call}"
+    return scoped_id(f"{response_id}-i{turn - GIVEN_TURN}-{call}", tenant)

@@ -80,8 +80,8 @@ class Job:
         """Tenant of the request; "" if it has no valid tenant."""
         if self.ticket is not None:
             return self.ticket.tenant
-        named = self.delivery.tenant or ""
-        return named if names.is_name(named) else ""
+        tenant = self.delivery.tenant
+        return tenant if names.is_name(tenant) else ""
 
     @property
     def request_sequence(self) -> int | None:

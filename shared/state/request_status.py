@@ -165,7 +165,7 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
     """Return the status of a request without a task or an end."""
     record = await request_registry.find(bus, status.request_id)
     if record is not None and record.num_parts > 1:
-        first, last = f"{status.request_id}-0", f"{status.request_id}-{record.num_parts - 1}"
+        first, last = (names.part_id(status.request_id, part) for part in (0, record.num_parts - 1))
         why = f"its {record.num_parts} prompts are separate requests: {first} to {last}"
         return replace(status, why=why)
     if record is not None and bus.now_ms() < 1000 * (record.created_s + record.timeout_s + GRACE_S):

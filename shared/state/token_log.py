@@ -253,6 +253,11 @@ class LogWriter:
         return bool(new)
 
 
+async def repeat_end(bus: Bus, request_id: str) -> None:
+    """Send the last record of a request that has ended to live readers once more."""
+    await bus.repeat_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+
+
 async def end_request(
     bus: Bus,
     request_id: str,

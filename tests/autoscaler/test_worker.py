@@ -116,7 +116,7 @@ async def test_a_request_is_not_forgotten_when_the_broker_fails(
             raise Unavailable("the broker does not answer")
         return Look(queues, workers, actuators)
 
-    async def watch(subject: str, callback: Callable[[str], None]) -> Any:
+    async def watch(subject: Any, callback: Callable[[str], None]) -> Any:
         end = await watch_subjects(subject, callback)
         watches.set()
         return end
@@ -130,7 +130,7 @@ async def test_a_request_is_not_forgotten_when_the_broker_fails(
     scaler, shutdown, _ = make_autoscaler(bus)
     serving = asyncio.create_task(scaler.serve())
     await watches.wait()
-    await bus.publish_without_id(subjects.request("demo"), b"{}")
+    await bus.publish_without_id(subjects.request("demo", "r"), b"{}")
     await until(is_planned)
     assert num_looks > 2
     shutdown.begin()

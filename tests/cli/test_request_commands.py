@@ -62,7 +62,7 @@ async def coordinator(broker: EmbeddedServer, bus: Bus, tmp_path: Path) -> Async
 
 async def publish(bus: Bus, request_id: str) -> None:
     request = GenerateRequest("demo", [Message("user", "hello")])
-    await bus.publish(subjects.request("demo"), to_json(request), request_id)
+    await bus.publish_without_id(subjects.request("demo", request_id), to_json(request))
 
 
 async def finish(bus: Bus, request_id: str) -> None:
@@ -266,7 +266,7 @@ async def test_ask_sends_what_is_given_even_if_it_is_a_default(
     broker: EmbeddedServer, bus: Bus, request_id: str, nats_client: NatsClient
 ) -> None:
     options = ("--temperature", "1.0", "--request-id", request_id, "--model", request_id)
-    subject = subjects.request(request_id)
+    subject = subjects.request(request_id, request_id)
     listener = await nats_client.subscribe(subject)
     await nats_client.flush()
     asking = asyncio.create_task(run(broker, "ask", *options, "hello"))

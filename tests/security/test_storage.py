@@ -158,7 +158,7 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
         await until(is_told)
         request = GenerateRequest("demo", [Message("user", "?")])
         async with asyncio.timeout(60):
-            ended = [r async for r in client.ask(bus, request, "refused", "flood")]
+            ended = [r async for r in client.ask(bus, request, "refused@flood")]
         (failure,) = ended
         assert isinstance(failure, Failure)
         assert failure.error.code == "storage_quota_exceeded"

@@ -174,7 +174,7 @@ class RouteTable:
 
         def declare(planner: Planner[Options]) -> Planner[Options]:
             async def handle(context: AppContext, request: Request, caller: Caller) -> Response:
-                read_request_id(request, kind, caller.tenant)
+                read_request_id(request, kind)
                 call = Call(context, request, caller, kind.client_fields)
                 content = await (read or read_json)(call)
                 try:

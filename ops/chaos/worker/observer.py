@@ -12,7 +12,7 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.protocol.encoding import to_json
 from shared.protocol.records import TokenChunk
-from shared.protocol.subjects import id_of_log
+from shared.protocol.subjects import id_in, id_of_log, is_request
 from shared.stage.runtime import Context
 
 # Every record begins with these bytes, except the last of its log.
@@ -100,4 +100,6 @@ def _watch_log(record: payload_events.Record, crash: CrashPoints) -> None:
 
 
 def _id_of(delivery: Delivery) -> str:
+    if is_request(delivery.subject):
+        return id_in(delivery.subject)
     return (delivery.msg_id or "").partition(":")[0]

@@ -182,7 +182,7 @@ async def test_the_logs_under_a_subject_are_measured(bus: Bus, model: str) -> No
 
 async def test_a_message_over_the_limit_is_refused(bus: Bus, model: str) -> None:
     with pytest.raises(PayloadTooLarge, match=str(bus.max_payload - 1024)):
-        await bus.publish(subjects.request(model), bytes(bus.max_payload), "too-large")
+        await bus.publish_without_id(subjects.request(model, "too-large"), bytes(bus.max_payload))
 
 
 async def test_a_missing_server_is_reported_with_its_url() -> None:

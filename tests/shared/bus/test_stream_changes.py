@@ -104,7 +104,7 @@ async def test_a_shorter_age_counts_what_is_older(own_bus: Bus) -> None:
 
 async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own_bus: Bus) -> None:
     for number in range(5):
-        await own_bus.publish("pm.request.demo", b"x", str(number))
+        await own_bus.publish_without_id(subjects.request("demo", str(number)), b"x")
     changes = await changes_to(own_bus, DeliveryConfig(max_queued=2))
     (shrinking,) = [change for change in changes if change.shrinks]
     assert shrinking.effect == "would refuse new messages until 3 messages have been removed"
@@ -135,11 +135,12 @@ async def test_a_duplicate_window_of_an_older_version_is_removed(
         config = (await jetstream.stream_info(stream)).config
         await jetstream.update_stream(config.evolve(sources=[], duplicate_window=120.0))
     await own_bus.streams.prepare(NATS, DeliveryConfig())
-    await own_bus.publish(subjects.request("demo", "a"), b"{}", "r-1")
-    assert await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
+    ids = {"Nats-Msg-Id": "r-1"}
+    await jetstream.publish(subjects.request("demo", "r-1@a"), headers=ids)
+    assert (await jetstream.publish(subjects.request("demo", "r-1@b"), headers=ids)).duplicate
     await own_bus.streams.change(await changes_to(own_bus, DeliveryConfig()))
     assert await changes_to(own_bus, DeliveryConfig()) == []
-    assert not await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
+    assert not (await jetstream.publish(subjects.request("demo", "r-1@b"), headers=ids)).duplicate
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_delay(
     await bus.streams.prepare(NatsConfig(), DeliveryConfig(max_queued=2))
     request = GenerateRequest("demo", [Message("user", "hello")])
     for number in range(2):
-        await bus.publish("pm.request.demo", b"x", str(number))
+        await bus.publish_without_id(subjects.request("demo", str(number)), b"x")
     began = time.monotonic()
     with pytest.raises(Overloaded, match="try again in 1 s") as caught:
         await anext(ask(bus, request, "third"))
@@ -208,7 +208,8 @@ async def test_batched_acks_reach_a_restarted_server(
     queue = subjects.REQUESTS_STREAM, "test", subjects.REQUESTS_FILTER
     consumer = await bus.queues.consume(*queue, 64, 30.0)
     names = [str(number) for number in range(64)]
-    await asyncio.gather(*(bus.publish(subjects.request("demo", "t"), b"", n) for n in names))
+    to = [subjects.request("demo", f"{name}@t") for name in names]
+    await asyncio.gather(*(bus.publish_without_id(subject, b"") for subject in to))
     deliveries = [await consumer.next() for _ in names]
     await _wait_until_synced(own_broker, time.time_ns())
     first = [asyncio.create_task(delivery.ack()) for delivery in deliveries[:32]]

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.errors import InvalidRequest, NotFound
-from shared.protocol import names
 from shared.protocol.encoding import is_packed
 from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
@@ -95,10 +94,8 @@ async def requeue_letter(
             hint = f"{error}: use --edit to correct it"
             message = f"the edited request is not valid: {error}" if edit else hint
             raise InvalidRequest(message) from error
-        name, _ = names.split_id(request_id)
-        request = msgspec.structs.replace(request, request_id=name)
         async with recorded:
-            await dead_letters.requeue(bus, request_id, request, letter.tenant)
+            await dead_letters.requeue(bus, request_id, request)
     out.print(f"published again: pagemill follow {request_id}", highlight=False)
     return 0
 
