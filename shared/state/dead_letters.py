@@ -12,13 +12,16 @@ from shared.protocol.versions import version_header
 from shared.state.response_status import find_any_tenants
 
 
-async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
-    """Yield the latest `limit` letters, the newest first."""
+async def read_newest(bus: Bus, limit: int) -> AsyncIterator[tuple[str, DeadLetter]]:
+    """Yield the latest `limit` letters, the newest first, each with its name for `find`.
+
+    The name is the id of the request, or `unnamed-` and a number for one without a valid id.
+    """
     first, sequence = await bus.figures.sequence_range(subjects.DEAD_STREAM)
     while limit > 0 and sequence >= first:
         stored = await bus.read_next(subjects.DEAD_STREAM, sequence)
         if stored is not None and stored.sequence == sequence:
-            yield decode_dead_letter(stored.data)
+            yield subjects.last_token(stored.subject), decode_dead_letter(stored.data)
             limit -= 1
         sequence -= 1
 

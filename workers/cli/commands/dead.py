@@ -37,10 +37,10 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
     """
     table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
     async with connected(find_login(config, nats), "dead") as bus:
-        async for letter in dead_letters.read_newest(bus, limit):
+        async for name, letter in dead_letters.read_newest(bus, limit):
             table.add_row(
                 format_time(letter.failed_ms),
-                escape(harmless(letter.request_id or "(none)")),
+                escape(harmless(name)),
                 letter.role,
                 str(letter.attempts),
                 letter.error.code,
