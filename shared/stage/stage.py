@@ -118,9 +118,7 @@ class Stage:
         request_id = _not_none(job.request_id)
         self.claims.add(job)
         attempt, output = job.delivery.attempt, self._output_of(job)
-        opening = asyncio.create_task(
-            LogWriter.open(self.bus, request_id, attempt, output, job.tenant)
-        )
+        opening = asyncio.create_task(LogWriter.open(self.bus, request_id, attempt, output))
         try:
             if job.delivery.attempt == 1:
                 # There are no earlier attempts to read first.
@@ -509,7 +507,7 @@ async def end_with_error(
         return await cut_outputs(bus, request_id, attempt, error, path)
 
     async def end() -> None:
-        await end_request(bus, request_id, attempt, error, path, job.tenant)
+        await end_request(bus, request_id, attempt, error, path)
 
     await (settle(bus, job, end) if _may_have_other_tasks(job) else end())
     return True
