@@ -25,7 +25,8 @@ def log_headers(subject: str, num_bytes: int) -> dict[str, str]:
 
 def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of a log's last message that the next message may repeat."""
-    return {name: headers[name] for name in (LOG_BYTES_HEADER,) if name in headers}
+    num_bytes = headers.get(LOG_BYTES_HEADER)
+    return {} if num_bytes is None else {LOG_BYTES_HEADER: num_bytes}
 
 
 def stored_bytes(data: bytes) -> int:

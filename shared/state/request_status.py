@@ -184,6 +184,8 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
         else f"no stage has it: it is one of {queue.num_pending} requests that wait for a"
         " coordinator, has never been asked for, or is so old that its log has been removed"
     )
+    if names.TENANT_MARK not in status.request_id:
+        why += "; the id of a tenant's request is <id>@<tenant>"
     return replace(status, num_unread=queue.num_pending, why=why)
 
 

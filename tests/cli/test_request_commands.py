@@ -115,6 +115,7 @@ async def test_a_request_that_was_never_asked_for_is_not_known(
     code, out, err = await run(broker, command, request_id)
     assert code == 1
     assert "it has never been asked for" in out + err
+    assert "the id of a tenant's request is <id>@<tenant>" in out + err
     if command != "where":
         assert f"not_found: no request {request_id} is known" in err
 

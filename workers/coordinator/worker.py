@@ -142,7 +142,7 @@ class Coordinator:
     async def _admit(self, job: Job, request_id: str) -> None:
         delivery, bus = job.delivery, self._context.bus
         if await self._has_ended(job, request_id):
-            # The client may have asked again.
+            # The client may have published its request again.
             await repeat_end(bus, request_id)
             return
         # If two requests with the same id name different models, the later one is dropped.
