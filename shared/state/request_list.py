@@ -15,11 +15,11 @@ from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
 from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, RequestRecord, decode_attempt
+from shared.protocol.reading import State
 from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from shared.state.log_records import decode_record
-from shared.state.request_status import State
 from shared.state.response_status import AGENT
 from shared.state.token_log import last_record
 
