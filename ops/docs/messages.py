@@ -29,6 +29,7 @@ from shared.protocol import (
     audit,
     exceeded_shares,
     messages,
+    reading,
     records,
     renderer_rpc,
     requests,
@@ -36,7 +37,17 @@ from shared.protocol import (
     task_messages,
 )
 
-MODULES = (audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages)
+MODULES = (
+    audit,
+    exceeded_shares,
+    messages,
+    reading,
+    records,
+    renderer_rpc,
+    requests,
+    steps,
+    task_messages,
+)
 FILE, SCHEMAS = REFERENCE / "messages.md", REFERENCE / "schemas.json"
 
 _EXAMPLE = re.compile(r"<!-- example (\w+) -->\n\n```json\n(.*?)```", re.DOTALL)

@@ -253,18 +253,28 @@ class Bus:
         messages: list[StoredMessage] = []
         num_bytes, more = 0, True
         while more:
-            query = {
-                "seq": messages[-1].sequence + 1 if messages else first,
-                "next_by_subj": subject,
-                "batch": READ_BATCH,
-                "max_bytes": READ_BATCH_BYTES,
-            }
-            batch, more = await direct_get(self.connection, stream, query)
+            next_sequence = messages[-1].sequence + 1 if messages else first
+            batch, more = await self.read_batch(stream, subject, next_sequence)
             messages += batch
             num_bytes += sum(len(message.data) for message in batch)
             if max_bytes is not None and num_bytes > max_bytes:
                 raise PayloadTooLarge(f"{subject} has more than {max_bytes} bytes")
         return messages
+
+    async def read_batch(
+        self, stream: str, subject: str, first: int, max_bytes: int = READ_BATCH_BYTES
+    ) -> tuple[list[StoredMessage], bool]:
+        """Return messages of `subject` from sequence `first` on, and whether more follow.
+
+        The broker ends the batch at about `max_bytes`, but not before the first message.
+        """
+        query = {
+            "seq": first,
+            "next_by_subj": subject,
+            "batch": READ_BATCH,
+            "max_bytes": max_bytes,
+        }
+        return await direct_get(self.connection, stream, query)
 
     async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
         """Return the latest message of `subject`, which may have wildcards."""

@@ -24,6 +24,9 @@ operator → autoscaler         ScaleOrders                  bucket pm_scale    
 any client ⇄ every worker     (empty) → WorkerMetrics      pm.metrics               JSON
 worker ⇄ one other worker     (empty) → CommonSettings     pm.settings              JSON
 any client → coordinator      (empty)                      pm.cancel.<id>
+any client ⇄ coordinator      ReadRequest → LogPage        pm.read.<id>             JSON
+any client ⇄ coordinator      (empty) → RequestStatus      pm.state.<id>            JSON
+any client ⇄ coordinator      FileRequest → FilePage       pm.file.<sha256>         JSON
 coordinator → workers         (empty)                      pm.ended.<id>
 
 Messages for clients are JSON, so that clients in any language can write and read them with a JSON

@@ -87,7 +87,10 @@ TENANT_SUBJECTS = (
     TenantSubject("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
     # For the last record of a log, which contains the end of a request.
     TenantSubject(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
-    *(TenantSubject(f"pm.{call}.*", f"pm.{call}.{{}}.*") for call in subjects.RENDERER_CALLS),
+    *(
+        TenantSubject(f"pm.{call}.*", f"pm.{call}.{{}}.*")
+        for call in (*subjects.RENDERER_CALLS, *subjects.READING_CALLS)
+    ),
 )
 
 
@@ -132,7 +135,10 @@ def permissions_of(identity: str) -> Permissions:
                     # The storage of tenants is measured by temporary consumers.
                     *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
                     *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
-                ]
+                    # The status of a request may be in these streams.
+                    *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM),
+                ],
+                [subjects.reading_filter(call) for call in subjects.READING_CALLS],
             )
         case "gateway":
             return _gateway(base)
@@ -237,8 +243,8 @@ def _agent(base: Permissions) -> Permissions:
 
 
 def _asks() -> list[str]:
-    """Return the subjects for requests and cancellations of all tenants, and calls of renderers."""
-    calls = [f"pm.{call}.*" for call in subjects.RENDERER_CALLS]
+    """Return the subjects for requests, cancellations and calls in the name of any tenant."""
+    calls = [f"pm.{call}.*" for call in (*subjects.RENDERER_CALLS, *subjects.READING_CALLS)]
     return [subjects.TRUSTED_REQUESTS_FILTER, subjects.TRUSTED_CANCELS_FILTER, *calls]
 
 

@@ -189,6 +189,25 @@ def renderer_of_tenants(call: str, model: str) -> str:
 # Queue group of the renderers that answer on these subjects.
 RENDERERS_GROUP = "renderers"
 
+READING_CALLS = ("read", "state", "file")
+
+
+def reading(call: str, name: str) -> str:
+    """Subject on which coordinators answer a call of `shared.protocol.reading`.
+
+    `name` is a request id or the SHA-256 of a file, each with or without a tenant.
+    """
+    return f"pm.{call}.{name}"
+
+
+def reading_filter(call: str) -> str:
+    """Filter for a call, which includes the calls of clients of tenants."""
+    return f"pm.{call}.>"
+
+
+# Queue group of the coordinators that answer on these subjects.
+COORDINATORS_GROUP = "coordinators"
+
 REQUESTS_CONSUMER = "coordinator"
 CANCELS_CONSUMER = "coordinator"
 RESPONSES_CONSUMER = "agent"

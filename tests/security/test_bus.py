@@ -116,6 +116,8 @@ PUBLISHED = [
         for subject in (subjects.ended("r"), subjects.job("r"), subjects.attempts("r"))
     ),
     *(("a", subject) for subject in (subjects.media("0" * 64), subjects.result("k"))),
+    *(("a", subject) for subject in ("pm.read.@b.r", "pm.state.@b.r", "pm.file.@b.r")),
+    *(("engine", subject) for subject in ("pm.read.r", "pm.state.r", "pm.file.r")),
     *(("gateway", subject) for subject in (subjects.request("demo", "b"), subjects.append("r"))),
     *(("renderer", subject) for subject in (subjects.request("demo"), subjects.cancel("r"))),
     # Messages from workers and to them.
@@ -139,6 +141,7 @@ SUBSCRIBED = [
     *(("a", subject) for subject in (">", "pm.>", "pm.request.>", "pm.append.>", "pm.stage.>")),
     *(("a", subject) for subject in ("$KV.>", "$JS.>", "pm.kv.*", "pm.dead.>")),
     *(("gateway", subject) for subject in ("_INBOX.>", "_INBOX.engine.>", "pm.request.>")),
+    *((user, "pm.read.>") for user in ("a", "engine", "gateway")),
     *(("engine", subject) for subject in ("_INBOX.>", "pm.request.>", "pm.steps.>", ">")),
 ]
 

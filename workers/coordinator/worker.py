@@ -46,6 +46,7 @@ from workers.coordinator.admission import (
     latest_deadline_ms,
     most_tokens,
 )
+from workers.coordinator.reading import Reading
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.store_watch import StoreWatch
@@ -88,11 +89,14 @@ class Coordinator:
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
         loop.start(watch.run())
+        reading = Reading(self._context.bus)
+        await reading.start()
         self._context.ready(
             sorted(self._context.config.models),
             lambda: {"held": loop.num_claimed, REFUSING_STREAMS: watch.num_refusing},
         )
         await loop.run()
+        await reading.stop(self._delivery.drain_s)
 
     async def _consume(
         self, stream: str, durable: str, subject: str, *, feeds_tasks: bool = False

@@ -120,6 +120,8 @@ def test_each_other_role_has_further_permissions() -> None:
         "pool": [subjects.scale_report("engine/org/m")],
         "coordinator": [subjects.ended("r"), "$JS.API.CONSUMER.MSG.NEXT.REQUESTS.coordinator"],
     }
+    for role in ("gateway", "agent"):
+        own[role] += [subjects.reading(call, "r@tenant") for call in subjects.READING_CALLS]
     others = {
         "gateway": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
         "agent": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
@@ -141,6 +143,7 @@ def test_a_tenants_clients_use_their_own_subjects_alone() -> None:
         subjects.request("org/m"),
         subjects.cancel("r"),
         subjects.renderer("card", "m"),
+        *(subjects.reading(call, "r") for call in subjects.READING_CALLS),
     ):
         assert may_publish(permissions, subject)
     assert may_subscribe(permissions, subjects.tokens("r", "audio"))
