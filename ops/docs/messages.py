@@ -28,6 +28,7 @@ from ops.docs.tables import (
 from shared.protocol import (
     audit,
     exceeded_shares,
+    full_stores,
     messages,
     records,
     renderer_rpc,
@@ -36,7 +37,17 @@ from shared.protocol import (
     task_messages,
 )
 
-MODULES = (audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages)
+MODULES = (
+    audit,
+    exceeded_shares,
+    full_stores,
+    messages,
+    records,
+    renderer_rpc,
+    requests,
+    steps,
+    task_messages,
+)
 FILE, SCHEMAS = REFERENCE / "messages.md", REFERENCE / "schemas.json"
 
 _EXAMPLE = re.compile(r"<!-- example (\w+) -->\n\n```json\n(.*?)```", re.DOTALL)

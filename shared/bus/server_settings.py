@@ -59,7 +59,7 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
             field="nats.url",
         ) from error
     if not config.unchecked:
-        servers = await _read_settings(inbox, config.replicas)
+        servers = await read_servers(inbox, config.replicas)
         _check_settings(servers, config.replicas, is_clustered=is_clustered)
 
 
@@ -93,8 +93,8 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
         )
 
 
-async def _read_settings(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
-    """Return the JetStream settings of the servers of the cluster, at least of most of them.
+async def read_servers(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
+    """Return the JetStream reports of the servers of the cluster, at least of most of them.
 
     Empty if the broker has no such service. Raises an error of nats-py if no server answers.
     """

@@ -164,6 +164,13 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Port of the embedded server on the loopback address; 0 selects a free port."""
     store_dir: str = "data/nats"
     """Directory in which the embedded server stores its streams."""
+    min_free_percent: Annotated[float, Meta(ge=0, lt=100)] = 5.0
+    """Part of the broker's disk that must be free. With less, new requests, files and responses are
+    refused until there is more; 0 disables this limit. For a server of `url`, the disk is its
+    `max_file_store`."""
+    min_free_mib: Annotated[int, Meta(ge=0)] = 1024
+    """Free space that the broker's disk must have, like `min_free_percent`. The larger limit
+    counts; 0 disables this one."""
     connect_timeout_s: Seconds = 10.0
     """Time in which a starting worker must connect to the broker."""
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1

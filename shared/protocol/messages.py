@@ -18,6 +18,7 @@ client, renderer → renderer   (bytes)                      pm.media.<sha256>.<
 renderer → renderer           MediaPin                     pm.pin.<id>.<sequence>   msgpack
 any worker → any client       Heartbeat, StartReport       bucket pm_workers        JSON
 coordinator → any worker      ExceededShares               bucket pm_workers        JSON
+supervisor → any worker       FullStores                   bucket pm_workers        JSON
 autoscaler → actuator         ScalePlan                    bucket pm_scale          JSON
 actuator → autoscaler         PoolReport                   bucket pm_scale          JSON
 operator → autoscaler         ScaleOrders                  bucket pm_scale          JSON

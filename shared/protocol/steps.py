@@ -10,6 +10,7 @@ A Begun with `asks` also counts as the first Asked.
 clock.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -258,3 +259,14 @@ def turn_id(response_id: str, turn: int) -> str:
 def painting_id(response_id: str, turn: int, call: int) -> str:
     """Return the request id of an image, which is the same for every agent at a response."""
     return f"{response_id}-i{turn - GIVEN_TURN}-{call}"
+
+
+_PART = re.compile(r".+-(t\d+|i\d+-\d+)")
+
+
+def is_part_of_response(request_id: str) -> bool:
+    """Return whether a request id has the form of `turn_id` or `painting_id`.
+
+    The id of a tenant's client never has it, because it ends with the tenant.
+    """
+    return _PART.fullmatch(request_id) is not None

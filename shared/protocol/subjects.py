@@ -56,6 +56,8 @@ START_REPORTS_FILTER = "$KV.pm_workers.starting.*"
 WORKERS_FILTER = "$KV.pm_workers.>"
 # Tenants over their share of storage. The message is next to the heartbeats, whose readers skip it.
 EXCEEDED_SHARES = "$KV.pm_workers.exceeded"
+# Stores of the broker with too little free space, also next to the heartbeats.
+FULL_STORES = "$KV.pm_workers.full_stores"
 SCALE_FILTER = "$KV.pm_scale.*"
 # The plan of the leading autoscaler, which is also its lease, and the orders of operators. Reports
 # of actuators are on `scale_report`.

@@ -11,6 +11,7 @@ from itertools import pairwise
 from shared.config.schema import DeliveryConfig
 from shared.errors import (
     DeadlineExceeded,
+    DiskFull,
     EncodingFailed,
     GrammarNotTried,
     Overloaded,
@@ -44,7 +45,14 @@ class GiveUp:
 
 Decision = AnswerWithError | RetryLater | GiveUp
 
-ONLY_CLIENTS_RETRY = (RequestError, DeadlineExceeded, EncodingFailed, GrammarNotTried, StageBusy)
+ONLY_CLIENTS_RETRY = (
+    RequestError,
+    DeadlineExceeded,
+    DiskFull,
+    EncodingFailed,
+    GrammarNotTried,
+    StageBusy,
+)
 
 # Delays double from `retry_delay_s` up to this limit. Longer ones only add to the client's wait.
 MAX_DELAY_S = 30.0

@@ -168,6 +168,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "streams_refusing": (
             "Streams on disk that have refused to store for longer than an election takes."
         ),
+        "full_stores": (
+            "Stores of the broker with less free space than `nats.min_free_percent` or"
+            " `nats.min_free_mib` requires. New requests, files and responses are refused."
+        ),
     },
     ("counter", COORDINATOR, ()): {
         "requests_accepted_total": "Valid requests forwarded to renderers.",

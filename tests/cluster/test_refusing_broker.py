@@ -13,12 +13,14 @@ from nats.errors import Error as NatsError
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from tests.cluster.conftest import Cluster, living, start_cluster, stop_cluster
+from tests.cluster.conftest import CONFIG, Cluster, living, start_cluster, stop_cluster
 from tests.support.small_disk import fill_until, mounted_disk
 from tests.support.waiting import until
 
 DISK_MIB = 64
 MIB = 2**20
+# Without these limits, requests are refused before the disk is full.
+NO_LIMITS = CONFIG + "nats: {min_free_percent: 0, min_free_mib: 0}\n"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
@@ -31,7 +33,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
-    cluster = await asyncio.to_thread(start_cluster, folder)
+    cluster = await asyncio.to_thread(start_cluster, folder, NO_LIMITS)
     try:
         bus = await Bus.connect(cluster.url, "test")
         (gateway,) = await living(bus, "gateway")

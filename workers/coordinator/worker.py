@@ -8,12 +8,14 @@ timer is lost with a process that dies.
 
 import asyncio
 import contextlib
+from functools import partial
 from weakref import WeakValueDictionary
 
 from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.store_probes import REFUSING_STREAMS
+from shared.bus.store_room import StoreRoom, measure_servers, report_room
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -27,6 +29,7 @@ from shared.protocol.messages import decode_attempt
 from shared.protocol.pipeline import TEXT
 from shared.protocol.request_ids import request_id_of
 from shared.protocol.requests import OnLate, tenant_of
+from shared.protocol.steps import is_part_of_response
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
@@ -72,6 +75,7 @@ class Coordinator:
         self._waits = StageWaits(context.bus)
         self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
         self._turns = Turns(context.bus, self._delivery.tenant_weights)
+        self._room = StoreRoom(context.bus)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id, held while a request is admitted."""
 
@@ -88,6 +92,11 @@ class Coordinator:
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
         loop.start(watch.run())
+        self._context.metrics.set_function("full_stores", lambda: float(self._room.num_full))
+        await self._room.find_error()  # Before the first request is admitted.
+        loop.start(self._room.follow())
+        measure = partial(measure_servers, self._context.bus, self._context.config.nats)
+        loop.start(report_room(self._context.bus, measure))
         self._context.ready(
             sorted(self._context.config.models),
             lambda: {"held": loop.num_claimed, REFUSING_STREAMS: watch.num_refusing},
@@ -212,6 +221,9 @@ class Coordinator:
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
+        # A response in flight needs its further turns and images.
+        if not is_part_of_response(request_id):
+            await self._room.check()
         streams = MEDIA_STREAMS if admitted.image is not None else ()
         await self._context.quotas.check(job.tenant, (*streams_filled_by(request), *streams))
         pipeline = self._context.pipelines[request.model]

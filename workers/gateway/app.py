@@ -17,6 +17,7 @@ from starlette.routing import Route, Router
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.bus.store_room import StoreRoom
 from shared.config.schema import Config, Right
 from shared.errors import PagemillError, UnknownModel
 from shared.helpers.task_set import TaskSet
@@ -77,6 +78,7 @@ class AppContext:
         self.shutting_down = asyncio.Event()
         """Set when the time for the drain is over. Responses that are still open then break off."""
         self.token_bytes = TokenBytesCache(bus)
+        self.room = StoreRoom(bus)
         self.quotas = StorageQuotas(bus)
         self.media_quotas = MediaQuotas(bus, config.delivery.tenant_weights)
         self.store_size = SizeCache(bus, subjects.STEPS_STREAM)
@@ -114,7 +116,11 @@ class AppContext:
         return card
 
     async def pin_media(self, data: bytes, tenant: str) -> str:
-        """Store a media file, and return its URL. Raises QuotaExceeded or Unavailable."""
+        """Store a media file, and return its URL.
+
+        Raises DiskFull, QuotaExceeded or Unavailable.
+        """
+        await self.room.check()
         await self.media_quotas.check(tenant, len(data))
         return await client.pin_media(self.bus, data, tenant)
 

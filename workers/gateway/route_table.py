@@ -248,6 +248,7 @@ ANSWER_ERRORS: Errors = (
     *RENDERER_ERRORS,
     shared_errors.Cancelled,
     shared_errors.DeadlineExceeded,
+    shared_errors.DiskFull,
     shared_errors.GrammarNotTried,
     shared_errors.InvalidGrammar,
     shared_errors.LogTruncated,

@@ -122,7 +122,11 @@ async def find_context(
 
 
 async def check_room(context: AppContext, tenant: str) -> None:
-    """Raises StoreFull when the store or the tenant's share of it is used up, or QuotaExceeded."""
+    """Raise StoreFull when the store or the tenant's share of it is used up.
+
+    Raises DiskFull or QuotaExceeded as well.
+    """
+    await context.room.check()
     await context.quotas.check(tenant, LOG_STREAMS)
     limits = context.config.agent
     if await is_store_full(context):

@@ -16,7 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import DecodeError, Overloaded, PagemillError, QuotaExceeded, Unavailable
+from shared.errors import (
+    DecodeError,
+    DiskFull,
+    Overloaded,
+    PagemillError,
+    QuotaExceeded,
+    Unavailable,
+)
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
@@ -64,6 +71,7 @@ async def submit(
     context.check_model(model)
     request_id, is_named = read_request_id(request, kind, caller.tenant)
     if not is_named:
+        await context.room.check()
         await context.quotas.check(caller.tenant, LOG_STREAMS)
     if request.scope.get("body_bytes", 0) > LARGE_BYTES:
         await _check_text_lens(context, kind, plan)
@@ -229,8 +237,9 @@ async def _open_logs(
         # A client that asks again for a complete answer is not refused. A refusal is not stored, so
         # that the client may send the same name later.
         try:
+            await context.room.check()
             await context.quotas.check(active.record.tenant, LOG_STREAMS)
-        except QuotaExceeded:
+        except (DiskFull, QuotaExceeded):
             active.withdraw()
             raise
     logs = active.follow_logs()
