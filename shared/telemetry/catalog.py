@@ -168,6 +168,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "streams_refusing": (
             "Streams on disk that have refused to store for longer than an election takes."
         ),
+        "replicas_lagging{server}": (
+            "Replicas of streams on a server of the broker's cluster that do not follow their"
+            " leaders; not reported for a server before its first one."
+        ),
         "full_stores": (
             "Stores of the broker with less free space than `nats.min_free_percent` or"
             " `nats.min_free_mib` requires. New requests, files and responses are refused."

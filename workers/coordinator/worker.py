@@ -49,6 +49,7 @@ from workers.coordinator.admission import (
     latest_deadline_ms,
     most_tokens,
 )
+from workers.coordinator.replica_watch import ReplicaWatch
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.store_watch import StoreWatch
@@ -92,6 +93,7 @@ class Coordinator:
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
         loop.start(watch.run())
+        loop.start(ReplicaWatch(self._context.bus, self._context.metrics).run())
         self._context.metrics.set_function("full_stores", lambda: float(self._room.num_full))
         await self._room.find_error()  # Before the first request is admitted.
         loop.start(self._room.follow())
