@@ -6,7 +6,6 @@ continues from the same log.
 
 import asyncio
 import contextlib
-import os
 import resource
 import socket
 import ssl
@@ -20,6 +19,7 @@ from starlette.routing import Route
 from shared.bus.bus import Bus
 from shared.config.schema import GatewayConfig
 from shared.errors import ConfigError
+from shared.net.listening import listen
 from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
@@ -39,7 +39,9 @@ async def main(context: Context) -> None:
     config = context.config.gateway
     app = AppContext(context.bus, context.config, context.metrics, context.worker, KINDS)
     context.reloader.takers.append(app.reload)
-    with _listening(config) as listener:
+    listener = context.listeners.take("gateway")
+    assert listener is not None, "a gateway always has an address"
+    with listener:
         num_connections = _max_connections(config.max_connections)
         if num_connections < config.max_connections:
             context.log.warning("fewer_connections", max_connections=num_connections)
@@ -50,6 +52,8 @@ async def main(context: Context) -> None:
             slow=context.metrics.counter("http_slow_clients_total"),
         )
         server = _server(app, limits)
+        listen("gateway", listener, BACKLOG)
+        listener.setblocking(False)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener, context.bus)
         context.log.info("listening", url=context.url)
@@ -137,26 +141,6 @@ def _max_connections(num_connections: int) -> int:
         soft = needed if hard < 0 else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return num_connections if soft < 0 else max(1, min(num_connections, soft - OTHER_FILES))
-
-
-@contextlib.contextmanager
-def _listening(config: GatewayConfig) -> Iterator[socket.socket]:
-    family, *_, address = socket.getaddrinfo(
-        config.listen, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            raise ConfigError(
-                f"gateway.port: cannot listen at {config.listen}, port {config.port}:"
-                f" {os.strerror(error.errno or 0)}",
-                field="gateway.port",
-            ) from error
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-        yield listener
 
 
 def _url(config: GatewayConfig, listener: socket.socket, bus: Bus) -> str:
