@@ -1,6 +1,7 @@
 """Streams of a cluster: workers create them, and only `pagemill migrate` changes them."""
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -18,6 +19,9 @@ from shared.protocol import subjects
 
 # A disk under load can take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
+# A broker that starts, ends or frees the space of a stream answers as one without JetStream or
+# without space. A refusal that lasts for longer is a fault of the settings.
+PASSING_S = 3.0
 HOW_TO_CHANGE = "`pagemill migrate` changes streams"
 NOT_CHANGED = "only a new stream can have it"
 
@@ -74,7 +78,7 @@ class StreamKeeper:
         # A cluster that has just started, or has lost its leader, needs more than one attempt.
         differences = await retry_until(
             PREPARE_DEADLINE_S,
-            attempt,
+            _Confirmed(attempt),
             (NatsError, Unavailable),
             "the broker did not create the streams",
             FIRST_RETRY_S,
@@ -147,6 +151,29 @@ class StreamKeeper:
     def configs(self) -> list[api.StreamConfig]:
         """The configured streams."""
         return self._durable + self._volatile
+
+
+class _Confirmed:
+    """Attempts to prepare the broker: a ConfigError counts after it has lasted for PASSING_S."""
+
+    def __init__(self, attempt: Callable[[], Awaitable[list[Difference]]]) -> None:
+        self._attempt = attempt
+        self._refused_since_s: float | None = None
+
+    async def __call__(self) -> list[Difference]:
+        """Return the result of an attempt. Raises Unavailable for a refusal that may pass."""
+        now_s = asyncio.get_running_loop().time()
+        try:
+            return await self._attempt()
+        except ConfigError as error:
+            if self._refused_since_s is None:
+                self._refused_since_s = now_s
+            if now_s - self._refused_since_s >= PASSING_S:
+                raise
+            raise Unavailable(error.message) from error
+        except (NatsError, Unavailable):
+            self._refused_since_s = None
+            raise
 
 
 def _report(differences: Sequence[Difference]) -> None:

@@ -116,6 +116,21 @@ async def test_more_replicas_than_servers_are_refused(broker: EmbeddedServer) ->
     await bus.close()
 
 
+async def test_a_start_waits_for_space_that_another_stream_gives_back(
+    own_broker: EmbeddedServer,
+) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    js, room = bus.connection.js, 10**10 - 2**20  # of max_file_store
+    await js.add_stream(name="OTHER", subjects=["other"], max_bytes=room)
+    advisories = await bus.connection.nc.subscribe("$JS.EVENT.ADVISORY.API")
+    preparing = asyncio.create_task(bus.streams.prepare(NatsConfig(), DeliveryConfig()))
+    while b"insufficient storage" not in (await advisories.next_msg(30)).data:
+        pass
+    await js.delete_stream("OTHER")
+    await preparing
+    await bus.close()
+
+
 async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
     """Three servers of a busy cluster, played by a client of a server without their service."""
     process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
