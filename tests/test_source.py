@@ -69,6 +69,7 @@ ALLOWED = {
     },  # addresses from heartbeats
     "shared.blobs.protocol": {"socket.socket"},  # that it is given
     "shared.blobs.server": {"socket.socket", ".read_text"},  # the boot's id
+    "shared.helpers.sandbox": {"os.open"},  # a folder without a name
     "shared.stage.signals": {"os.open"},  # the terminal
     "shared.net.listening": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
     "shared.stage.listeners": {"socket.socket"},

@@ -18,6 +18,7 @@ from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
+from shared.helpers import sandbox
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
@@ -192,6 +193,11 @@ class Context:
             return "no queue"
         unheard_s = asyncio.get_running_loop().time() - self._heard_s
         return "ok" if unheard_s < UNHEARD_S else "no streams"
+
+    def log_sandbox(self) -> None:
+        """Log the layers that the sandbox of this worker's processes lacks."""
+        if layers := sandbox.missing():
+            self.log.warning("sandbox_incomplete", missing=layers)
 
     async def open_blobs(self) -> Blobs:
         """Open the payload store of this worker. Its heartbeats publish the address.
