@@ -73,7 +73,7 @@ ALLOWED = {
     "shared.telemetry.prometheus": {
         "prometheus_client.start_http_server"
     },  # where the operator says
-    "workers.gateway.http.tls": {"socket.socket"},  # who has connected
+    "workers.gateway.http.accepting": {"socket.socket"},  # who has connected
     "workers.gateway.routes.page": {".read_bytes"},  # of this package
     "shared.vision.embedding_directory": {
         ".read_bytes"

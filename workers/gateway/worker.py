@@ -22,8 +22,8 @@ from shared.config.schema import GatewayConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application
+from workers.gateway.http.accepting import Acceptor
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
-from workers.gateway.http.tls import TlsServer
 from workers.gateway.openapi.document import KINDS, TABLES
 from workers.gateway.routes import page
 
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
                 connections = self.server_state.connections
                 server = cast(
                     asyncio.Server,
-                    TlsServer(self._limits, listener, tls, connection, connections.__len__),
+                    Acceptor(self._limits, listener, tls, connection, connections.__len__),
                 )
             self.servers.append(server)
         self.started = True

@@ -18,7 +18,7 @@ from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits
 PAUSE_S = 0.1
 
 
-class TlsServer:
+class Acceptor:
     """Accepts TLS connections. It has the part of asyncio.Server's interface that uvicorn uses."""
 
     def __init__(
