@@ -528,7 +528,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     without keys on a loopback address: a foreign web page could reach it by a name that resolves to
     this address."""
     max_connections: Positive = 1024
-    """Limit on open connections. Further ones are refused."""
+    """Limit on open connections. At the limit, an idle connection closes for a new one. Connections
+    without a valid key keep a quarter of the places, and a tenant among others has requests in
+    progress on at most three quarters of the rest."""
     max_body_mib: Positive = 64
     """Limit on the size of one request body."""
     max_header_kib: Positive = 32

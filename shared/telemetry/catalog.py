@@ -179,6 +179,9 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "http_tokens_total{endpoint}": "Tokens in responses, as far as the gateway has read them.",
         "http_answer_bytes_total{endpoint}": "Bytes of response bodies.",
         "http_connections_refused_total": "Connections refused beyond `gateway.max_connections`.",
+        "http_connections_displaced_total": (
+            "Connections closed to make room for new ones, at `gateway.max_connections`."
+        ),
         "http_slow_clients_total": (
             "Connections closed because the client read nothing for `gateway.send_timeout_s`."
         ),

@@ -32,6 +32,7 @@ from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter
 from workers.gateway.http.body import BodyReader
+from workers.gateway.http.connection import claim_place
 from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.origins import OriginPolicy
 
@@ -155,6 +156,7 @@ class AppContext:
             if public:
                 return await endpoint(request, Caller("", ""))
             caller = self._keyring.authenticate(request.headers.getlist("authorization"))
+            claim_place(request.scope, caller.tenant)
             caller.check_right(right)
             request.scope["tenant"] = caller.tenant
             if counted:

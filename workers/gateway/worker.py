@@ -23,7 +23,9 @@ from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.accepting import Acceptor
+from workers.gateway.http.auth import has_several_tenants
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
+from workers.gateway.http.places import ConnectionPlaces
 from workers.gateway.openapi.document import KINDS, TABLES
 from workers.gateway.routes import page
 
@@ -45,8 +47,13 @@ async def main(context: Context) -> None:
             context.log.warning("fewer_connections", max_connections=num_connections)
         limits = ConnectionLimits(
             config,
-            num_connections,
+            ConnectionPlaces(
+                num_connections,
+                has_keys=bool(config.api_keys),
+                has_tenants=has_several_tenants(config.api_keys),
+            ),
             refused=context.metrics.counter("http_connections_refused_total"),
+            displaced=context.metrics.counter("http_connections_displaced_total"),
             slow=context.metrics.counter("http_slow_clients_total"),
         )
         server = _server(app, limits)
@@ -81,25 +88,17 @@ class _Server(uvicorn.Server):
         self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the listeners as uvicorn does, but with TLS handshakes that are counted and have a
-        time limit: uvicorn's have neither."""
+        """Start the listeners as uvicorn does, but with places for connections, and with TLS
+        handshakes that have a time limit: uvicorn has neither."""
         connection = partial(
             cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        tls, loop = self.config.ssl, asyncio.get_running_loop()
         for listener in sockets or ():
-            if tls is None:
-                server = await loop.create_server(connection, sock=listener, backlog=BACKLOG)
-            else:
-                connections = self.server_state.connections
-                server = cast(
-                    asyncio.Server,
-                    Acceptor(self._limits, listener, tls, connection, connections.__len__),
-                )
-            self.servers.append(server)
+            acceptor = Acceptor(self._limits, listener, self.config.ssl, connection)
+            self.servers.append(cast(asyncio.Server, acceptor))
         self.started = True
 
     @contextlib.contextmanager

@@ -1,73 +1,81 @@
-"""TLS accept loop: a connection counts as open from its handshake on.
+"""Accept loop: a connection has its place from the moment at which it is accepted.
 
-A server of asyncio counts a connection only after its handshake, so clients that never begin one
-could use up all file descriptors of the process.
+A server of asyncio counts a TLS connection only after its handshake, so clients that never begin
+one could use up all file descriptors of the process. It also accepts many connections before it
+reports the first, so that a burst could do the same.
 """
 
 import asyncio
-import contextlib
 import socket
 import ssl
-from collections.abc import Callable
+from typing import Protocol
 
 from shared.helpers.task_set import TaskSet
-from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits
+from workers.gateway.http.connection import ConnectionLimits
+from workers.gateway.http.places import Place, network_of
 
 # Pause after a failed accept: there are no free file descriptors, or the network is down. Both pass
 # by themselves.
 PAUSE_S = 0.1
 
 
+class ProtocolFactory(Protocol):
+    def __call__(self, *, place: Place) -> asyncio.Protocol: ...
+
+
 class Acceptor:
-    """Accepts TLS connections. It has the part of asyncio.Server's interface that uvicorn uses."""
+    """Accepts connections. It has the part of asyncio.Server's interface that uvicorn uses."""
 
     def __init__(
         self,
         limits: ConnectionLimits,
         listener: socket.socket,
-        tls: ssl.SSLContext,
-        make_protocol: Callable[[], asyncio.Protocol],
-        num_connections: Callable[[], int],
+        tls: ssl.SSLContext | None,
+        make_protocol: ProtocolFactory,
     ) -> None:
-        """`num_connections` returns the number of open connections after their handshakes."""
         self._limits = limits
         self._listener = listener
         self._tls = tls
         self._make_protocol = make_protocol
-        self._num_connections = num_connections
-        self._handshakes = TaskSet()
+        self._connecting = TaskSet()
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        for task in (self._accepting, *self._handshakes):
+        for task in (self._accepting, *self._connecting):
             task.cancel()
 
     async def wait_closed(self) -> None:
-        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
+        await asyncio.gather(self._accepting, *self._connecting, return_exceptions=True)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        # A connection over the limit gets an error response after its handshake, while fewer than
-        # MAX_REJECTED others do.
-        max_open = self._limits.max_connections + MAX_REJECTED
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._listener)
+                sock, address = await loop.sock_accept(self._listener)
             except OSError:
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if self._num_connections() + len(self._handshakes) < max_open:
-                self._handshakes.start(self._handshake(sock))
+            place = Place(network_of(address[0]), close=sock.close)
+            if self._limits.admit(place):
+                place.close = self._connecting.start(self._connect(sock, place)).cancel
             else:
-                self._limits.refused.add()
                 sock.close()
+            # The task begins before it can be cancelled for another connection, and connections
+            # that were closed release their descriptors.
+            await asyncio.sleep(0)
 
-    async def _handshake(self, sock: socket.socket) -> None:
-        # A failed handshake needs no report: the client's TLS library notices it.
-        with contextlib.suppress(OSError):
+    async def _connect(self, sock: socket.socket, place: Place) -> None:
+        handshake_s = None if self._tls is None else self._limits.config.header_timeout_s
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_protocol,
+                lambda: self._make_protocol(place=place),
                 sock,
                 ssl=self._tls,
-                ssl_handshake_timeout=self._limits.config.header_timeout_s,
+                ssl_handshake_timeout=handshake_s,
             )
+        except BaseException as error:
+            self._limits.leave(place)
+            # A failed handshake needs no report: the client's TLS library notices it.
+            if not isinstance(error, OSError):
+                raise

@@ -12,6 +12,7 @@ from shared.errors import InvalidRequest, Overloaded
 from shared.protocol.value_limits import check_json, count_bytes
 from shared.tenants.fair_turns import FairTurns
 from shared.tenants.tenant_shares import TenantShares
+from workers.gateway.http.auth import has_several_tenants
 from workers.gateway.http.errors import (
     BodyTooLarge,
     RequestTimeout,
@@ -35,8 +36,7 @@ class BodyReader:
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._limits = limits
-        keys = limits.api_keys
-        has_tenants = len({key.name if key.tenant is None else key.tenant for key in keys}) > 1
+        has_tenants = has_several_tenants(limits.api_keys)
         num_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
         self._memory = TenantShares(num_bytes, has_tenants=has_tenants)
         # At most half of the connections may send bodies at one time. The others stay free for

@@ -1,0 +1,162 @@
+"""Places for connections at a gateway: which connection closes when there are too many. Pure.
+
+A connection belongs to a tenant if its latest request had a valid key, and otherwise to the network
+address of its client. Connections of addresses keep a quarter of the places, and connections of
+tenants keep the rest; either may use more while there are free places. When there are none, a
+connection of the part that uses too much closes for a new one: the oldest idle connection of the
+tenant or address with the most connections. A tenant's connection with a request in progress is
+never closed. Instead, each tenant has a share of such connections.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Network, ip_address
+from typing import NamedTuple
+
+from shared.tenants.tenant_shares import TenantShares
+
+ADDRESSES_PART = 4
+"""One in so many places is for connections without a valid key."""
+TENANT_RATIO = 3
+"""Requests in progress of one tenant, compared with the number that are still free."""
+SCARCE = 0.75
+"""Part of the places in use from which idle connections have little time."""
+
+
+class Owner(NamedTuple):
+    """User that a connection counts for: a tenant, or an address without a valid key."""
+
+    is_tenant: bool
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Place of one connection."""
+
+    address: str
+    """Address of the client, or of its network."""
+    close: Callable[[], None]
+    """Close the connection for another one."""
+    owner: Owner | None = None
+    """None before the connection has its place, and after it has left it."""
+    tenant: str | None = None
+    """Tenant of the request in progress, if that request had a valid key."""
+    is_busy: bool = False
+    """Whether it must not close, because it counts for the share of its tenant."""
+    since: int = 0
+    """Number of the latest change, which orders the places by age."""
+
+
+class ConnectionPlaces:
+    """The places of all connections of one gateway."""
+
+    def __init__(self, total: int, *, has_keys: bool, has_tenants: bool) -> None:
+        """`has_tenants` is true for more than one tenant. Without keys, there is one owner."""
+        self._total = total
+        self._has_keys = has_keys
+        self._for_addresses = max(1, total // ADDRESSES_PART) if has_keys else 0
+        # One place of several tenants always stays free, so one tenant needs two of them.
+        for_tenants = max(2 if has_tenants else 1, total - self._for_addresses)
+        self._busy = TenantShares(for_tenants, has_tenants=has_tenants, ratio=TENANT_RATIO)
+        self._num_held: Counter[Owner] = Counter()
+        self._idle: dict[Owner, dict[Place, None]] = {}
+        """Places that may close, by owner, the oldest first. Owners without any are left out."""
+        self._num_open = 0
+        self._changes = itertools.count(1)
+
+    @property
+    def are_scarce(self) -> bool:
+        """Whether idle connections should soon close."""
+        return self._num_open > self._total * SCARCE
+
+    def open(self, place: Place) -> Place | None:
+        """Add a new connection. Return the connection to close for it, which has left its place.
+
+        If no other connection may close, this is `place` itself.
+        """
+        self._add(place, self._owner_without_key(place))
+        if self._num_open <= self._total:
+            return None
+        closing = self._next_to_close()
+        self.leave(closing)
+        return closing
+
+    def claim(self, place: Place, tenant: str) -> bool:
+        """Count a request with a valid key for its tenant, until `end`.
+
+        Return False if the tenant has too many requests in progress.
+        """
+        if place.owner is None:
+            return False  # The connection is closing.
+        self._remove(place)
+        place.is_busy, place.tenant = self._busy.take(tenant, 1), tenant
+        self._add(place, Owner(is_tenant=True, name=tenant))
+        return place.is_busy
+
+    def end(self, place: Place) -> None:
+        """Mark the connection as idle, after a request with or without a valid key."""
+        if place.owner is None:
+            return
+        tenant, place.tenant = place.tenant, None
+        self._remove(place)
+        if tenant is None:
+            self._add(place, self._owner_without_key(place))
+        else:
+            self._add(place, Owner(is_tenant=True, name=tenant))
+
+    def leave(self, place: Place) -> None:
+        """Remove a closed connection. A second call has no effect."""
+        if place.owner is not None:
+            self._remove(place)
+
+    def _owner_without_key(self, place: Place) -> Owner:
+        return Owner(not self._has_keys, place.address if self._has_keys else "")
+
+    def _add(self, place: Place, owner: Owner) -> None:
+        place.owner, place.since = owner, next(self._changes)
+        self._num_open += 1
+        self._num_held[owner] += 1
+        if not place.is_busy:
+            self._idle.setdefault(owner, {})[place] = None
+
+    def _remove(self, place: Place) -> None:
+        owner, place.owner = place.owner, None
+        assert owner is not None
+        self._num_open -= 1
+        self._num_held[owner] -= 1
+        if not self._num_held[owner]:
+            del self._num_held[owner]
+        if place.is_busy:
+            place.is_busy = False
+            self._busy.give_back(owner.name, 1)
+            return
+        del self._idle[owner][place]
+        if not self._idle[owner]:
+            del self._idle[owner]
+
+    def _next_to_close(self) -> Place:
+        """Return the oldest idle place of the largest owner, in the part that uses too much."""
+        num_without_key = sum(n for owner, n in self._num_held.items() if not owner.is_tenant)
+        closes_tenant = num_without_key <= self._for_addresses
+        return max(
+            (next(iter(places)) for places in self._idle.values()),
+            key=lambda place: self._order_of_closing(place, closes_tenant=closes_tenant),
+        )
+
+    def _order_of_closing(self, place: Place, *, closes_tenant: bool) -> tuple[bool, int, int]:
+        assert place.owner is not None
+        is_of_part = place.owner.is_tenant == closes_tenant
+        return is_of_part, self._num_held[place.owner], -place.since
+
+
+def network_of(host: str) -> str:
+    """Return the address that a client's connections count for. One client has a whole /64."""
+    address = ip_address(host)
+    if not isinstance(address, IPv6Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(IPv6Network((address, 64), strict=False))
