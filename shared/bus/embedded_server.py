@@ -24,9 +24,14 @@ STOP_TIMEOUT_S = 10.0
 # As in compose/nats.conf. The server also needs descriptors for the files of streams: without one,
 # a stream refuses all further messages until the server is restarted.
 MAX_CONNECTIONS = 4096
+# As in compose/nats.conf.
+MAX_MEMORY_STORE_MIB = 5 * 1024
+# Memory for everything but the messages of streams in memory. Above the sum of both, Go collects
+# garbage as often as it must to stay below it.
+OTHER_MEMORY_MIB = 1024
 # By default Go lets the heap grow to twice its live size. With half of this growth, the storage of
 # 10,000 responses that wait for approval takes a third less memory.
-COLLECTOR = {"GOGC": "50"}
+COLLECTOR = {"GOGC": "50", "GOMEMLIMIT": f"{MAX_MEMORY_STORE_MIB + OTHER_MEMORY_MIB}MiB"}
 
 
 class EmbeddedServer:
