@@ -9,7 +9,7 @@ from nats.js import api
 
 from shared.bus import stream_changes, streams
 from shared.bus.connection import FIRST_RETRY_S, Connection, retry_until
-from shared.bus.server_settings import check_server
+from shared.bus.server_settings import check_limits, check_server
 from shared.bus.store_probes import Refusal, probe_streams
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
@@ -54,7 +54,8 @@ class StreamKeeper:
     ) -> None:
         """Check the server's settings, and create the missing streams.
 
-        Existing streams are not changed. Their differences from the configuration are logged.
+        Existing streams are not changed. Their differences from the configuration are logged, and
+        so are unsuitable limits of the server.
         Raises ConfigError if the server cannot give the delivery guarantees or if a stream lacks an
         essential setting, and Unavailable if it does not answer within PREPARE_DEADLINE_S.
         """
@@ -80,6 +81,8 @@ class StreamKeeper:
             FIRST_RETRY_S,
         )
         _report(differences)
+        if self.creates_streams and not nats.unchecked:
+            await check_limits(self._connection.inbox, nats)
 
     def configure(self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig) -> None:
         """Set the configuration of the streams."""

@@ -153,6 +153,9 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     role, and commands the operator's key. By default `pagemill up` creates it in `store_dir`."""
     tenant_connections: Positive = 16
     """Limit on the connections of clients with one tenant's key, written by `pagemill keys`."""
+    tenant_payload_mib: Positive = 8
+    """Limit on one message from a client with a tenant's key, written by `pagemill keys`. A lower
+    `max_payload` of the server applies as well."""
     tls_ca: str | None = None
     """Certificates of the authorities that sign the server's certificate, in PEM format. They
     enable encryption."""

@@ -19,6 +19,8 @@ OPERATOR = "operator"
 ACCOUNT = "PAGEMILL"
 SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 """Service of the system account that reports whether acknowledged messages are synced."""
+SERVER_LIMITS = "$SYS.REQ.SERVER.PING.VARZ"
+"""Service of the system account that reports the server's limits, for coordinators."""
 
 # The broker answers this to every identity, with its clock.
 _USER_INFO = "$SYS.REQ.USER.INFO"
@@ -122,6 +124,7 @@ def permissions_of(identity: str) -> Permissions:
         case "coordinator":
             return _stage_worker(base).with_(
                 [
+                    SERVER_LIMITS,
                     *_creates_streams(),
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
                     # The probe of a stream is a purge of a subject that no message has.

@@ -134,6 +134,7 @@ PUBLISHED = [
     ("a", "$JS.ACK.REQUESTS.coordinator.1.1.1.1.1"),
     ("gateway", "$JS.API.CONSUMER.MSG.NEXT.STAGES.engine_demo_interactive"),
     ("a", "$SYS.REQ.SERVER.PING.JSZ"),
+    *((user, "$SYS.REQ.SERVER.PING.VARZ") for user in ("a", "engine", "gateway")),
 ]
 SUBSCRIBED = [
     *(("a", subject) for subject in (">", "pm.>", "pm.request.>", "pm.append.>", "pm.stage.>")),

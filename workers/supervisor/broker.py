@@ -29,7 +29,7 @@ def start_embedded(config: Config) -> EmbeddedServer:
 
     Raises ConfigError or Unavailable.
     """
-    keyring = Keyring(keys_folder(config), config.nats.tenant_connections)
+    keyring = Keyring(keys_folder(config), config.nats)
     # A tenant of the first start may have been removed since.
     keyring.complete([] if keyring.accounts_file.exists() else [DEFAULT_TENANT])
     broker = EmbeddedServer(
