@@ -12,10 +12,15 @@ class TenantShares:
     """
 
     def __init__(self, total: int, *, has_tenants: bool, ratio: int = 1) -> None:
-        self._free = total
+        self._total = self._free = total
         self._has_tenants = has_tenants
         self._ratio = ratio
         self._held: Counter[str] = Counter()
+
+    def change(self, total: int, *, has_tenants: bool) -> None:
+        """Change the total and the rule. Amounts that tenants hold stay theirs."""
+        self._free += total - self._total
+        self._total, self._has_tenants = total, has_tenants
 
     def take(self, tenant: str, amount: int) -> bool:
         """Take an amount for a tenant, until `give_back`. Return False if it is not available."""

@@ -128,6 +128,7 @@ class AppContext:
     def reload(self, config: Config) -> None:
         """Take over the API keys of a changed configuration."""
         self._keyring = Keyring(config.gateway.api_keys)
+        self.bodies.set_keys(config.gateway.api_keys)
         self.origins.set_keys(config.gateway.api_keys)
 
     async def close(self) -> None:

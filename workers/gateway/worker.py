@@ -23,7 +23,6 @@ from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.accepting import Acceptor
-from workers.gateway.http.auth import has_several_tenants
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.http.places import ConnectionPlaces
 from workers.gateway.openapi.document import KINDS, TABLES
@@ -47,15 +46,12 @@ async def main(context: Context) -> None:
             context.log.warning("fewer_connections", max_connections=num_connections)
         limits = ConnectionLimits(
             config,
-            ConnectionPlaces(
-                num_connections,
-                has_keys=bool(config.api_keys),
-                has_tenants=has_several_tenants(config.api_keys),
-            ),
+            ConnectionPlaces(num_connections, config.api_keys),
             refused=context.metrics.counter("http_connections_refused_total"),
             displaced=context.metrics.counter("http_connections_displaced_total"),
             slow=context.metrics.counter("http_slow_clients_total"),
         )
+        context.reloader.takers.append(lambda new: limits.places.set_keys(new.gateway.api_keys))
         server = _server(app, limits)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener, context.bus)

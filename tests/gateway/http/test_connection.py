@@ -264,7 +264,7 @@ class Unread(asyncio.Transport):
 
 def test_a_client_that_reads_slowly_is_not_disconnected() -> None:
     clock, transport, slow = Clock(), Unread(), Counter()
-    places = ConnectionPlaces(8, has_keys=False, has_tenants=False)
+    places = ConnectionPlaces(8, [])
     limits = ConnectionLimits(GatewayConfig(), places, Counter(), Counter(), slow)
     place = Place("127.0.0.1", close=transport.abort)
     places.open(place)

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.config.schema import ApiKey
+from workers.gateway.http.auth import digest
 from workers.gateway.http.places import (
     ADDRESSES_PART,
     TENANT_RATIO,
@@ -17,6 +19,7 @@ from workers.gateway.http.places import (
 )
 
 TENANTS = ["a", "b", "c", "d"]
+KEYS = [ApiKey(tenant, digest(tenant)) for tenant in TENANTS]
 ADDRESSES = ["192.0.2.1", "192.0.2.2", "192.0.2.3"]
 
 
@@ -31,7 +34,7 @@ class Model:
     closed: list[Place] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.places = ConnectionPlaces(self.total, has_keys=self.has_keys, has_tenants=True)
+        self.places = ConnectionPlaces(self.total, KEYS if self.has_keys else [])
 
     @property
     def num_for_addresses(self) -> int:
@@ -79,9 +82,11 @@ class Model:
         num_own = sum(
             other.is_busy and other.tenant == tenant for other in self.open if other is not place
         )
-        num_free = max(2, self.total - self.num_for_addresses) - num_busy
+        num_places = max(2 if self.has_keys else 1, self.total - self.num_for_addresses)
+        num_free = num_places - num_busy - 1
         is_served = self.places.claim(place, tenant)
-        assert is_served == (num_own + 1 <= TENANT_RATIO * (num_free - 1))
+        max_own = TENANT_RATIO * num_free if self.has_keys else num_places
+        assert is_served == (num_free >= 0 and num_own + 1 <= max_own)
         return is_served
 
 
@@ -124,7 +129,7 @@ def test_only_the_right_connections_close(data: Any, total: int, has_keys: bool)
 def test_a_tenant_within_its_share_always_gets_a_place(
     total: int, strangers: int, greedy: list[int], same_address: bool
 ) -> None:
-    places = ConnectionPlaces(total, has_keys=True, has_tenants=True)
+    places = ConnectionPlaces(total, KEYS)
 
     def connect(address: str) -> Place:
         place = Place(address, close=lambda: None)
@@ -145,7 +150,7 @@ def test_a_tenant_within_its_share_always_gets_a_place(
 
 
 def test_a_tenant_alone_has_three_quarters_and_equal_tenants_equal_shares() -> None:
-    places = ConnectionPlaces(1024, has_keys=True, has_tenants=True)
+    places = ConnectionPlaces(1024, KEYS)
 
     def claim(tenant: str) -> Place | None:
         place = Place("192.0.2.1", close=lambda: None)
@@ -173,11 +178,27 @@ def test_a_tenant_alone_has_three_quarters_and_equal_tenants_equal_shares() -> N
 
 
 def test_a_single_tenant_has_all_places_but_a_quarter() -> None:
-    places = ConnectionPlaces(100, has_keys=True, has_tenants=False)
+    places = ConnectionPlaces(100, KEYS[:1])
     opened = [Place("192.0.2.1", close=lambda: None) for _ in range(100)]
     for place in opened:
         assert places.open(place) is None
     assert sum(places.claim(place, "a") for place in opened) == 75
+
+
+def test_new_keys_divide_the_places_again() -> None:
+    places = ConnectionPlaces(16, [])
+    opened = [Place("192.0.2.1", close=lambda: None) for _ in range(16)]
+    for place in opened:
+        places.open(place)
+        assert places.claim(place, "")
+    places.set_keys(KEYS)
+    assert not places.claim(opened[0], "a")
+    for place in opened[1:]:
+        places.end(place)
+    # Three quarters of twelve.
+    assert [places.claim(place, "a") for place in opened] == [True] * 9 + [False] * 7
+    places.set_keys([])
+    assert all(places.claim(place, "") for place in opened)
 
 
 @pytest.mark.parametrize(

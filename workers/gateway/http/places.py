@@ -10,12 +10,14 @@ never closed. Instead, each tenant has a share of such connections.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import NamedTuple
 
+from shared.config.schema import ApiKey
 from shared.tenants.tenant_shares import TenantShares
+from workers.gateway.http.auth import has_several_tenants
 
 ADDRESSES_PART = 4
 """One in so many places is for connections without a valid key."""
@@ -53,19 +55,24 @@ class Place:
 class ConnectionPlaces:
     """The places of all connections of one gateway."""
 
-    def __init__(self, total: int, *, has_keys: bool, has_tenants: bool) -> None:
-        """`has_tenants` is true for more than one tenant. Without keys, there is one owner."""
+    def __init__(self, total: int, keys: Sequence[ApiKey]) -> None:
         self._total = total
-        self._has_keys = has_keys
-        self._for_addresses = max(1, total // ADDRESSES_PART) if has_keys else 0
-        # One place of several tenants always stays free, so one tenant needs two of them.
-        for_tenants = max(2 if has_tenants else 1, total - self._for_addresses)
-        self._busy = TenantShares(for_tenants, has_tenants=has_tenants, ratio=TENANT_RATIO)
+        self._busy = TenantShares(0, has_tenants=False, ratio=TENANT_RATIO)
+        self.set_keys(keys)
         self._num_held: Counter[Owner] = Counter()
         self._idle: dict[Owner, dict[Place, None]] = {}
         """Places that may close, by owner, the oldest first. Owners without any are left out."""
         self._num_open = 0
         self._changes = itertools.count(1)
+
+    def set_keys(self, keys: Sequence[ApiKey]) -> None:
+        """Divide the places for the configured keys. Without keys, there is one owner."""
+        self._has_keys = bool(keys)
+        self._for_addresses = max(1, self._total // ADDRESSES_PART) if keys else 0
+        has_tenants = has_several_tenants(keys)
+        # One place of several tenants always stays free, so one tenant needs two of them.
+        for_tenants = max(2 if has_tenants else 1, self._total - self._for_addresses)
+        self._busy.change(for_tenants, has_tenants=has_tenants)
 
     @property
     def are_scarce(self) -> bool:
