@@ -20,9 +20,9 @@ from shared.tenants.tenant_shares import TenantShares
 from workers.gateway.http.auth import has_several_tenants
 
 ADDRESSES_PART = 4
-"""One in so many places is for connections without a valid key."""
+"""One place in this number is kept for connections without a valid key."""
 TENANT_RATIO = 3
-"""Requests in progress of one tenant, compared with the number that are still free."""
+"""Limit on requests in progress of one tenant, as a multiple of the places that are free."""
 SCARCE = 0.75
 """Part of the places in use from which idle connections have little time."""
 
