@@ -20,6 +20,7 @@ from workers.gateway.http.places import (
 
 TENANTS = ["a", "b", "c", "d"]
 KEYS = [ApiKey(tenant, digest(tenant)) for tenant in TENANTS]
+EVENTS = ["connect", "claim", "connect", "claim", "renew", "end", "leave"]
 ADDRESSES = ["192.0.2.1", "192.0.2.2", "192.0.2.3"]
 
 
@@ -32,6 +33,8 @@ class Model:
     places: ConnectionPlaces = field(init=False)
     open: list[Place] = field(default_factory=list)
     closed: list[Place] = field(default_factory=list)
+    changed: dict[Place, int] = field(default_factory=dict)
+    """Number of the latest change of each connection."""
 
     def __post_init__(self) -> None:
         self.places = ConnectionPlaces(self.total, KEYS if self.has_keys else [])
@@ -49,11 +52,12 @@ class Model:
     def connect(self, address: str) -> Place | None:
         """Open a place, check the choice of the place that closes, and return the latter."""
         place = Place(address, close=lambda: None)
-        before = {other: (other.owner, other.since) for other in self.open}
+        before = {other: other.owner for other in self.open}
         idle = [other for other in self.open if not other.is_busy]
         num_held = {other: self.num_held(other.owner) for other in idle if other.owner}
         closing = self.places.open(place)
         self.open.append(place)
+        self.change(place)
         if closing is None:
             return None
         self.open.remove(closing)
@@ -65,19 +69,24 @@ class Model:
             assert not idle
             return closing
         assert closing in idle
-        owner, since = before[closing]
+        owner = before[closing]
         assert owner is not None
         for other in idle:
-            if before[other][0] == owner:
-                assert before[other][1] >= since  # It was the oldest of its owner.
-            elif (other_owner := before[other][0]) and other_owner.is_tenant == owner.is_tenant:
+            if before[other] == owner:
+                # It was the oldest of its owner.
+                assert self.changed[other] >= self.changed[closing]
+            elif (other_owner := before[other]) and other_owner.is_tenant == owner.is_tenant:
                 is_new = other_owner == place.owner
                 assert num_held[other] + is_new <= num_held[closing] + (owner == place.owner)
         if owner.is_tenant and self.has_keys:
             assert self.num_without_key() <= self.num_for_addresses
         return closing
 
+    def change(self, place: Place) -> None:
+        self.changed[place] = 1 + max(self.changed.values(), default=0)
+
     def claim(self, place: Place, tenant: str) -> bool:
+        self.change(place)
         num_busy = sum(other.is_busy for other in self.open if other is not place)
         num_own = sum(
             other.is_busy and other.tenant == tenant for other in self.open if other is not place
@@ -94,15 +103,23 @@ class Model:
 def test_only_the_right_connections_close(data: Any, total: int, has_keys: bool) -> None:
     model = Model(total, has_keys)
     for _ in range(data.draw(st.integers(0, 80))):
-        match data.draw(st.sampled_from(["connect", "connect", "claim", "claim", "end", "leave"])):
+        match data.draw(st.sampled_from(EVENTS)):
             case "connect":
                 model.connect(data.draw(st.sampled_from(ADDRESSES)))
             case "claim" if model.open:
                 place = data.draw(st.sampled_from(model.open))
                 tenant = data.draw(st.sampled_from(TENANTS)) if has_keys else ""
                 model.claim(place, tenant)
+            case "renew" if model.open:
+                place = data.draw(st.sampled_from(model.open))
+                owner, is_busy = place.owner, place.is_busy
+                model.places.renew(place)
+                model.change(place)
+                assert (place.owner, place.is_busy) == (owner, is_busy)
             case "end" if model.open:
-                model.places.end(data.draw(st.sampled_from(model.open)))
+                place = data.draw(st.sampled_from(model.open))
+                model.places.end(place)
+                model.change(place)
             case "leave" if model.open:
                 place = model.open.pop(data.draw(st.integers(0, len(model.open) - 1)))
                 model.places.leave(place)
@@ -112,6 +129,7 @@ def test_only_the_right_connections_close(data: Any, total: int, has_keys: bool)
         assert all(place.owner is not None for place in model.open)
     for place in model.closed:
         model.places.end(place)
+        model.places.renew(place)
         assert not model.places.claim(place, "a")
         assert place.owner is None
     # Nothing is left of connections that have closed.

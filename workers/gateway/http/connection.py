@@ -135,6 +135,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._in_body = False, True
         self._stop_timer()
+        self._limits.places.renew(self._place)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

@@ -8,7 +8,6 @@ tenant or address with the most connections. A tenant's connection with a reques
 never closed. Instead, each tenant has a share of such connections.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ class Place:
     """Tenant of the request in progress, if that request had a valid key."""
     is_busy: bool = False
     """Whether it must not close, because it counts for the share of its tenant."""
-    since: int = 0
-    """Number of the latest change, which orders the places by age."""
 
 
 class ConnectionPlaces:
@@ -60,10 +57,12 @@ class ConnectionPlaces:
         self._busy = TenantShares(0, has_tenants=False, ratio=TENANT_RATIO)
         self.set_keys(keys)
         self._num_held: Counter[Owner] = Counter()
-        self._idle: dict[Owner, dict[Place, None]] = {}
-        """Places that may close, by owner, the oldest first. Owners without any are left out."""
-        self._num_open = 0
-        self._changes = itertools.count(1)
+        self._idle: dict[bool, dict[Owner, dict[Place, None]]] = {False: {}, True: {}}
+        """Places that may close, of addresses and of tenants (True), by owner. The oldest place
+        of an owner is first, and so is the owner whose latest place is the oldest. Owners without
+        any are left out."""
+        self._num_open = {False: 0, True: 0}
+        """Number of places of addresses, and of tenants (True)."""
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         """Divide the places for the configured keys. Without keys, there is one owner."""
@@ -77,7 +76,7 @@ class ConnectionPlaces:
     @property
     def are_scarce(self) -> bool:
         """Whether idle connections should soon close."""
-        return self._num_open > self._total * SCARCE
+        return sum(self._num_open.values()) > self._total * SCARCE
 
     def open(self, place: Place) -> Place | None:
         """Add a new connection. Return the connection to close for it, which has left its place.
@@ -85,7 +84,7 @@ class ConnectionPlaces:
         If no other connection may close, this is `place` itself.
         """
         self._add(place, self._owner_without_key(place))
-        if self._num_open <= self._total:
+        if sum(self._num_open.values()) <= self._total:
             return None
         closing = self._next_to_close()
         self.leave(closing)
@@ -102,6 +101,13 @@ class ConnectionPlaces:
         place.is_busy, place.tenant = self._busy.take(tenant, 1), tenant
         self._add(place, Owner(is_tenant=True, name=tenant))
         return place.is_busy
+
+    def renew(self, place: Place) -> None:
+        """Mark an idle connection as the newest of its owner, because a request has arrived."""
+        if place.owner is not None and not place.is_busy:
+            owner = place.owner
+            self._remove(place)
+            self._add(place, owner)
 
     def end(self, place: Place) -> None:
         """Mark the connection as idle, after a request with or without a valid key."""
@@ -123,16 +129,18 @@ class ConnectionPlaces:
         return Owner(not self._has_keys, place.address if self._has_keys else "")
 
     def _add(self, place: Place, owner: Owner) -> None:
-        place.owner, place.since = owner, next(self._changes)
-        self._num_open += 1
+        place.owner = owner
+        self._num_open[owner.is_tenant] += 1
         self._num_held[owner] += 1
         if not place.is_busy:
-            self._idle.setdefault(owner, {})[place] = None
+            owners = self._idle[owner.is_tenant]
+            places = owners[owner] = owners.pop(owner, {})
+            places[place] = None
 
     def _remove(self, place: Place) -> None:
         owner, place.owner = place.owner, None
         assert owner is not None
-        self._num_open -= 1
+        self._num_open[owner.is_tenant] -= 1
         self._num_held[owner] -= 1
         if not self._num_held[owner]:
             del self._num_held[owner]
@@ -140,23 +148,17 @@ class ConnectionPlaces:
             place.is_busy = False
             self._busy.give_back(owner.name, 1)
             return
-        del self._idle[owner][place]
-        if not self._idle[owner]:
-            del self._idle[owner]
+        owners = self._idle[owner.is_tenant]
+        del owners[owner][place]
+        if not owners[owner]:
+            del owners[owner]
 
     def _next_to_close(self) -> Place:
         """Return the oldest idle place of the largest owner, in the part that uses too much."""
-        num_without_key = sum(n for owner, n in self._num_held.items() if not owner.is_tenant)
-        closes_tenant = num_without_key <= self._for_addresses
-        return max(
-            (next(iter(places)) for places in self._idle.values()),
-            key=lambda place: self._order_of_closing(place, closes_tenant=closes_tenant),
-        )
-
-    def _order_of_closing(self, place: Place, *, closes_tenant: bool) -> tuple[bool, int, int]:
-        assert place.owner is not None
-        is_of_part = place.owner.is_tenant == closes_tenant
-        return is_of_part, self._num_held[place.owner], -place.since
+        closes_tenant = self._num_open[False] <= self._for_addresses
+        owners = self._idle[closes_tenant] or self._idle[not closes_tenant]
+        largest = max(owners, key=self._num_held.__getitem__)
+        return next(iter(owners[largest]))
 
 
 def network_of(host: str) -> str:
