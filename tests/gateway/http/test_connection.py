@@ -82,38 +82,31 @@ async def metric(connection: Connection, name: str, key: str = "") -> float:
     return float(line.rpartition(" ")[2])
 
 
-ANSWER = question() | {
-    "stream": True,
-    "n": 8,
-    "max_tokens": 900,
-    "ignore_eos": True,
-    "logprobs": True,
-    "top_logprobs": 20,
-}
+UPLOAD = (
+    b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 1000"
+    b"\r\nContent-Type: multipart/form-data; boundary=x\r\n\r\n"
+)
 
 
-async def begin_streams(
+async def begin_uploads(
     gateway: Gateway, number: int, key: str = "", trust: ssl.SSLContext | None = None
 ) -> list[tuple[bytes, Connection]]:
-    """Begin to stream a long answer on several connections. Return the heads of the responses.
+    """Begin uploads that do not end, so that these requests stay in progress.
 
-    The clients read no more of it, so that these requests stay in progress.
+    Return the heads of the responses, which are `100 Continue` unless a request was refused.
     """
-    request, begun = post("/v1/chat/completions", ANSWER), []
+    begun = []
     for _ in range(number):
         reader, writer = await connect(gateway, trust)
-        writer.write(with_key(key, request) if key else request)
-        head = await reader.readuntil(b"\r\n\r\n")
-        begun.append((head, (reader, writer)))
-        (request_id,) = re.findall(rb"x-request-id: (\S+)", begun[0][0])
-        request = HEALTH.replace(b"/health", b"/v1/requests/%b/stream" % request_id)
+        writer.write(with_key(key, UPLOAD) if key else UPLOAD)
+        begun.append((await reader.readuntil(b"\r\n\r\n"), (reader, writer)))
     return begun
 
 
 async def test_connections_have_a_limit(another: Start) -> None:
     gateway = another(max_connections=4)
-    begun = await begin_streams(gateway, 4)
-    held = [connection for head, connection in begun if head.startswith(b"HTTP/1.1 200")]
+    begun = await begin_uploads(gateway, 4)
+    held = [connection for head, connection in begun if head.startswith(b"HTTP/1.1 100")]
     assert len(held) == 4
 
     # The error response comes before any request.
@@ -134,14 +127,13 @@ async def test_connections_have_a_limit(another: Start) -> None:
             await asyncio.sleep(0.05)
     probe = await connect(gateway)
     assert await metric(probe, REFUSED) >= 2
-    for reader, _ in held:
-        assert await reader.read(1)
+    assert await metric(probe, IN_FLIGHT) == 3 + 1
     await leave(probe, *held)
 
 
 async def test_refused_connections_have_a_limit_too(another: Start) -> None:
     gateway = another(max_connections=1)
-    ((_, held),) = await begin_streams(gateway, 1)
+    ((_, held),) = await begin_uploads(gateway, 1)
     before = num_files(gateway)
     crowd = await asyncio.gather(*(connect(gateway) for _ in range(3 * MAX_LINGERING)))
     answers = await asyncio.gather(*(reader.read() for reader, _ in crowd), return_exceptions=True)
@@ -158,12 +150,12 @@ async def test_refused_connections_have_a_limit_too(another: Start) -> None:
 async def test_refused_tls_connections_get_a_503(another: Start, tmp_path: Path) -> None:
     trust = await certificate(tmp_path)
     gateway = another(tls_cert="cert.pem", tls_key="key.pem", max_connections=1)
-    ((_, held),) = await begin_streams(gateway, 1, trust=trust)
+    ((_, held),) = await begin_uploads(gateway, 1, trust=trust)
     refused = await connect(gateway, trust)
     head, body = await get(refused)
     assert head.startswith(b"HTTP/1.1 503")
     check_error(body, "overloaded")
-    assert await held[0].read(1)
+    assert not held[0].at_eof()
     await leave(held, refused)
 
 
@@ -197,6 +189,16 @@ async def test_pending_handshakes_count_as_connections(another: Start, tmp_path:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
     await leave(client, *silent)
+
+
+ANSWER = question() | {
+    "stream": True,
+    "n": 8,
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
 
 
 @pytest.mark.parametrize(

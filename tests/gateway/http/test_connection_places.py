@@ -16,7 +16,7 @@ from tests.gateway.http.test_connection import (
     IN_FLIGHT,
     REFUSED,
     Connection,
-    begin_streams,
+    begin_uploads,
     connect,
     get,
     leave,
@@ -50,7 +50,7 @@ async def check_health(connection: Connection) -> bool:
 @pytest.mark.parametrize("is_spread", [False, True], ids=["one address", "many addresses"])
 async def test_a_crowd_of_strangers_locks_no_tenant_out(another: Start, is_spread: bool) -> None:
     gateway = another(api_keys=KEYS, page=False)
-    ((_, stream),) = await begin_streams(gateway, 1, "a")
+    ((_, upload),) = await begin_uploads(gateway, 1, "a")
     crowd = []
     for i in range(1100):
         address = f"127.0.{1 + i // 250}.{1 + i % 250}" if is_spread else "127.0.0.1"
@@ -65,8 +65,8 @@ async def test_a_crowd_of_strangers_locks_no_tenant_out(another: Start, is_sprea
     tenant = await connect(gateway)
     assert await metric(tenant, DISPLACED, key="a") >= 1 + 1100 - 1024
     assert await metric(tenant, REFUSED, key="a") == 0
-    assert await metric(tenant, IN_FLIGHT, key="a") >= 2  # The stream has not been closed.
-    await leave(tenant, stream, *crowd)
+    assert await metric(tenant, IN_FLIGHT, key="a") >= 2  # The upload has not been closed.
+    await leave(tenant, upload, *crowd)
 
 
 async def test_silent_handshakes_lock_no_tenant_out(another: Start, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ async def test_silent_handshakes_lock_no_tenant_out(another: Start, tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "TLS"])
-async def test_streams_of_one_tenant_lock_no_other_out(
+async def test_requests_of_one_tenant_lock_no_other_out(
     another: Start, tmp_path: Path, is_tls: bool
 ) -> None:
     trust: ssl.SSLContext | None = None
@@ -96,10 +96,10 @@ async def test_streams_of_one_tenant_lock_no_other_out(
         trust = await certificate(tmp_path)
         tls = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
     gateway = another(api_keys=KEYS, page=False, max_connections=16, **tls)
-    streams = []
-    for head, connection in await begin_streams(gateway, 16, "a", trust):
-        if head.startswith(b"HTTP/1.1 200"):
-            streams.append(connection)
+    uploads = []
+    for head, connection in await begin_uploads(gateway, 16, "a", trust):
+        if head.startswith(b"HTTP/1.1 100"):
+            uploads.append(connection)
             continue
         assert head.startswith(b"HTTP/1.1 503")
         (length,) = re.findall(rb"content-length: (\d+)", head)
@@ -108,19 +108,19 @@ async def test_streams_of_one_tenant_lock_no_other_out(
         assert "gateway.max_connections" in json.loads(body)["error"]["message"]
         await leave(connection)
     # Three quarters of the twelve places of tenants.
-    assert len(streams) == 9
+    assert len(uploads) == 9
     # New connections displace no request in progress.
-    streams += [await connect(gateway, trust) for _ in range(16)]
+    strangers = [await connect(gateway, trust) for _ in range(16)]
     other = await connect(gateway, trust)
     assert (await get(other, with_key("b", MODELS)))[0].startswith(b"HTTP/1.1 200")
     assert await metric(other, IN_FLIGHT, key="b") == 9 + 1
     await leave(other)
-    await leave(*streams)
+    await leave(*uploads, *strangers)
 
 
 async def test_without_keys_an_idle_connection_closes_for_a_new_one(another: Start) -> None:
     gateway = another(max_connections=4)
-    ((_, busy),) = await begin_streams(gateway, 1)
+    ((_, busy),) = await begin_uploads(gateway, 1)
     idle = []
     for _ in range(3):
         idle.append(await connect(gateway))
@@ -137,7 +137,7 @@ async def test_without_keys_an_idle_connection_closes_for_a_new_one(another: Sta
 async def test_idle_connections_have_little_time_while_places_are_scarce(another: Start) -> None:
     gateway = another(max_connections=4)
     idle = [await connect(gateway) for _ in range(4)]
-    for connection in idle:
+    for connection in [*idle, *idle]:  # All have been accepted before the second round.
         await get(connection)
     async with asyncio.timeout(20):  # Otherwise it is 30 s.
         assert await idle[0][0].read() == b""

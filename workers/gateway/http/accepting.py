@@ -8,6 +8,7 @@ reports the first, so that a burst could do the same.
 import asyncio
 import socket
 import ssl
+from functools import partial
 from typing import Protocol
 
 from shared.helpers.task_set import TaskSet
@@ -57,7 +58,8 @@ class Acceptor:
                 continue
             place = Place(network_of(address[0]), close=sock.close)
             if self._limits.admit(place):
-                place.close = self._connecting.start(self._connect(sock, place)).cancel
+                task = self._connecting.start(self._connect(sock, place))
+                place.close = partial(_cancel, task)
             else:
                 sock.close()
             # The task begins before it can be cancelled for another connection, and connections
@@ -79,3 +81,7 @@ class Acceptor:
             # A failed handshake needs no report: the client's TLS library notices it.
             if not isinstance(error, OSError):
                 raise
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from shared.config.schema import GatewayConfig
-from shared.errors import InvalidRequest, Overloaded, PagemillError
+from shared.errors import InvalidRequest, PagemillError
 from shared.protocol.encoding import to_json
 from shared.telemetry.metrics import Counter
 from workers.gateway.http import errors
@@ -103,7 +103,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if self._place.owner is None:
             self.connections.discard(self)
-            self._refuse(Overloaded("there are too many connections (gateway.max_connections)"))
+            self._refuse(errors.NoPlace("there are too many connections (gateway.max_connections)"))
         else:
             self._place.close = self._give_way
             self._start_head_timer()
@@ -183,10 +183,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return not self._in_body and (self.cycle is None or self.cycle.response_complete)
 
     def _claim_place(self, tenant: str) -> None:
-        """Count the request that begins for the tenant of its valid key. Raises Overloaded."""
+        """Count the request that begins for the tenant of its valid key. Raises NoPlace."""
         self._is_unsent = False
         if not self._limits.places.claim(self._place, tenant):
-            raise Overloaded(
+            raise errors.NoPlace(
                 "this tenant has too many requests in progress at this gateway, which keeps places"
                 " for others (gateway.max_connections); try again when one of them has ended"
             )
@@ -259,7 +259,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def claim_place(scope: Scope, tenant: str) -> None:
-    """Count a request with a valid key for its tenant, until its end. Raises Overloaded."""
+    """Count a request with a valid key for its tenant, until its end. Raises NoPlace."""
     claim: Callable[[str], None] | None = scope.get("claim_place")
     if claim is not None:
         claim(tenant)

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from shared.errors import (
     InvalidRequest,
+    Overloaded,
     PagemillError,
     RequestError,
     ToolFailure,
@@ -41,6 +42,12 @@ class RateLimited(RequestError):
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = wait_s
+
+
+class NoPlace(Overloaded):
+    """The gateway has no place for a connection, or for another request of a tenant."""
+
+    fault = "client"
 
 
 class UnknownParameter(RequestError):
