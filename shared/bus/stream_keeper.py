@@ -30,7 +30,13 @@ class TaskStream(NamedTuple):
     since_ms: float = 0.0
     """Time of its creation, in Unix milliseconds of the broker's clock."""
     first_sequence: int = 0
-    """First sequence, which is higher than all sequences of earlier streams of tasks."""
+    """First sequence, which is higher than all sequences of earlier streams of tasks: the time of
+    its creation in microseconds."""
+
+    @property
+    def created_ms(self) -> float:
+        """Time of its creation. Unlike `since_ms`, it is known while tasks may be lost."""
+        return self.first_sequence / 1000
 
 
 class StreamKeeper:

@@ -122,6 +122,7 @@ class Context:
             self.metrics,
             self.pipelines,
         )
+        bus.queues.on_tasks_lost(self.stage.claims.record_again)
         self.quotas = StorageQuotas(bus)
         self.shutdown = Shutdown()
         self.reloader = Reloader(config, None, log)

@@ -116,6 +116,8 @@ class LogWriter:
         self.output = output
         self.records = [record for record in records if not isinstance(record, UnknownRecord)]
         """Records of known kinds in the log when it was opened."""
+        self.stored_ms = stored[-1].stored_ms if stored else 0.0
+        """Time at which the last of them was stored, by the broker's clock."""
         self.before_first: Callable[[], Awaitable[None]] | None = None
         """Awaited once, before the first append of this writer; see `begin`."""
         self._bus = bus

@@ -58,6 +58,9 @@ CAPACITY = 8
 # The coordinator's work takes milliseconds and may be done twice: when one dies at a deadline or a
 # cancellation, the next must still be in time.
 ACK_WAIT_S = 1.0
+# Time after a loss of all tasks in which workers connect again, notice the loss within a second,
+# and record which requests they still have.
+REJOIN_S = 1.5
 
 
 async def main(context: Context) -> None:
@@ -162,9 +165,8 @@ class Coordinator:
             cache_salt=request.cache_salt or "",
             prompt_cache_key=request.prompt_cache_key or "",
         )
-        if bus.now_ms() >= ticket.deadline_ms:
-            allowed_s = (ticket.deadline_ms - ticket.accepted_ms) / 1000
-            await self._expire(job, allowed_s, request.on_late)
+        has_expired = await self._has_expired(job, ticket, request.on_late)
+        if has_expired or await self._is_put_off(delivery, ticket):
             return
         job.header = TaskHeader(
             request_id=request_id,
@@ -194,6 +196,23 @@ class Coordinator:
                 await delivery.ack()
                 return
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
+
+    async def _has_expired(self, job: Job, ticket: RequestTicket, on_late: OnLate) -> bool:
+        """Return whether the request has reached its deadline, and end it then."""
+        if self._context.bus.now_ms() < ticket.deadline_ms:
+            return False
+        await self._expire(job, (ticket.deadline_ms - ticket.accepted_ms) / 1000, on_late)
+        return True
+
+    async def _is_put_off(self, delivery: Delivery, ticket: RequestTicket) -> bool:
+        """Put a request off while it is unknown whether a worker has its task, which is lost."""
+        bus = self._context.bus
+        created_ms = bus.streams.tasks.created_ms
+        until_ms = min(created_ms + 1000 * REJOIN_S, ticket.deadline_ms)
+        if ticket.accepted_ms >= created_ms or bus.now_ms() >= until_ms:
+            return False
+        await delivery.retry((until_ms - bus.now_ms()) / 1000)
+        return True
 
     async def _sequence_in_flight(self, request_id: str) -> int:
         """Return the sequence of the request with this id that has tasks; 0 if none is queued.
