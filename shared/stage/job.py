@@ -272,7 +272,7 @@ class ClaimedJobs:
     def _is_held(self, job: Job, is_alive: bool, written_ms: float) -> bool:
         """Return whether another worker still has the request of a task that was lost.
 
-        That worker cannot report progress of the lost task, so the records in its log count.
+        Its worker cannot report progress of the lost task, so the records in its log count.
         """
         if not self.may_be_held(job):
             return False
@@ -311,7 +311,7 @@ class ClaimedJobs:
     def record_again(self) -> None:
         """Write the records of this worker's attempts again, after the broker has lost them.
 
-        Other workers then leave it the requests, whose tasks are made again.
+        Other workers then leave these requests to this worker.
         """
         for job in self._jobs.values():
             self._start(self._record_again(job))
