@@ -20,7 +20,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import LogRecord, OutputRecord, named_error
 from shared.protocol.requests import GenerateRequest, encode_request, version_of_request
-from shared.protocol.versions import OLDEST_VERSION, needed_version
+from shared.protocol.versions import OLDEST_VERSION, needed_version, version_header
 from shared.state import media_store
 from shared.state.log_reader import LogReader, NotEnded
 
@@ -42,15 +42,15 @@ async def ask(
     bus: Bus,
     request: GenerateRequest,
     request_id: str,
-    tenant: str = "",
     sampling: Mapping[str, Any] | None = None,
     *,
     is_repeated: bool = False,
 ) -> AsyncIterator[LogRecord]:
     """Publish `request` and yield the records of its log in order, up to the final one.
 
-    `sampling` has sampling parameters that replace the request's. They take precedence over the
-    model's configured defaults, even where they are equal to the defaults of SamplingParams.
+    The id contains the tenant of the request, see `shared.protocol.names.scoped_id`. `sampling` has
+    sampling parameters that replace the request's. They take precedence over the model's configured
+    defaults, even where they are equal to the defaults of SamplingParams.
 
     A request id that was used before yields the log of the earlier request. With `is_repeated`,
     that log is read at once. Raises Overloaded when the queue is full. Raises Unavailable when the
@@ -58,7 +58,7 @@ async def ask(
     after that time.
     """
     async with LogReader(bus, request_id, 0) as reader:
-        await publish_request(bus, request, request_id, tenant, sampling)
+        await publish_request(bus, request, request_id, sampling)
         async for record in reader.records(at_once=is_repeated, timeout_s=request.timeout_s):
             if isinstance(record, LogRecord):
                 yield record
@@ -68,15 +68,14 @@ async def publish_request(
     bus: Bus,
     request: GenerateRequest,
     request_id: str,
-    tenant: str = "",
     sampling: Mapping[str, Any] | None = None,
 ) -> None:
-    """Publish `request`. Raises as `ask` does."""
+    """Publish `request`, unless a request with this id is in flight. Raises as `ask` does."""
     _check_request_id(request_id)
     _check_model(request.model)
-    data, subject = encode_request(request, sampling), subjects.request(request.model)
-    version = version_of_request(request, sampling)
-    await bus.publish(subject, data, request_id, tenant, version)
+    subject, data = subjects.request(request.model, request_id), encode_request(request, sampling)
+    headers = version_header(version_of_request(request, sampling))
+    await bus.publish_without_id(subject, data, headers)
 
 
 async def follow(
@@ -139,10 +138,7 @@ async def cancel(bus: Bus, request_id: str) -> None:
 
     The log then ends with the error `cancelled`, unless it has ended already.
     """
-    name, tenant = names.split_id(request_id)
-    _check_request_id(name)
-    if tenant:
-        _check_name(tenant, "request_id")
+    _check_request_id(request_id)
     # The stream stores one cancellation per request, so duplicates need no message id.
     await bus.publish_without_id(subjects.cancel(request_id), b"")
 
@@ -270,8 +266,11 @@ async def _request(
 
 
 def _check_request_id(value: str) -> None:
-    _check_name(value, "request_id")
-    if not names.is_request_id(value):
+    name, mark, tenant = value.partition(names.TENANT_MARK)
+    _check_name(name, "request_id")
+    if mark:
+        _check_name(tenant, "request_id")
+    if not names.is_request_id(name):
         raise InvalidRequest(
             f"request ids must not start with {names.RESERVED_PREFIX!r}: that prefix is reserved"
             " for item tasks",

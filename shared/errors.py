@@ -27,6 +27,7 @@ PagemillError               internal_error; server; not retryable
 ├── ServerError             server; retryable
 │   ├── Unavailable         the broker or a storage does not answer
 │   ├── StoreInUse          another process has the store of the embedded broker open
+│   ├── DiskFull            a disk has too little free space; only its client may try again
 │   ├── Overloaded          a work queue is full; the client may try again later
 │   │   └── StageBusy       a task of a stage has waited for too long; only its client retries
 │   ├── GrammarNotTried     no time or process for the trial of a grammar; only its client retries
@@ -41,7 +42,6 @@ PagemillError               internal_error; server; not retryable
 ├── ToolFailure             server; a response cannot continue because of its tools; not retryable
 ├── NotFound                client; there is no such request, dead letter or model on a hub
 ├── AccessDenied            client; a hub refuses access to this model
-├── DiskFull                server; a download does not fit onto the disk
 ├── CorruptDownload         server; a file does not have the hub's checksum or length; retryable
 ├── Fenced                  server; another writer has appended to this token log
 └── ConfigError             server; a configuration value is invalid; names file, key and type
@@ -170,6 +170,17 @@ class StoreInUse(ServerError):
     code = "store_in_use"
 
 
+class DiskFull(ServerError):
+    code = "disk_full"
+    retry_after_s = 30.0
+
+    @classmethod
+    def of(cls, place: str, free_bytes: int, needed_bytes: int, remedy: str) -> "DiskFull":
+        """Return the error for a place with too little free space."""
+        numbers = f"{free_bytes} bytes free, and needs {needed_bytes}"
+        return cls(f"{place} has {numbers}: {remedy}")
+
+
 class Overloaded(ServerError):
     code = "overloaded"
     retry_after_s = 1.0
@@ -230,10 +241,6 @@ class NotFound(PagemillError):
 class AccessDenied(PagemillError):
     code = "access_denied"
     fault = "client"
-
-
-class DiskFull(PagemillError):
-    code = "disk_full"
 
 
 class CorruptDownload(PagemillError):

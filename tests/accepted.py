@@ -17,6 +17,6 @@ async def consume_requests(bus: Bus) -> Consumer:
 async def next_request(inbox: Consumer, model: str) -> Delivery:
     """Return the next request of `model`, and remove the requests that earlier tests have left."""
     async with asyncio.timeout(5):
-        while (delivery := await inbox.next()).subject != subjects.request(model):
+        while subjects.model_of_request((delivery := await inbox.next()).subject) != model:
             await delivery.ack()
     return delivery

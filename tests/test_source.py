@@ -69,16 +69,18 @@ ALLOWED = {
     },  # addresses from heartbeats
     "shared.blobs.protocol": {"socket.socket"},  # that it is given
     "shared.blobs.server": {"socket.socket", ".read_text"},  # the boot's id
+    "shared.helpers.sandbox": {"os.open"},  # a folder without a name
     "shared.stage.signals": {"os.open"},  # the terminal
-    "shared.telemetry.prometheus": {
-        "prometheus_client.start_http_server"
-    },  # where the operator says
-    "workers.gateway.http.tls": {"socket.socket"},  # who has connected
+    "shared.net.listening": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
+    "shared.stage.listeners": {"socket.socket"},
+    "shared.blobs.store": {"socket.socket"},  # that it is given
+    "shared.telemetry.prometheus": {"socket.socket"},  # that it is given
+    "workers.gateway.http.accepting": {"socket.socket"},  # who has connected
     "workers.gateway.routes.page": {".read_bytes"},  # of this package
     "shared.vision.embedding_directory": {
         ".read_bytes"
     },  # names are hashes, in the operator's own directory
-    "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
+    "workers.gateway.worker": {"socket.socket"},  # that it is given
     # The operator's own files, on the operator's own machine.
     "shared.bus.embedded_server": {"socket.socket", ".open"},
     "shared.bus.store_lock": {".open"},

@@ -24,16 +24,16 @@ TENANTS = "tenants"
 DEFAULT_TENANT = "local"
 """The tenant that `pagemill up` makes for clients on its machine."""
 
-TENANT_CONNECTIONS = NatsConfig().tenant_connections
+_DEFAULTS = NatsConfig()
 
 
 class Keyring:
     """The keys in a folder."""
 
-    def __init__(self, folder: Path, tenant_connections: int = TENANT_CONNECTIONS) -> None:
-        """The accounts allow each tenant `tenant_connections` connections."""
+    def __init__(self, folder: Path, settings: NatsConfig = _DEFAULTS) -> None:
+        """`settings` has the limits of each tenant's account."""
         self.folder = folder
-        self._tenant_connections = tenant_connections
+        self._settings = settings
         self.accounts_file = folder / ACCOUNTS_FILE
 
     @property
@@ -103,7 +103,7 @@ class Keyring:
     def _write_accounts(self) -> None:
         workers = {name: _public(seed_file(self.folder, name)) for name in _identities()}
         tenants = {name: _public(self.file_of_tenant(name)) for name in self.tenants}
-        config = accounts_config(workers, tenants, self._tenant_connections)
+        config = accounts_config(workers, tenants, self._settings)
         _replace(self.accounts_file, config.encode())
 
 

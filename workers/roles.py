@@ -32,6 +32,8 @@ class RoleSpec:
     """Whether a worker that starts without torch loads it for some models."""
     min_workers: int = 0
     """Workers that a pool of this role always needs."""
+    has_blobs: bool = False
+    """Whether its workers serve blobs."""
     section: str = ""
     """Section of the configuration that its workers read, by default the one of the same name."""
 
@@ -47,6 +49,7 @@ class RoleSpec:
 
 AGENT = "agent"
 AUTOSCALER = "autoscaler"
+GATEWAY = "gateway"
 POOL = "pool"
 
 _ROLES: dict[str, RoleSpec] = {}
@@ -93,12 +96,24 @@ for _spec in (
         uses_torch=False,
         # The gateway calls renderers directly, without a queue that could hold the call.
         min_workers=1,
+        has_blobs=True,
     ),
-    RoleSpec("encoder", "workers.encoder.worker", "Encoder", "turns images into embeddings"),
     RoleSpec(
-        "prefill", "workers.engine.prefill", "Prefill", "computes long prompts", section="engine"
+        "encoder",
+        "workers.encoder.worker",
+        "Encoder",
+        "turns images into embeddings",
+        has_blobs=True,
     ),
-    RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
+    RoleSpec(
+        "prefill",
+        "workers.engine.prefill",
+        "Prefill",
+        "computes long prompts",
+        section="engine",
+        has_blobs=True,
+    ),
+    RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer", has_blobs=True),
     RoleSpec(
         "generator",
         "workers.generator.main",
@@ -136,7 +151,7 @@ for _spec in (
         uses_torch=False,
     ),
     RoleSpec(
-        "gateway",
+        GATEWAY,
         "workers.gateway.worker",
         "Gateway",
         "speaks HTTP",

@@ -217,11 +217,15 @@ def _run(name: str, settings: Settings) -> bool:
     if not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
+    figures = verdict.figures
+    console.print(
+        f"  engines began {figures['begun']:.0f} requests {figures['beginnings']:.0f} times"
+    )
     for kind in ("payloads", "http", "speech", "images"):
         if counts := verdict.counts[kind]:
             console.print(f"  {kind}: {_listed(sorted(counts.items()))}", markup=False)
-    if "engine_s" in verdict.figures:
-        console.print(f"  {_scaled_line(verdict.figures)}", markup=False)
+    if "engine_s" in figures:
+        console.print(f"  {_scaled_line(figures)}", markup=False)
     return verdict.clean
 
 

@@ -106,7 +106,7 @@ class Store:
         return {name: (await self._js.stream_info(name)).state.messages for name in COUNTED}
 
     async def queued_ids(self) -> list[str]:
-        """Return the message ids of the first requests that are still queued."""
+        """Return the ids of the first requests that are still queued."""
         ids: list[str] = []
         sequence = 0
         while len(ids) < MAX_LEFT:
@@ -119,7 +119,7 @@ class Store:
                 )
             except NotFoundError:
                 break
-            ids.append((message.headers or {}).get("Nats-Msg-Id", "?"))
+            ids.append(subjects.id_in(message.subject or "?"))
             sequence = message.seq or 0
         return ids
 

@@ -25,7 +25,6 @@ from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config.schema import Config, ModelConfig
 from shared.models.lazy_module import hide_torch
 from shared.protocol import subjects
-from shared.protocol.names import split_id
 from shared.protocol.records import ChoiceDelta, Finish, LogRecord, TokenChunk
 from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipelines_of
@@ -192,7 +191,7 @@ def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> Eng
     request = planned.request
     data = msgspec.json.encode(request)
     pipelines = pipelines_of(config)
-    subject = subjects.request(request.model, split_id(planned.bus_id)[1])
+    subject = subjects.request(request.model, planned.bus_id)
     sampling = admit(subject, planned.bus_id, data, config.models, pipelines).sampling
     images = _images(request, config)
     rendered = render(request.messages, images)

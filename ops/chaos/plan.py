@@ -24,8 +24,6 @@ from shared.protocol.requests import (
     TextPart,
 )
 from shared.protocol.sampling import SamplingParams
-from workers.gateway.core.ids import named_request_id
-from workers.gateway.openai.chat_assembler import CHAT
 
 MODEL = "demo"
 CODES, AUDIO = "codes", "audio"
@@ -210,9 +208,7 @@ class Planned(Struct, frozen=True):
 
     @property
     def bus_id(self) -> str:
-        """Id of the request on the bus, which gateways derive from the client's own."""
-        if self.http:
-            return named_request_id(CHAT, self.tenant, self.id)
+        """Id of the request on the bus."""
         return scoped_id(self.id, self.tenant)
 
 

@@ -28,7 +28,9 @@ from ops.docs.tables import (
 from shared.protocol import (
     audit,
     exceeded_shares,
+    full_stores,
     messages,
+    reading,
     records,
     renderer_rpc,
     requests,
@@ -36,7 +38,18 @@ from shared.protocol import (
     task_messages,
 )
 
-MODULES = (audit, exceeded_shares, messages, records, renderer_rpc, requests, steps, task_messages)
+MODULES = (
+    audit,
+    exceeded_shares,
+    full_stores,
+    messages,
+    reading,
+    records,
+    renderer_rpc,
+    requests,
+    steps,
+    task_messages,
+)
 FILE, SCHEMAS = REFERENCE / "messages.md", REFERENCE / "schemas.json"
 
 _EXAMPLE = re.compile(r"<!-- example (\w+) -->\n\n```json\n(.*?)```", re.DOTALL)

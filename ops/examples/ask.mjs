@@ -1,7 +1,7 @@
 // Ask Pagemill with the official NATS client: node ask.mjs "What can you do?" [image.png ...]
 import { randomUUID } from "node:crypto";
 import { readFileSync } from "node:fs";
-import { connect, headers, nkeyAuthenticator } from "@nats-io/transport-node";
+import { connect, nkeyAuthenticator } from "@nats-io/transport-node";
 
 const [question, ...images] = process.argv.slice(2);
 // The key of a tenant, which is signed with and never sent.
@@ -19,10 +19,8 @@ for (const image of images) {
   content.push({ type: "image_url", image_url: { url } });
 }
 const request = { model: "demo", messages: [{ role: "user", content }] };
-const id = headers();
-id.set("Nats-Msg-Id", requestId);
 // The acknowledgement of this publish means that the request is on the broker's disk.
-await nc.request("pm.request.demo", JSON.stringify(request), { headers: id, timeout: 5000 });
+await nc.request(`pm.request.demo.${requestId}`, JSON.stringify(request), { timeout: 5000 });
 let failed = false;
 for await (const message of log) {
   const record = message.json();

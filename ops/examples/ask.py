@@ -26,8 +26,7 @@ async def main(question: str, *images: str) -> None:
         content.append({"type": "image_url", "image_url": {"url": url}})
     body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": content}]})
     # The acknowledgement of this publish means that the request is on the broker's disk.
-    headers = {"Nats-Msg-Id": request_id}
-    await nc.jetstream().publish("pm.request.demo", body.encode(), headers=headers)
+    await nc.jetstream().publish(f"pm.request.demo.{request_id}", body.encode())
     while (record := json.loads((await log.next_msg(timeout=60)).data))["type"] == "tokens":
         print("".join(choice["text"] for choice in record["choices"]), end="", flush=True)
     sys.exit(record["error"]["message"] if record["type"] == "error" else print())

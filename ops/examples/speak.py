@@ -26,8 +26,7 @@ async def speak(text: str) -> AsyncIterator[bytes]:
     log = await nc.subscribe(f"pm.tokens.{request_id}.audio")
     own = await nc.subscribe(f"pm.tokens.{request_id}", max_msgs=1)  # its end, or its error
     body = json.dumps({"model": "demo", "given_text": text, "outputs": ["audio"]})
-    headers = {"Nats-Msg-Id": request_id}
-    await nc.jetstream().publish("pm.request.demo", body.encode(), headers=headers)
+    await nc.jetstream().publish(f"pm.request.demo.{request_id}", body.encode())
     end = asyncio.create_task(own.next_msg(timeout=600))
     while True:
         piece = asyncio.create_task(log.next_msg(timeout=600))

@@ -26,8 +26,7 @@ async def main(question: str, clip: bytes) -> None:
     video = {"type": "video_url", "video_url": {"url": url, "fps": 2}}
     content = [video, {"type": "text", "text": question}]
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}]})
-    headers = {"Nats-Msg-Id": request_id}
-    await nc.jetstream().publish(f"pm.request.{MODEL}", body.encode(), headers=headers)
+    await nc.jetstream().publish(f"pm.request.{MODEL}.{request_id}", body.encode())
     while (record := json.loads((await log.next_msg(timeout=60)).data))["type"] == "tokens":
         print("".join(choice["text"] for choice in record["choices"]), end="", flush=True)
     sys.exit(record["error"]["message"] if record["type"] == "error" else print())

@@ -19,7 +19,6 @@ from shared.helpers.validation import invalid_request
 from shared.protocol import messages, names, renderer_rpc, requests, steps, subjects, task_messages
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.records import AnyRecord
-from shared.protocol.request_ids import request_id_of
 from shared.protocol.task_messages import Task
 from shared.protocol.worker_status import WorkerStatus, decode_status
 from shared.stage import tasks
@@ -101,7 +100,6 @@ def _refusing(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Return a decoder with the error that the client gets."""
 
     def run(data: bytes) -> Any:
-        request_id_of(None, data, "pm.request.@t.m")
         try:
             return decode(data)
         except UNDECODABLE as error:

@@ -26,10 +26,10 @@ from shared.blobs import protocol
 from shared.blobs.arena import Arena, Buffer
 from shared.blobs.slot_allocator import Slot
 from shared.helpers.task_set import TaskSet
+from shared.net import listening
 from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
 
-BACKLOG = 128
 # Time for one blob over a socket. A slower reader counts as dead.
 SEND_TIMEOUT_S = 60.0
 # Over TCP: time until the first valid key, and between two requests. After a closed connection, a
@@ -120,13 +120,15 @@ class BlobServer:
         """Serve readers on this machine."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + self.address.local)
+        listener.listen(listening.BACKLOG)
         self._accept_on(listener)
 
-    def listen(self, bind: tuple[str, int], name: str) -> None:
-        """Serve readers on other machines, which connect to this one by `name`."""
-        is_ipv6 = ":" in bind[0]
-        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        listener = socket.create_server(bind, family=family, dualstack_ipv6=is_ipv6)
+    def listen(self, listener: socket.socket, name: str) -> None:
+        """Serve readers on other machines, which connect to this one by `name`.
+
+        `listener` is bound. Raises Unavailable if another socket listens at its address.
+        """
+        listening.listen("blobs", listener)
         self._accept_on(listener)
         port: int = listener.getsockname()[1]
         self.address = msgspec.structs.replace(self.address, tcp=(name, port))
@@ -142,7 +144,6 @@ class BlobServer:
 
     def _accept_on(self, listener: socket.socket) -> None:
         listener.setblocking(False)
-        listener.listen(BACKLOG)
         self._listeners.append(listener)
         self._tasks.start(self._accept(listener))
 

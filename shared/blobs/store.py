@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import secrets
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -70,13 +71,13 @@ class Blobs:
         self._sweeping: asyncio.Task[None] | None = None
         self._releasing = TaskSet()
 
-    async def start(self) -> None:
-        """Start serving the blobs of this worker."""
-        config = self._config
+    async def start(self, listener: socket.socket | None = None) -> None:
+        """Start serving the blobs of this worker, also over TCP if there is a bound `listener`."""
         self._server.start()
-        if config.listen is not None:
+        config = self._config
+        if listener is not None and config.listen is not None:
             name = config.advertise or self._bus.address_of(config.listen)
-            self._server.listen((config.listen, config.port), name)
+            self._server.listen(listener, name)
         await self._bus.add_responder(subjects.blob(self._worker), self._reply)
         self._sweeping = asyncio.create_task(self._sweep())
 

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
+from shared.config.schema import NatsConfig
 from shared.protocol.names import TENANT_MARK
 from shared.protocol.permissions import (
     ACCOUNT,
+    SERVER_LIMITS,
     SERVER_SETTINGS,
     TENANT_SUBJECTS,
     Permissions,
@@ -15,22 +17,27 @@ from shared.protocol.permissions import (
 )
 
 # Limit on the subscriptions of one connection of a tenant. Each takes about a kilobyte of the
-# server's memory. The server closes a connection that exceeds the limit.
+# server's memory. The server refuses further ones with an error, for which nats-py disconnects. It
+# has no limit on the subscriptions of an account.
 MAX_SUBSCRIPTIONS = 4096
 
-# Exports a service with the server's storage settings, which ordinary accounts cannot read.
+# Exports services with the server's settings, which ordinary accounts cannot read.
+_SERVICES = (SERVER_SETTINGS, SERVER_LIMITS)
+_EXPORTS = ", ".join(f'{{ service: "{name}", response_type: stream }}' for name in _SERVICES)
 _SYSTEM = f"""\
 system_account: SYS
 accounts {{
-  SYS {{ exports: [{{ service: "{SERVER_SETTINGS}", response_type: stream }}] }}
+  SYS {{ exports: [{_EXPORTS}] }}
 """
-_SETTINGS_IMPORT = f'{{ service: {{ account: SYS, subject: "{SERVER_SETTINGS}" }} }}'
+_SETTINGS_IMPORTS = ", ".join(
+    f'{{ service: {{ account: SYS, subject: "{name}" }} }}' for name in _SERVICES
+)
 
 OPEN_ACCOUNTS = f"""\
 {_SYSTEM}  {ACCOUNT} {{
     jetstream: enabled
     users: [{{ user: anyone, password: anyone }}]
-    imports: [{_SETTINGS_IMPORT}]
+    imports: [{_SETTINGS_IMPORTS}]
   }}
 }}
 no_auth_user: anyone
@@ -39,22 +46,25 @@ no_auth_user: anyone
 
 
 def accounts_config(
-    workers: Mapping[str, str], tenants: Mapping[str, str], tenant_connections: int
+    workers: Mapping[str, str], tenants: Mapping[str, str], settings: NatsConfig
 ) -> str:
     """Return the configuration for the public keys of identities and of tenants.
 
-    It contains no secret, because the server needs only the public part of each key. The clients of
-    one tenant may have `tenant_connections` connections at the same time.
+    It contains no secret, because the server needs only the public part of each key. `settings`
+    has the limits of each tenant's account.
     """
     exports = [_export(subject) for subject in TENANT_SUBJECTS]
-    limits = f"max_connections: {tenant_connections}, max_subscriptions: {MAX_SUBSCRIPTIONS}"
+    limits = (
+        f"max_connections: {settings.tenant_connections}, max_subscriptions: {MAX_SUBSCRIPTIONS}"
+        f", max_payload: {settings.tenant_payload_mib}MB"
+    )
     users = [_user(key, permissions_of(name), name) for name, key in workers.items()]
     return "\n".join(
         (
             f"# Written by `pagemill keys`, which replaces this file.\n{_SYSTEM}  {ACCOUNT} {{",
             "    jetstream: enabled",
             *_list("users", users),
-            f"    imports: [{_SETTINGS_IMPORT}]",
+            f"    imports: [{_SETTINGS_IMPORTS}]",
             *_list("exports", exports),
             "  }",
             *(line for name, key in tenants.items() for line in _tenant(name, key, limits)),

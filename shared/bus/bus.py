@@ -6,7 +6,7 @@ This package handles delivery. It does not know the content of messages or the l
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 from nats.aio.msg import Msg
@@ -66,6 +66,9 @@ class Bus:
         self.figures = StreamFigures(connection, self.read_next)
         self.heartbeats = Heartbeats(self)
         self._live: set[LiveSubscription] = set()
+        self._publishing: set[asyncio.Timeout] = set()
+        self._unanswered: set[asyncio.Timeout] = set()
+        """Publishes of lost connections, which get no reply."""
         self._closing = False
 
     @classmethod
@@ -81,6 +84,7 @@ class Bus:
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
                 _log.warning("broker_disconnected", url=url)
+                bus._unanswered |= bus._publishing
 
         async def on_reconnect() -> None:
             if bus is not None:
@@ -98,6 +102,10 @@ class Bus:
 
     def _on_reconnect(self) -> None:
         self.queues.on_reconnect()
+        # They are repeated now, and not after the timeout of their replies.
+        for publishing in self._unanswered & self._publishing:
+            publishing.reschedule(0.0)
+        self._unanswered.clear()
         # Messages may have been published in the meantime.
         for live in self._live:
             live.wake()
@@ -146,30 +154,24 @@ class Bus:
             error.reported = True
             raise error
 
-    async def publish(
-        self,
-        subject: str,
-        data: bytes,
-        msg_id: str,
-        tenant: str = "",
-        version: int = OLDEST_VERSION,
-    ) -> bool:
+    async def publish(self, subject: str, data: bytes, msg_id: str, tenant: str = "") -> bool:
         """Store `data` once. Return True if a message with this id was stored before.
-
-        `version` is the version that a reader needs, for a message that does not contain it.
 
         A message without an ack may still be stored, so it is published again with the same id.
         Unavailable is raised after BROKER_DEADLINE_S.
         """
         self.check_size(data, subject)
-        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant) | version_header(version)
+        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant)
         ack = await self._publish(subject, data, headers)
         return ack is None or bool(ack.duplicate)
 
     async def publish_without_id(
         self, subject: str, data: bytes, headers: dict[str, str] | None = None
     ) -> None:
-        """Store `data`, possibly twice if the broker fails meanwhile."""
+        """Store `data`, possibly twice if the broker fails meanwhile.
+
+        A stream with a limit on the messages of a subject stores it once.
+        """
         self.check_size(data, subject)
         await self._publish(subject, data, headers or {})
 
@@ -213,7 +215,12 @@ class Bus:
 
         async def attempt() -> api.PubAck | None:
             try:
-                return await self._js.publish(subject, data, headers=headers)
+                async with asyncio.timeout(None) as publishing:
+                    self._publishing.add(publishing)
+                    try:
+                        return await self._js.publish(subject, data, headers=headers)
+                    finally:
+                        self._publishing.discard(publishing)
             except NoStreamResponseError:
                 self.queues.check()
                 raise
@@ -235,7 +242,7 @@ class Bus:
         return await retry_until(
             BROKER_DEADLINE_S,
             attempt,
-            (NatsError,),
+            (NatsError, TimeoutError),
             "the broker did not store a message",
             FIRST_RETRY_S,
         )
@@ -253,23 +260,43 @@ class Bus:
         messages: list[StoredMessage] = []
         num_bytes, more = 0, True
         while more:
-            query = {
-                "seq": messages[-1].sequence + 1 if messages else first,
-                "next_by_subj": subject,
-                "batch": READ_BATCH,
-                "max_bytes": READ_BATCH_BYTES,
-            }
-            batch, more = await direct_get(self.connection, stream, query)
+            next_sequence = messages[-1].sequence + 1 if messages else first
+            batch, more = await self.read_batch(stream, subject, next_sequence)
             messages += batch
             num_bytes += sum(len(message.data) for message in batch)
             if max_bytes is not None and num_bytes > max_bytes:
                 raise PayloadTooLarge(f"{subject} has more than {max_bytes} bytes")
         return messages
 
+    async def read_batch(
+        self, stream: str, subject: str, first: int, max_bytes: int = READ_BATCH_BYTES
+    ) -> tuple[list[StoredMessage], bool]:
+        """Return messages of `subject` from sequence `first` on, and whether more follow.
+
+        The broker ends the batch at about `max_bytes`, but not before the first message.
+        """
+        query = {
+            "seq": first,
+            "next_by_subj": subject,
+            "batch": READ_BATCH,
+            "max_bytes": max_bytes,
+        }
+        return await direct_get(self.connection, stream, query)
+
     async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
         """Return the latest message of `subject`, which may have wildcards."""
         messages, _ = await direct_get(self.connection, stream, {"last_by_subj": subject})
         return messages[0] if messages else None
+
+    async def repeat_last(self, stream: str, subject: str) -> None:
+        """Make the broker send the latest message of `subject` to its current subscribers.
+
+        The subject is the reply subject of a read, so no worker needs a permission to publish to
+        it. The message is not stored again, and may be lost.
+        """
+        query = json.dumps({"last_by_subj": subject}).encode()
+        with contextlib.suppress(NatsError):
+            await self._nc.publish(f"$JS.API.DIRECT.GET.{stream}", query, reply=subject)
 
     async def has_messages(self, stream: str, subject: str) -> bool:
         """Return whether `subject` has messages, according to the leader of the stream.
@@ -342,22 +369,25 @@ class Bus:
                 await live.subscription.unsubscribe()
 
     async def watch_subjects(
-        self, subject: str, callback: Callable[[str], None]
+        self, subject: str | Iterable[str], callback: Callable[[str], None]
     ) -> Callable[[], Awaitable[None]]:
         """Call `callback` with the subject of every further message that `subject` matches.
 
+        With several subjects, each message may match one of them.
         Return a function that ends the watch.
         """
 
         async def receive(msg: Msg) -> None:
             callback(msg.subject)
 
-        subscription = await self._nc.subscribe(subject, cb=receive)
+        filters = (subject,) if isinstance(subject, str) else subject
+        subscriptions = [await self._nc.subscribe(name, cb=receive) for name in filters]
         await self._flush()
 
         async def end() -> None:
             with contextlib.suppress(NatsError):
-                await subscription.unsubscribe()
+                for subscription in subscriptions:
+                    await subscription.unsubscribe()
 
         return end
 

@@ -15,7 +15,6 @@ from nats.errors import Error as NatsError
 
 from shared.bus.outages import Outages
 from shared.protocol import subjects
-from shared.protocol.requests import TENANT_HEADER
 
 ACK = b"+ACK"
 ACK_TIMEOUT_S = 2.0
@@ -49,8 +48,8 @@ class Delivery:
         self.data = msg.data
         headers = msg.headers or {}
         self.msg_id = headers.get("Nats-Msg-Id")
-        self.tenant = subjects.tenant_of(msg.subject) or headers.get(TENANT_HEADER)
-        """Tenant of a client's request, from its subject or else from its unchecked header."""
+        self.tenant = subjects.tenant_of(msg.subject)
+        """Unchecked tenant in the subject; "" without one."""
         self.headers = headers
         self.attempt = msg.metadata.num_delivered
         """Number of this delivery, counted from 1."""

@@ -17,6 +17,7 @@ from shared.bus.local_keys import forget_keys
 from shared.bus.store_lock import StoreLock
 from shared.errors import ConfigError, Unavailable
 from shared.helpers.forking import become_child
+from shared.net.listening import bind
 
 CONFIG_DIR = Path(shared.__file__).parents[1] / "compose"
 START_TIMEOUT_S = 20.0
@@ -24,9 +25,14 @@ STOP_TIMEOUT_S = 10.0
 # As in compose/nats.conf. The server also needs descriptors for the files of streams: without one,
 # a stream refuses all further messages until the server is restarted.
 MAX_CONNECTIONS = 4096
+# As in compose/nats.conf.
+MAX_MEMORY_STORE_MIB = 5 * 1024
+# Memory for everything but the messages of streams in memory. Above the sum of both, Go collects
+# garbage as often as it must to stay below it.
+OTHER_MEMORY_MIB = 1024
 # By default Go lets the heap grow to twice its live size. With half of this growth, the storage of
 # 10,000 responses that wait for approval takes a third less memory.
-COLLECTOR = {"GOGC": "50"}
+COLLECTOR = {"GOGC": "50", "GOMEMLIMIT": f"{MAX_MEMORY_STORE_MIB + OTHER_MEMORY_MIB}MiB"}
 
 
 class EmbeddedServer:
@@ -62,12 +68,7 @@ class EmbeddedServer:
         Raises ConfigError if the binary is missing, StoreInUse if another process uses the store,
         and Unavailable if the port is in use or the server does not start.
         """
-        if is_listening(self.port):
-            raise Unavailable(
-                f"nats.port: {self.port} is in use; is Pagemill already running? Set another port,"
-                " or nats.url to use that server",
-                field="nats.port",
-            )
+        check_port(self.port)
         self.store_dir.mkdir(parents=True, exist_ok=True)
         self._lock = self._lock or StoreLock(self.store_dir)
         self._lock.name_holders(os.getpid())
@@ -166,6 +167,13 @@ def _affordable_connections() -> int:
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return MAX_CONNECTIONS if hard < 0 else min(MAX_CONNECTIONS, hard // 2)
+
+
+def check_port(port: int) -> None:
+    """Raise Unavailable if an embedded server cannot listen on this port because it is in use."""
+    remedy = "set another port, or nats.url to use that server"
+    with bind("nats", "127.0.0.1", port, remedy):
+        pass
 
 
 def free_port() -> int:

@@ -50,6 +50,15 @@ class StreamFigures:
         state = (await answered(self._js.stream_info(stream), f"stream {stream}")).state
         return state.first_seq, state.last_seq
 
+    async def lagging_replicas(self, stream: str) -> list[str]:
+        """Return the servers whose replicas of a stream do not follow its leader.
+
+        Raises Unavailable.
+        """
+        cluster = (await answered(self._js.stream_info(stream), f"stream {stream}")).cluster
+        replicas = cluster.replicas or [] if cluster else []
+        return [peer.name or "" for peer in replicas if peer.offline or not peer.current]
+
     async def subjects_of(self, stream: str, subject: str) -> list[str]:
         """Return the subjects of a stream that match `subject`, which has wildcards.
 

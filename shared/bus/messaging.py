@@ -19,8 +19,8 @@ from shared.protocol.versions import VERSION_HEADER, WIRE_VERSION, version_of
 # Limit on live messages that wait for a slow reader. Dropped messages are in the stream.
 MAX_UNREAD_MESSAGES = 4096
 
-Responder = Callable[[bytes, str | None], Awaitable[bytes]]
-"""Function from a request and its tenant, or None, to the reply."""
+Responder = Callable[[bytes, str | None, str], Awaitable[bytes]]
+"""Function from a request, its tenant or None, and its subject to the reply."""
 
 
 class LiveSubscription:
@@ -89,8 +89,9 @@ class GroupResponder:
                 return
             # The subject comes first: a tenant's client can write any header, but no other subject.
             tenant = subjects.tenant_of(msg.subject) or (msg.headers or {}).get(TENANT_HEADER)
+            reply = await self._respond(bytes(msg.data), tenant, msg.subject)
             # Not `msg.respond`, which repeats the headers of the request.
-            await self._nc.publish(msg.reply, await self._respond(bytes(msg.data), tenant))
+            await self._nc.publish(msg.reply, reply)
 
 
 def _can_read(headers: Mapping[str, str] | None) -> bool:

@@ -10,7 +10,6 @@ from nats.js.errors import NotFoundError
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.requests import TENANT_HEADER
 from shared.protocol.versions import version_of
 
 
@@ -19,12 +18,18 @@ class QueuedRequest:
     """Request as published by its client."""
 
     data: bytes
-    tenant: str
-    """Tenant in the subject, or else in the header; "" without either."""
     subject: str
-    msg_id: str | None
     version: int
     """Version that a reader needs."""
+
+    @property
+    def request_id(self) -> str:
+        return subjects.id_in(self.subject)
+
+    @property
+    def tenant(self) -> str:
+        """Tenant of the request; "" without one."""
+        return subjects.tenant_of(self.subject)
 
 
 async def queued_request(bus: Bus, sequence: int) -> QueuedRequest | None:
@@ -55,8 +60,4 @@ async def _get_request(bus: Bus, sequence: int, *, is_next: bool) -> api.RawStre
 
 
 def _to_queued_request(message: api.RawStreamMsg) -> QueuedRequest:
-    subject, headers = message.subject or "", message.headers or {}
-    tenant = subjects.tenant_of(subject) or headers.get(TENANT_HEADER, "")
-    return QueuedRequest(
-        message.data or b"", tenant, subject, headers.get("Nats-Msg-Id"), version_of(headers)
-    )
+    return QueuedRequest(message.data or b"", message.subject or "", version_of(message.headers))

@@ -1,8 +1,10 @@
-"""Check of the broker's settings that the delivery guarantees depend on."""
+"""Checks of the broker: settings that the delivery guarantees depend on, and limits."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+import structlog
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError
@@ -11,6 +13,7 @@ from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.replies import ReplyInbox
 from shared.config.schema import NatsConfig
 from shared.errors import ConfigError, Unavailable
+from shared.protocol.permissions import SERVER_LIMITS, SERVER_SETTINGS
 
 MIN_SERVER_VERSION = (2, 14, 3)
 MIN_MAX_PAYLOAD = 2**20
@@ -19,11 +22,18 @@ MIN_MAX_PAYLOAD = 2**20
 # expected within this pause.
 NEXT_REPLY_TIMEOUT_S = 0.25
 
-_SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
+# Default of nats-server, which is more than many processes have descriptors.
+UNSET_MAX_CONNECTIONS = 65_536
+# A gateway has a subscription for each answer that it sends.
+MIN_SUBSCRIPTIONS = 16_384
+# Number of the largest messages that may be under way to one worker.
+MIN_PENDING_MESSAGES = 16
 
 # Server error code (nats-server's errors.json). All other errors of JetStream may be temporary: a
 # server starts, or a cluster elects a leader.
 _NOT_ENABLED_FOR_ACCOUNT = 10039
+
+_log = structlog.get_logger()
 
 
 async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) -> None:
@@ -59,7 +69,7 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
             field="nats.url",
         ) from error
     if not config.unchecked:
-        servers = await _read_settings(inbox, config.replicas)
+        servers = await read_servers(inbox, config.replicas)
         _check_settings(servers, config.replicas, is_clustered=is_clustered)
 
 
@@ -67,7 +77,7 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
     if not servers:
         raise ConfigError(
             "nats-server does not report its JetStream settings: export"
-            f" {_SETTINGS_SERVICE} to this account as compose/nats.conf does, or set"
+            f" {SERVER_SETTINGS} to this account as compose/nats.conf does, or set"
             " nats.unchecked: true",
             field="nats.url",
         )
@@ -93,23 +103,70 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
         )
 
 
-async def _read_settings(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
-    """Return the JetStream settings of the servers of the cluster, at least of most of them.
+async def read_servers(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
+    """Return the JetStream reports of the servers of the cluster, at least of most of them.
 
     Empty if the broker has no such service. Raises an error of nats-py if no server answers.
     """
-    query, timeout_s = json.dumps({"config": True}).encode(), REPLY_TIMEOUT_S
-    settings: list[dict[str, Any]] = []
-    async with inbox.request(_SETTINGS_SERVICE, query) as replies:
+    query = json.dumps({"config": True}).encode()
+    return await _ask_servers(inbox, SERVER_SETTINGS, query, replicas)
+
+
+async def check_limits(inbox: ReplyInbox, config: NatsConfig) -> None:
+    """Log a warning for each limit of a server that should change.
+
+    A server without this service, or with permissions of an older version, is not checked.
+    """
+    try:
+        servers = await _ask_servers(inbox, SERVER_LIMITS, b"", config.replicas)
+    except NatsError:
+        return
+    for server in servers:
+        for setting, reason in find_unsuitable_limits(server.get("data", {})).items():
+            name = server["server"]["name"]
+            _log.warning("broker_limit_unsuitable", server=name, setting=setting, reason=reason)
+
+
+def find_unsuitable_limits(limits: Mapping[str, int]) -> dict[str, str]:
+    """Return the settings of a server that should change, each with the reason. Pure."""
+    unsuitable = {}
+    if (number := limits.get("max_connections", 0)) >= UNSET_MAX_CONNECTIONS:
+        unsuitable["max_connections"] = (
+            f"it is {number}; set it well below the server's limit on descriptors, or its streams"
+            " may store nothing until a restart"
+        )
+    if 0 < (number := limits.get("max_subscriptions", 0)) < MIN_SUBSCRIPTIONS:
+        unsuitable["max_subscriptions"] = (
+            f"it is {number}; a gateway needs one for each answer: set at least {MIN_SUBSCRIPTIONS}"
+        )
+    min_pending = MIN_PENDING_MESSAGES * limits.get("max_payload", 0)
+    if (number := limits.get("max_pending", min_pending)) < min_pending:
+        unsuitable["max_pending"] = (
+            f"it is {number}; the server disconnects workers for which more waits: set at least"
+            f" {min_pending}, {MIN_PENDING_MESSAGES} times max_payload"
+        )
+    return unsuitable
+
+
+async def _ask_servers(
+    inbox: ReplyInbox, service: str, query: bytes, replicas: int
+) -> list[dict[str, Any]]:
+    """Return the replies of the servers of the cluster, at least of most of them.
+
+    Empty if the broker has no such service. Raises an error of nats-py if no server answers.
+    """
+    timeout_s = REPLY_TIMEOUT_S
+    answers: list[dict[str, Any]] = []
+    async with inbox.request(service, query) as replies:
         while True:
             try:
                 msg = await replies.next(timeout_s)
             except (TimeoutError, NatsError):
-                if not settings:
+                if not answers:
                     raise
-                return settings
+                return answers
             if msg.headers and msg.headers.get("Status"):
-                return settings
-            settings.append(json.loads(msg.data))
-            if len(settings) > replicas // 2:
+                return answers
+            answers.append(json.loads(msg.data))
+            if len(answers) > replicas // 2:
                 timeout_s = NEXT_REPLY_TIMEOUT_S

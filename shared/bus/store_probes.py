@@ -41,7 +41,7 @@ async def probe_streams(nc: NatsClient, configs: Iterable[api.StreamConfig]) -> 
     When one write of a stream fails, for example on a full disk, nats-server 2.15.1 does not
     answer any further publish to this stream until it is restarted. It also refuses purges,
     even one that would remove nothing. The audit log is not probed, because it cannot be
-    purged.
+    purged, and no other operation shows whether it stores without storing a record.
     """
     names = [
         config.name or ""

@@ -215,7 +215,8 @@ async def _effect_of(
     num_lost = await _count_beyond(js, difference, info, now_s)
     if num_lost <= 0:
         return StreamChange(difference, f"keeps all {info.state.messages:,} messages")
-    if info.config.discard == api.DiscardPolicy.NEW and difference.setting != "max_age":
+    deletes = difference.setting in ("max_age", "max_msgs_per_subject")
+    if info.config.discard == api.DiscardPolicy.NEW and not deletes:
         effect = f"would refuse new messages until {num_lost:,} messages have been removed"
     else:
         effect = f"would delete {num_lost:,} messages"

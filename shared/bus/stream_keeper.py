@@ -1,6 +1,7 @@
 """Streams of a cluster: workers create them, and only `pagemill migrate` changes them."""
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -9,7 +10,7 @@ from nats.js import api
 
 from shared.bus import stream_changes, streams
 from shared.bus.connection import FIRST_RETRY_S, Connection, retry_until
-from shared.bus.server_settings import check_server
+from shared.bus.server_settings import check_limits, check_server
 from shared.bus.store_probes import Refusal, probe_streams
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
@@ -18,6 +19,9 @@ from shared.protocol import subjects
 
 # A disk under load can take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
+# A broker that starts, ends or frees the space of a stream answers as one without JetStream or
+# without space. A refusal that lasts for longer is a fault of the settings.
+PASSING_S = 3.0
 HOW_TO_CHANGE = "`pagemill migrate` changes streams"
 NOT_CHANGED = "only a new stream can have it"
 
@@ -30,7 +34,13 @@ class TaskStream(NamedTuple):
     since_ms: float = 0.0
     """Time of its creation, in Unix milliseconds of the broker's clock."""
     first_sequence: int = 0
-    """First sequence, which is higher than all sequences of earlier streams of tasks."""
+    """First sequence, which is higher than all sequences of earlier streams of tasks: the time of
+    its creation in microseconds."""
+
+    @property
+    def created_ms(self) -> float:
+        """Time of its creation. Unlike `since_ms`, it is known while tasks may be lost."""
+        return self.first_sequence / 1000
 
 
 class StreamKeeper:
@@ -54,7 +64,8 @@ class StreamKeeper:
     ) -> None:
         """Check the server's settings, and create the missing streams.
 
-        Existing streams are not changed. Their differences from the configuration are logged.
+        Existing streams are not changed. Their differences from the configuration are logged, and
+        so are unsuitable limits of the server.
         Raises ConfigError if the server cannot give the delivery guarantees or if a stream lacks an
         essential setting, and Unavailable if it does not answer within PREPARE_DEADLINE_S.
         """
@@ -74,12 +85,14 @@ class StreamKeeper:
         # A cluster that has just started, or has lost its leader, needs more than one attempt.
         differences = await retry_until(
             PREPARE_DEADLINE_S,
-            attempt,
+            _Confirmed(attempt),
             (NatsError, Unavailable),
             "the broker did not create the streams",
             FIRST_RETRY_S,
         )
         _report(differences)
+        if self.creates_streams and not nats.unchecked:
+            await check_limits(self._connection.inbox, nats)
 
     def configure(self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig) -> None:
         """Set the configuration of the streams."""
@@ -147,6 +160,29 @@ class StreamKeeper:
     def configs(self) -> list[api.StreamConfig]:
         """The configured streams."""
         return self._durable + self._volatile
+
+
+class _Confirmed:
+    """Attempts to prepare the broker: a ConfigError counts after it has lasted for PASSING_S."""
+
+    def __init__(self, attempt: Callable[[], Awaitable[list[Difference]]]) -> None:
+        self._attempt = attempt
+        self._refused_since_s: float | None = None
+
+    async def __call__(self) -> list[Difference]:
+        """Return the result of an attempt. Raises Unavailable for a refusal that may pass."""
+        now_s = asyncio.get_running_loop().time()
+        try:
+            return await self._attempt()
+        except ConfigError as error:
+            if self._refused_since_s is None:
+                self._refused_since_s = now_s
+            if now_s - self._refused_since_s >= PASSING_S:
+                raise
+            raise Unavailable(error.message) from error
+        except (NatsError, Unavailable):
+            self._refused_since_s = None
+            raise
 
 
 def _report(differences: Sequence[Difference]) -> None:

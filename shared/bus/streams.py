@@ -17,7 +17,7 @@ DUPLICATE_WINDOW_S = 120.0
 # Clients of all tenants publish to these streams. A stream compares the message ids of all
 # publishers, so one tenant's id would make another tenant's message a duplicate. The server gives
 # each stream a window, except one that has sources. No message matches the filter of this source.
-# Coordinators recognise a request that was published twice.
+# The subjects of these streams contain the request id, and each subject has at most one message.
 _SOURCE_OF_NOTHING = api.StreamSource(
     name=subjects.AUDIT_STREAM, filter_subject=subjects.audit("none")
 )
@@ -51,7 +51,9 @@ def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
     return [
         _work_queue(
             subjects.REQUESTS_STREAM,
-            subjects.REQUESTS_FILTER,
+            *subjects.REQUESTS_SUBJECTS,
+            max_msgs_per_subject=1,
+            discard_new_per_subject=True,
             max_msgs=delivery.max_queued,
             max_bytes=delivery.max_request_mib * MIB,
             sources=[_SOURCE_OF_NOTHING],
@@ -201,11 +203,11 @@ def volatile_streams(
     return [config.evolve(num_replicas=replicas, storage=storage) for config in configs]
 
 
-def _work_queue(name: str, subject: str, **settings: Any) -> api.StreamConfig:
+def _work_queue(name: str, *filters: str, **settings: Any) -> api.StreamConfig:
     return _with_window(
         api.StreamConfig(
             name=name,
-            subjects=[subject],
+            subjects=list(filters),
             retention=api.RetentionPolicy.WORK_QUEUE,
             discard=api.DiscardPolicy.NEW,
             **settings,

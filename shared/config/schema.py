@@ -153,6 +153,9 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     role, and commands the operator's key. By default `pagemill up` creates it in `store_dir`."""
     tenant_connections: Positive = 16
     """Limit on the connections of clients with one tenant's key, written by `pagemill keys`."""
+    tenant_payload_mib: Positive = 8
+    """Limit on one message from a client with a tenant's key, written by `pagemill keys`. A lower
+    `max_payload` of the server applies as well."""
     tls_ca: str | None = None
     """Certificates of the authorities that sign the server's certificate, in PEM format. They
     enable encryption."""
@@ -164,6 +167,13 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Port of the embedded server on the loopback address; 0 selects a free port."""
     store_dir: str = "data/nats"
     """Directory in which the embedded server stores its streams."""
+    min_free_percent: Annotated[float, Meta(ge=0, lt=100)] = 5.0
+    """Part of the broker's disk that must be free. With less, new requests, files and responses are
+    refused until there is more; 0 disables this limit. For a server of `url`, the disk is its
+    `max_file_store`."""
+    min_free_mib: Annotated[int, Meta(ge=0)] = 1024
+    """Free space that the broker's disk must have, like `min_free_percent`. The larger limit
+    counts; 0 disables this one."""
     connect_timeout_s: Seconds = 10.0
     """Time in which a starting worker must connect to the broker."""
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
@@ -528,7 +538,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     without keys on a loopback address: a foreign web page could reach it by a name that resolves to
     this address."""
     max_connections: Positive = 1024
-    """Limit on open connections. Further ones are refused."""
+    """Limit on open connections. At the limit, an idle connection closes for a new one. Connections
+    without a valid key keep a quarter of the places, and a tenant among others has requests in
+    progress on at most three quarters of the rest."""
     max_body_mib: Positive = 64
     """Limit on the size of one request body."""
     max_header_kib: Positive = 32

@@ -1,1 +1,1 @@
-"""Connections to servers named by clients: URLs, addresses and dialing."""
+"""Network addresses: servers that clients name, and listening sockets."""

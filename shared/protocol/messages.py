@@ -1,6 +1,6 @@
 """Messages other than requests, tasks and log records. This table lists all messages, by direction.
 
-client → coordinator          GenerateRequest              pm.request.<model>       JSON or msgpack
+client → coordinator          GenerateRequest              pm.request.<model>.<id>  JSON or msgpack
 coordinator → renderer        Task[RenderBody]             pm.stage.renderer.…      envelope
 renderer → engine             Task[EngineBody]             pm.stage.engine.…        envelope
 renderer → prefill → engine   Task[EngineBody]             pm.stage.prefill.…       envelope
@@ -18,12 +18,16 @@ client, renderer → renderer   (bytes)                      pm.media.<sha256>.<
 renderer → renderer           MediaPin                     pm.pin.<id>.<sequence>   msgpack
 any worker → any client       Heartbeat, StartReport       bucket pm_workers        JSON
 coordinator → any worker      ExceededShares               bucket pm_workers        JSON
+supervisor → any worker       FullStores                   bucket pm_workers        JSON
 autoscaler → actuator         ScalePlan                    bucket pm_scale          JSON
 actuator → autoscaler         PoolReport                   bucket pm_scale          JSON
 operator → autoscaler         ScaleOrders                  bucket pm_scale          JSON
 any client ⇄ every worker     (empty) → WorkerMetrics      pm.metrics               JSON
 worker ⇄ one other worker     (empty) → CommonSettings     pm.settings              JSON
 any client → coordinator      (empty)                      pm.cancel.<id>
+any client ⇄ coordinator      ReadRequest → LogPage        pm.read.<id>             JSON
+any client ⇄ coordinator      (empty) → RequestStatus      pm.state.<id>            JSON
+any client ⇄ coordinator      FileRequest → FilePage       pm.file.<sha256>         JSON
 coordinator → workers         (empty)                      pm.ended.<id>
 
 Messages for clients are JSON, so that clients in any language can write and read them with a JSON

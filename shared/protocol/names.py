@@ -18,6 +18,7 @@ MODEL_NAME_RULE = (
 )
 _ENCODED = re.compile(r"[^A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+_FOREIGN = re.compile(r"[.*>@]")
 TENANT_MARK = "@"
 """First character of a tenant's token, which model names and request ids of clients cannot have."""
 RESERVED_PREFIX = "item_"
@@ -72,12 +73,26 @@ def is_request_id(value: str) -> bool:
     return is_name(value) and not value.startswith(RESERVED_PREFIX)
 
 
+def has_own_log(name: str) -> bool:
+    """Return whether the log of a request with this name, which may be invalid, is its own.
+
+    A wildcard, another tenant's mark or the prefix of item tasks would lead to other logs.
+    """
+    return _FOREIGN.search(name) is None and not name.startswith(RESERVED_PREFIX)
+
+
 def scoped_id(name: str, tenant: str) -> str:
     """Return the request id for a client's name of a request, which is different for each tenant.
 
     Without a tenant it is the name itself.
     """
     return f"{name}{TENANT_MARK}{tenant}" if tenant else name
+
+
+def part_id(request_id: str, part: int) -> str:
+    """Return the id of one prompt of a request with several, which are separate requests."""
+    name, tenant = split_id(request_id)
+    return scoped_id(f"{name}-{part}", tenant)
 
 
 def split_id(request_id: str) -> tuple[str, str]:

@@ -19,6 +19,8 @@ OPERATOR = "operator"
 ACCOUNT = "PAGEMILL"
 SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 """Service of the system account that reports whether acknowledged messages are synced."""
+SERVER_LIMITS = "$SYS.REQ.SERVER.PING.VARZ"
+"""Service of the system account that reports the server's limits, for coordinators."""
 
 # The broker answers this to every identity, with its clock.
 _USER_INFO = "$SYS.REQ.USER.INFO"
@@ -82,12 +84,15 @@ class TenantSubject:
 _DIRECT_GET = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
 TENANT_SUBJECTS = (
-    TenantSubject("pm.request.*", "pm.request.{}.*"),
+    TenantSubject("pm.request.*.*", "pm.request.{}.*.*"),
     TenantSubject("pm.cancel.*", "pm.cancel.{}.*"),
     TenantSubject("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
     # For the last record of a log, which contains the end of a request.
     TenantSubject(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
-    *(TenantSubject(f"pm.{call}.*", f"pm.{call}.{{}}.*") for call in subjects.RENDERER_CALLS),
+    *(
+        TenantSubject(f"pm.{call}.*", f"pm.{call}.{{}}.*")
+        for call in (*subjects.RENDERER_CALLS, *subjects.READING_CALLS)
+    ),
 )
 
 
@@ -122,6 +127,7 @@ def permissions_of(identity: str) -> Permissions:
         case "coordinator":
             return _stage_worker(base).with_(
                 [
+                    SERVER_LIMITS,
                     *_creates_streams(),
                     *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
                     # The probe of a stream is a purge of a subject that no message has.
@@ -132,7 +138,10 @@ def permissions_of(identity: str) -> Permissions:
                     # The storage of tenants is measured by temporary consumers.
                     *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
                     *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
-                ]
+                    # The status of a request may be in these streams.
+                    *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM),
+                ],
+                [subjects.reading_filter(call) for call in subjects.READING_CALLS],
             )
         case "gateway":
             return _gateway(base)
@@ -237,9 +246,9 @@ def _agent(base: Permissions) -> Permissions:
 
 
 def _asks() -> list[str]:
-    """Return the subjects for requests and cancellations of all tenants, and calls of renderers."""
-    calls = [f"pm.{call}.*" for call in subjects.RENDERER_CALLS]
-    return [subjects.TRUSTED_REQUESTS_FILTER, subjects.TRUSTED_CANCELS_FILTER, *calls]
+    """Return the subjects for requests, cancellations and calls in the name of any tenant."""
+    calls = [f"pm.{call}.*" for call in (*subjects.RENDERER_CALLS, *subjects.READING_CALLS)]
+    return [*subjects.REQUESTS_SUBJECTS, subjects.CANCELS_FILTER, *calls]
 
 
 def _reads(*streams: str) -> list[str]:

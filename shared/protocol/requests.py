@@ -15,18 +15,18 @@ from shared.protocol.sampling import SamplingParams, TokenId
 from shared.protocol.versions import needed_for, needed_version, since
 
 TENANT_HEADER = "Pagemill-Tenant"
-"""Header with the tenant of a request, a name like a request id; without it there is no tenant.
+"""Header with the tenant of a stored message or of a call of renderers, a name like a request id.
 
-Tenants share no cache entries. Publishers of requests are trusted to name the tenant: the component
-that has authenticated the client sets the header, and never copies it from the client's message. A
-body that names a tenant is refused like any unknown field.
+Without it there is no tenant. Requests have their tenant in their subject instead. Publishers of
+calls are trusted to name the tenant: the component that has authenticated the client sets the
+header, and never copies it from the client's message.
 """
 
 
 def tenant_of(header: str | None) -> str:
-    """Return the tenant in a request's TENANT_HEADER; "" without the header.
+    """Return the tenant in the TENANT_HEADER of a call of renderers; "" without the header.
 
-    Raises InvalidRequest for an invalid name. If such a request were accepted without a tenant, a
+    Raises InvalidRequest for an invalid name. If such a call were accepted without a tenant, a
     mistake in one gateway would make its tenants share caches with all others.
     """
     if header is None:
@@ -216,8 +216,6 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     messages: Messages | None = None
     sampling_params: SamplingParams | UnsetType = UNSET
     """Sampling parameters. Omitted parameters have the model's configured defaults."""
-    request_id: str | None = None
-    """Id of the request, here or in the header `Nats-Msg-Id`. If it is in both, they must agree."""
     lane: Literal["interactive", "batch"] = "interactive"
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Maximum seconds from acceptance to the last record. The configuration has the default and the

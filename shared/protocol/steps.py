@@ -10,6 +10,7 @@ A Begun with `asks` also counts as the first Asked.
 clock.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from msgspec import Meta, Struct
 
 from shared.protocol.encoding import or_none
 from shared.protocol.items import Item, Label, ListedTool, ToolName
+from shared.protocol.names import scoped_id, split_id
 from shared.protocol.records import ErrorInfo, TokenLogprobs, Usage
 from shared.protocol.requests import FunctionCall, Tool
 
@@ -250,11 +252,20 @@ class ResponseTask(Struct, frozen=True):
 decode_response_task = msgspec.json.Decoder(ResponseTask).decode
 
 
-def turn_id(response_id: str, turn: int) -> str:
+def turn_id(tenant: str, response_id: str, turn: int) -> str:
     """Return the request id of a turn, which is the same for every agent at a response."""
-    return f"{response_id}-t{turn}"
+    return scoped_id(f"{response_id}-t{turn}", tenant)
 
 
-def painting_id(response_id: str, turn: int, call: int) -> str:
+def painting_id(tenant: str, response_id: str, turn: int, call: int) -> str:
     """Return the request id of an image, which is the same for every agent at a response."""
-    return f"{response_id}-i{turn - GIVEN_TURN}-{call}"
+    return scoped_id(f"{response_id}-i{turn - GIVEN_TURN}-{call}", tenant)
+
+
+_PART = re.compile(r".+-(t\d+|i\d+-\d+)")
+
+
+def is_part_of_response(request_id: str) -> bool:
+    """Return whether the name of a request has the form of `turn_id` or `painting_id`."""
+    name, _ = split_id(request_id)
+    return _PART.fullmatch(name) is not None

@@ -34,15 +34,14 @@ WORKERS_STREAM = "KV_pm_workers"
 SCALE_STREAM = "KV_pm_scale"
 
 REQUESTS_FILTER = "pm.request.>"
+# Subjects of requests without and with a tenant. No stream stores a message with another number of
+# tokens, such as one without an id.
+REQUESTS_SUBJECTS = ("pm.request.*.*", "pm.request.*.*.*")
 STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
 AUDIT_FILTER = "pm.audit.*"
 JOBS_FILTER = "pm.job.*"
 CANCELS_FILTER = "pm.cancel.>"
-# Requests and cancellations of publishers that may name any tenant. For a tenant's clients, the
-# broker adds the tenant to the subject.
-TRUSTED_REQUESTS_FILTER = "pm.request.*"
-TRUSTED_CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
 RESULTS_FILTER = "pm.result.*"
 MEDIA_FILTER = "pm.media.>"
@@ -56,6 +55,8 @@ START_REPORTS_FILTER = "$KV.pm_workers.starting.*"
 WORKERS_FILTER = "$KV.pm_workers.>"
 # Tenants over their share of storage. The message is next to the heartbeats, whose readers skip it.
 EXCEEDED_SHARES = "$KV.pm_workers.exceeded"
+# Stores of the broker with too little free space, also next to the heartbeats.
+FULL_STORES = "$KV.pm_workers.full_stores"
 SCALE_FILTER = "$KV.pm_scale.*"
 # The plan of the leading autoscaler, which is also its lease, and the orders of operators. Reports
 # of actuators are on `scale_report`.
@@ -84,13 +85,25 @@ _STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:
 
 
 def tenant_of(subject: str) -> str:
-    """Return the tenant in a subject of a tenant's client; "" if there is none."""
+    """Return the tenant in a subject; "" if there is none."""
     third = subject.split(".")[2:3]
     return third[0][1:] if third and third[0].startswith(TENANT_MARK) else ""
 
 
-def request(model: str, tenant: str = "") -> str:
-    return _of_tenant("pm.request", tenant, encode_model(model))
+def request(model: str, request_id: str) -> str:
+    """Subject of a request; the stream holds at most one message of a subject.
+
+    Trusted publishers publish to the subject of any tenant. A tenant's clients publish without the
+    tenant, which the broker adds.
+    """
+    name, tenant = split_id(request_id)
+    return _of_tenant("pm.request", tenant, f"{encode_model(model)}.{name}")
+
+
+def requests_of_model(model: str) -> tuple[str, str]:
+    """Filters for the requests for a model, without and with a tenant."""
+    token = encode_model(model)
+    return f"pm.request.{token}.*", f"pm.request.*.{token}.*"
 
 
 def scale_report(pool: str) -> str:
@@ -103,7 +116,9 @@ def _of_tenant(root: str, tenant: str, name: str) -> str:
 
 
 def model_of_request(subject: str) -> str:
-    return decode_model(last_token(subject))
+    """Return the model of a request's subject; empty for a subject of another form."""
+    parts = subject.split(".")
+    return decode_model(parts[-2]) if is_request(subject) and len(parts) in (4, 5) else ""
 
 
 def stage(name: str, model: str, lane: str, request_id: str, slot: int | None = None) -> str:
@@ -189,6 +204,25 @@ def renderer_of_tenants(call: str, model: str) -> str:
 # Queue group of the renderers that answer on these subjects.
 RENDERERS_GROUP = "renderers"
 
+READING_CALLS = ("read", "state", "file")
+
+
+def reading(call: str, name: str) -> str:
+    """Subject on which coordinators answer a call of `shared.protocol.reading`.
+
+    `name` is a request id or the SHA-256 of a file, each with or without a tenant.
+    """
+    return f"pm.{call}.{name}"
+
+
+def reading_filter(call: str) -> str:
+    """Filter for a call, which includes the calls of clients of tenants."""
+    return f"pm.{call}.>"
+
+
+# Queue group of the coordinators that answer on these subjects.
+COORDINATORS_GROUP = "coordinators"
+
 REQUESTS_CONSUMER = "coordinator"
 CANCELS_CONSUMER = "coordinator"
 RESPONSES_CONSUMER = "agent"
@@ -255,6 +289,11 @@ def last_token(subject: str) -> str:
 def id_in(subject: str) -> str:
     """Return the request id of a subject that ends with a request's name."""
     return scoped_id(last_token(subject), tenant_of(subject))
+
+
+def is_text_log(subject: str) -> bool:
+    """Return whether the subject of a log belongs to the text of a request, see `tokens`."""
+    return subject.count(".") == (3 if tenant_of(subject) else 2)
 
 
 def id_of_log(subject: str) -> str:

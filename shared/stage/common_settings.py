@@ -63,7 +63,7 @@ async def compare_settings(bus: Bus, worker: str, config: Config, log: Logger) -
             )
     answer = to_json(CommonSettings(worker, own))
 
-    async def respond(_: bytes, __: str | None) -> bytes:
+    async def respond(*_: object) -> bytes:
         return answer
 
     await bus.add_group_responder(subjects.SETTINGS, GROUP, respond)

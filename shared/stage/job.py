@@ -1,6 +1,8 @@
 """Jobs: deliveries that a worker has claimed, with records of attempts, and counters."""
 
 import asyncio
+import contextlib
+import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import StageSpan
 from shared.protocol.task_messages import RequestTicket, TaskBody, TaskHeader
-from shared.stage import retry
+from shared.stage import retry, tasks
 from shared.stage.retry import NO_HISTORY, History
 from shared.state.token_log import LogWriter
 from shared.telemetry.metrics import Metrics
@@ -80,8 +82,8 @@ class Job:
         """Tenant of the request; "" if it has no valid tenant."""
         if self.ticket is not None:
             return self.ticket.tenant
-        named = self.delivery.tenant or ""
-        return named if names.is_name(named) else ""
+        tenant = self.delivery.tenant
+        return tenant if names.is_name(tenant) else ""
 
     @property
     def request_sequence(self) -> int | None:
@@ -96,6 +98,16 @@ class Job:
         """Set the header and the body of the decoded message."""
         self.header, self.body = header, body
         self.path = header.path
+
+    def replace_ticket(self, data: bytes) -> None:
+        """Take the ticket and the payloads of `data`, the same task, published again after a loss.
+
+        The owners of the earlier payloads have released them.
+        """
+        if self.header is not None and self.body is not None:
+            task, _ = tasks.decode(data, type(self.body))
+            self.header = replace(self.header, ticket=task.header.ticket)
+            self.inputs = task.body.blobs()
 
 
 class StageCounters:
@@ -181,18 +193,23 @@ class ClaimedJobs:
         """Return a new job, or None when this worker has claimed a job of the same request.
 
         The new delivery then takes the place of the old one: the broker has restarted, or progress
-        was reported too late. A job that hangs reports no progress for this delivery either, so
+        was reported too late. This is also true of a lost task that was published again. A job that
+        hangs reports no progress for this delivery either, so
         another worker gets it in the end. Another message about the request, such as the task of a
         new round, is put off until the claimed job is over.
         """
         claimed = self._jobs.get(job.request_id or "")
         if claimed is None:
             return job
-        if job.delivery.sequence != claimed.delivery.sequence:
-            self._start(job.delivery.retry(AGAIN_PAUSE_S))
+        new, old = job.delivery, claimed.delivery
+        is_republished = old.is_lost and new.msg_id == old.msg_id
+        if new.sequence != old.sequence and not is_republished:
+            self._start(new.retry(AGAIN_PAUSE_S))
             return None
-        claimed.delivery.abandon()
-        claimed.delivery = job.delivery
+        if is_republished:
+            claimed.replace_ticket(new.data)
+        old.abandon()
+        claimed.delivery = new
         return None
 
     def progressed(self, jobs: Iterable[Job]) -> None:
@@ -212,30 +229,58 @@ class ClaimedJobs:
     def waiting(self) -> list[Job]:
         return [job for job in self._jobs.values() if job.waiting]
 
+    def may_be_held(self, job: Job) -> bool:
+        """Return whether a worker may have the request although its task is new.
+
+        A broker that runs alone loses the tasks, and its coordinators publish them again.
+        """
+        accepted_ms = math.inf if job.ticket is None else job.ticket.accepted_ms
+        return accepted_ms < self._bus.streams.tasks.since_ms
+
     async def load_history(
-        self, job: Job, log_len: int, policy: DeliveryConfig | None = None
+        self,
+        job: Job,
+        log_len: int,
+        policy: DeliveryConfig | None = None,
+        written_ms: float = 0.0,
     ) -> bool:
         """Read the records of earlier attempts, and set the history of the job.
 
-        Return False while it is unknown whether an earlier worker is dead. Raises the error of
+        `written_ms` is the time of the last record in the log. Return False while another worker
+        has the request, or it is unknown whether an earlier worker is dead. Raises the error of
         `retry.verdict` if `policy`, by default the policy of all stages, allows no other attempt.
         """
         assert job.request_id is not None
         stored = await self._bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(job.request_id))
         records = (decode_attempt(message.data) for message in stored)
         job.attempts = [record for record in records if record is not None]
-        workers = {a.worker for a in job.attempts if a.stage == self._stage and a.outcome == "open"}
-        others = sorted(workers - {self._worker})
+        latest = retry.latest_records(job.attempts, self._stage)
+        others = sorted({a.worker for a in latest if a.outcome == "open"} - {self._worker})
         silences = await asyncio.gather(
             *(self._bus.heartbeats.lag_s(w, self._worker) for w in others)
         )
         if any(ALIVE_S < silence_s <= DEAD_AFTER_S for silence_s in silences):
+            return False
+        if others and self._is_held(job, min(silences) <= ALIVE_S, written_ms):
             return False
         dead = {w for w, silence_s in zip(others, silences, strict=True) if silence_s > ALIVE_S}
         job.history = retry.recount(job.attempts, self._stage, log_len, dead)
         if (error := retry.verdict(job.history, policy or self._policy)) is not None:
             raise error
         return True
+
+    def _is_held(self, job: Job, is_alive: bool, written_ms: float) -> bool:
+        """Return whether another worker still has the request of a task that was lost.
+
+        Its worker cannot report progress of the lost task, so the records in its log count.
+        """
+        if not self.may_be_held(job):
+            return False
+        now_ms, lost_ms = self._bus.now_ms(), self._bus.streams.tasks.since_ms
+        if now_ms < lost_ms + 1000 * DEAD_AFTER_S:
+            # The heartbeats were lost as well.
+            return True
+        return is_alive and now_ms < max(lost_ms, written_ms) + 1000 * self._policy.ack_wait_s
 
     def may_begin(self, job: Job) -> bool:
         """Return whether the job may run now.
@@ -260,7 +305,24 @@ class ClaimedJobs:
         """Record that this worker's attempt ended without an answer."""
         ours = [a for a in job.attempts if a.worker == self._worker and a.outcome == "open"]
         if ours:
-            await self._publish(job, replace(ours[-1], outcome=outcome))
+            job.attempts.append(replace(ours[-1], outcome=outcome))
+            await self._publish(job, job.attempts[-1])
+
+    def record_again(self) -> None:
+        """Write the records of this worker's attempts again, after the broker has lost them.
+
+        Other workers then leave these requests to this worker.
+        """
+        for job in self._jobs.values():
+            self._start(self._record_again(job))
+
+    async def _record_again(self, job: Job) -> None:
+        # Without a broker, the next one to start has lost the records as well.
+        with contextlib.suppress(Unavailable):
+            # An outcome may be appended meanwhile.
+            for attempt in job.attempts:
+                if attempt.worker == self._worker:
+                    await self._publish(job, attempt)
 
     async def leave(self, job: Job, error: UnsupportedVersion) -> None:
         """Return a job to its queue for a newer worker. This does not count as an attempt."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 from shared.config.schema import DeliveryConfig
 from shared.errors import (
     DeadlineExceeded,
+    DiskFull,
     EncodingFailed,
     GrammarNotTried,
     Overloaded,
@@ -44,7 +45,14 @@ class GiveUp:
 
 Decision = AnswerWithError | RetryLater | GiveUp
 
-ONLY_CLIENTS_RETRY = (RequestError, DeadlineExceeded, EncodingFailed, GrammarNotTried, StageBusy)
+ONLY_CLIENTS_RETRY = (
+    RequestError,
+    DeadlineExceeded,
+    DiskFull,
+    EncodingFailed,
+    GrammarNotTried,
+    StageBusy,
+)
 
 # Delays double from `retry_delay_s` up to this limit. Longer ones only add to the client's wait.
 MAX_DELAY_S = 30.0
@@ -84,19 +92,29 @@ class History:
 NO_HISTORY = History(0, 0)
 
 
+def latest_records(records: Sequence[AttemptRecord], stage: str) -> list[AttemptRecord]:
+    """Return the latest record of each attempt of one stage, in the order of their beginnings.
+
+    `records` are in the order in which they were written. After a loss of all records, a worker
+    writes its own again.
+    """
+    own = (a for a in records if a.stage == stage and not a.unread)
+    latest = {(a.worker, a.number, a.began_ms): a for a in own}
+    return sorted(latest.values(), key=lambda attempt: attempt.began_ms)
+
+
 def recount(
     records: Sequence[AttemptRecord], stage: str, log_len: int, dead: Collection[str]
 ) -> History:
     """Return the history of a request.
 
-    `records` are in the order in which they were written. `log_len` is the present length of the
-    token log, and `dead` has the names of dead workers.
+    `records` are as in `latest_records`. `log_len` is the present length of the token log, and
+    `dead` has the names of dead workers.
 
     An attempt that added to the log does not count, however it ended. A request that kills workers
     does so before it has an output, and the worker of a long answer may change many times.
     """
-    own = (a for a in records if a.stage == stage and not a.unread)
-    attempts = list({(a.worker, a.number, a.began_ms): a for a in own}.values())
+    attempts = latest_records(records, stage)
     lengths = [a.log_len for a in attempts] + [log_len]
     stuck = [
         attempt

@@ -16,14 +16,16 @@ from shared.blobs.server import host_id
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.login import Login
-from shared.config.schema import METRICS_PORTS, Config
+from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
+from shared.helpers import sandbox
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.protocol.versions import readable
 from shared.stage import signals
 from shared.stage.common_settings import compare_settings
+from shared.stage.listeners import Listeners
 from shared.stage.pipelines import default_stage, pipelines_of
 from shared.stage.probes import new_probes
 from shared.stage.reloading import Reloader
@@ -100,8 +102,12 @@ class Context:
         bus: Bus,
         log: logs.Logger,
         stage: str | None = None,
+        listeners: Listeners | None = None,
     ) -> None:
-        """`stage` is the name of the stage to serve. If it is None, `default_stage` chooses it."""
+        """`stage` is the name of the stage to serve. If it is None, `default_stage` chooses it.
+
+        `listeners` has the sockets that are bound already.
+        """
         self.role = role
         self.worker = worker
         self.model = model
@@ -122,9 +128,11 @@ class Context:
             self.metrics,
             self.pipelines,
         )
+        bus.queues.on_tasks_lost(self.stage.claims.record_again)
         self.quotas = StorageQuotas(bus)
         self.shutdown = Shutdown()
         self.reloader = Reloader(config, None, log)
+        self.listeners = listeners or Listeners(config)
         self.may_have_work = False
         """Whether a signal begins a drain. Otherwise it ends the process at once."""
         self._blobs: Blobs | None = None
@@ -155,19 +163,16 @@ class Context:
     async def open_metrics(self) -> None:
         """Open the metrics listener, which also answers `/health` and `/ready`.
 
-        Raises ConfigError if no port can be opened.
+        Raises Unavailable or ConfigError if no port can be opened.
         """
         self.metrics.set_function("info", lambda: 1.0, version=VERSION)
         started_s = self.bus.now_ms() / 1000
         self.metrics.set_function("start_time_seconds", lambda: started_s)
         await self.bus.add_responder(subjects.METRICS, lambda _: to_json(self.metrics.snapshot()))
-        config = self.config.metrics
-        if config.listen is not None:
+        if (listener := self.listeners.take("metrics")) is not None:
             self._endpoint = MetricsEndpoint(
                 lambda: self.metrics.snapshot().series,
-                config.listen,
-                config.port,
-                METRICS_PORTS,
+                listener,
                 new_probes(self.role, self.worker, VERSION, self._read_status),
             )
             self.log.info("metrics", address=self._endpoint.address)
@@ -190,10 +195,18 @@ class Context:
         unheard_s = asyncio.get_running_loop().time() - self._heard_s
         return "ok" if unheard_s < UNHEARD_S else "no streams"
 
+    def log_sandbox(self) -> None:
+        """Log the layers that the sandbox of this worker's processes lacks."""
+        if layers := sandbox.missing():
+            self.log.warning("sandbox_incomplete", missing=layers)
+
     async def open_blobs(self) -> Blobs:
-        """Open the payload store of this worker. Its heartbeats publish the address."""
+        """Open the payload store of this worker. Its heartbeats publish the address.
+
+        Raises Unavailable or ConfigError if its port cannot be opened.
+        """
         self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
-        await self._blobs.start()
+        await self._blobs.start(self.listeners.take("blobs"))
         self.stage.blobs = self._blobs
         self.bus.queues.on_tasks_lost(self._blobs.release_all)
         return self._blobs
@@ -231,6 +244,7 @@ class Context:
             await self._blobs.close()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
+        self.listeners.close()
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         """Begin the heartbeats of this worker. Each of them reports `load`."""
@@ -288,11 +302,13 @@ async def run(
     model: str | None,
     stage: str | None,
     reread: Callable[[], Config] | None = None,
+    listeners: Listeners | None = None,
 ) -> int:
     """Run one worker until it has stopped, and return the exit code of the process.
 
     `stage` is the name of the stage to serve. If it is None, `default_stage` chooses it. `reread`
-    returns the current configuration for a reload, or raises ConfigError.
+    returns the current configuration for a reload, or raises ConfigError. `listeners` has the
+    sockets that are bound already.
     """
     signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"
@@ -304,7 +320,7 @@ async def run(
     except PagemillError as error:
         log.error("not_started", code=error.code, reason=error.message)
         return _exit_code(error)
-    context = Context(role, worker, model, config, bus, log, stage)
+    context = Context(role, worker, model, config, bus, log, stage, listeners)
     context.reloader = Reloader(config, reread, log)
     try:
         _drain_on_signals(context)

@@ -112,17 +112,17 @@ class Stage:
         """Record that this worker has the job, and open the log of this stage's output.
 
         Return None if the job is settled: the request or the output has ended, or the job is put
-        off because it is a suspect, or may be one. Raises Poisoned or WorkerFailure if the job must
-        not be tried again, and LogTruncated if a part of its log has been removed.
+        off because another worker has the request, or it is a suspect, or may be one. Raises
+        Poisoned or WorkerFailure if the job must not be tried again, and LogTruncated if a part of
+        its log has been removed.
         """
         request_id = _not_none(job.request_id)
         self.claims.add(job)
         attempt, output = job.delivery.attempt, self._output_of(job)
-        opening = asyncio.create_task(
-            LogWriter.open(self.bus, request_id, attempt, output, job.tenant)
-        )
+        is_first = attempt == 1 and not self.claims.may_be_held(job)
+        opening = asyncio.create_task(LogWriter.open(self.bus, request_id, attempt, output))
         try:
-            if job.delivery.attempt == 1:
+            if is_first:
                 # There are no earlier attempts to read first.
                 await self.claims.record_attempt(job, log_len=0)
             job.log = log = await opening
@@ -131,9 +131,11 @@ class Stage:
         if log.closed or (log.output != TEXT and is_final(await last_record(self.bus, request_id))):
             await self._settle_ended(job, log)
             return None
-        if job.delivery.attempt > 1:
-            is_known = await self.claims.load_history(job, len(log.records))
-            if not is_known or not self.claims.may_begin(job):
+        if not is_first:
+            is_free = await self.claims.load_history(
+                job, len(log.records), written_ms=log.stored_ms
+            )
+            if not is_free or not self.claims.may_begin(job):
                 self.claims.release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
@@ -509,7 +511,7 @@ async def end_with_error(
         return await cut_outputs(bus, request_id, attempt, error, path)
 
     async def end() -> None:
-        await end_request(bus, request_id, attempt, error, path, job.tenant)
+        await end_request(bus, request_id, attempt, error, path)
 
     await (settle(bus, job, end) if _may_have_other_tasks(job) else end())
     return True

@@ -154,13 +154,8 @@ async def publish_item(
     )
 
 
-async def publish_first(bus: Bus, pipeline: Pipeline, header: TaskHeader, prompt: Prompt) -> bool:
-    """Publish the tasks of the stages that take the request itself.
-
-    Return whether none of them was stored already.
-    """
-    part, is_first = pipeline.part_for(header.outputs, text_given=header.text_given), True
+async def publish_first(bus: Bus, pipeline: Pipeline, header: TaskHeader, prompt: Prompt) -> None:
+    """Publish the tasks of the stages that take the request itself."""
+    part = pipeline.part_for(header.outputs, text_given=header.text_given)
     for edge in part.edges_from(REQUEST, "task"):
-        was_there = await bus.publish(*_message_of(edge, header, prompt, (), 1))
-        is_first = is_first and not was_there
-    return is_first
+        await bus.publish(*_message_of(edge, header, prompt, (), 1))

@@ -7,18 +7,21 @@ from shared.errors import InvalidRequest, NotFound
 from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import DeadLetter, decode_dead_letter
-from shared.protocol.requests import GenerateRequest, tenant_header, version_of_request
+from shared.protocol.requests import GenerateRequest, version_of_request
 from shared.protocol.versions import version_header
 from shared.state.response_status import find_any_tenants
 
 
-async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
-    """Yield the latest `limit` letters, the newest first."""
+async def read_newest(bus: Bus, limit: int) -> AsyncIterator[tuple[str, DeadLetter]]:
+    """Yield the latest `limit` letters, the newest first, each with its name for `find`.
+
+    The name is the id of the request, or `unnamed-` and a number for one without a valid id.
+    """
     first, sequence = await bus.figures.sequence_range(subjects.DEAD_STREAM)
     while limit > 0 and sequence >= first:
         stored = await bus.read_next(subjects.DEAD_STREAM, sequence)
         if stored is not None and stored.sequence == sequence:
-            yield decode_dead_letter(stored.data)
+            yield subjects.last_token(stored.subject), decode_dead_letter(stored.data)
             limit -= 1
         sequence -= 1
 
@@ -33,18 +36,17 @@ async def find(bus: Bus, request_id: str) -> DeadLetter:
     return decode_dead_letter(stored.data)
 
 
-async def requeue(bus: Bus, request_id: str, request: GenerateRequest, tenant: str = "") -> None:
+async def requeue(bus: Bus, request_id: str, request: GenerateRequest) -> None:
     """Queue `request` again under its id, as if it were new.
 
-    Its token logs and attempt records are removed first, and its dead letters last. `request` must
-    contain its id. Raises PayloadTooLarge, Overloaded or Unavailable without deleting the letters.
+    Its token logs and attempt records are removed first, and its dead letters last. Raises
+    PayloadTooLarge, Overloaded or Unavailable without deleting the letters.
     """
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     await bus.purge(subjects.TOKENS_STREAM, subjects.logs_beside_text(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    # With a message id, the request would count as a duplicate of its first publication.
-    subject = subjects.request(request.model, names.split_id(request_id)[1])
-    headers = tenant_header(tenant) | version_header(version_of_request(request))
+    subject = subjects.request(request.model, request_id)
+    headers = version_header(version_of_request(request))
     await bus.publish_without_id(subject, to_json(request), headers)
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(request_id))
 

@@ -17,11 +17,12 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.streams import MEDIA_REUSE_S
-from shared.errors import MediaTooLarge
+from shared.errors import InvalidRequest, MediaTooLarge
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import MediaHead, decode_media_head
 from shared.protocol.multimodal import MEDIA_SCHEME
+from shared.protocol.reading import FilePage
 from shared.protocol.requests import tenant_header
 
 CHUNK_BYTES = 512 * 2**10
@@ -116,6 +117,52 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
             num_bytes += len(chunk.data)
     content, content_name = await asyncio.to_thread(_join, chunks_read)
     return content if content_name == name else None
+
+
+async def read_page(
+    bus: Bus, name: str, start: int, max_bytes: int, tenant: str = ""
+) -> FilePage | None:
+    """Return a page of a file from byte `start` on; None if the file is missing or incomplete.
+
+    The page has at most `max_bytes`. The hash of the file is not verified. Raises InvalidRequest
+    for a `start` after the end of the file, and Unavailable.
+    """
+    page = await _read_range(bus, name, start, max_bytes, tenant)
+    if page is None:
+        await asyncio.sleep(STALE_READ_S)
+        page = await _read_range(bus, name, start, max_bytes, tenant)
+    return page
+
+
+async def _read_range(
+    bus: Bus, name: str, start: int, max_bytes: int, tenant: str
+) -> FilePage | None:
+    stored_name = storage_name(name, tenant)
+    stored = await _find_head(bus, stored_name)
+    if stored is None:
+        return None
+    head, _ = stored
+    chunks, num_bytes = head.chunks or stored_name, head.num_bytes
+    if start > num_bytes:
+        raise InvalidRequest(
+            f"from: {start} is after the end of the file, which has {num_bytes} bytes", field="from"
+        )
+    if start == num_bytes:
+        return FilePage(b"", start, num_bytes, ended=True)
+    first = await bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(chunks, 0))
+    size = 0 if first is None else len(first.data)
+    # All chunks have the size of the first one, except that the last one may be smaller.
+    if not 0 < num_bytes - (head.num_chunks - 1) * size <= size:
+        return None
+    numbers = range(start // size, head.num_chunks)[:MAX_CHUNKS_IN_FLIGHT]
+    end = min(start + max_bytes, numbers.stop * size, num_bytes)
+    numbers = numbers[: (end - 1) // size + 1 - numbers.start]
+    reads = (bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(chunks, n)) for n in numbers)
+    content = b"".join(chunk.data for chunk in await asyncio.gather(*reads) if chunk is not None)
+    if len(content) != min(numbers.stop * size, num_bytes) - numbers.start * size:
+        return None
+    offset = numbers.start * size
+    return FilePage(content[start - offset : end - offset], end, num_bytes, ended=end == num_bytes)
 
 
 def _join(chunks: list[bytes]) -> tuple[bytes, str]:

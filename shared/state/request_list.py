@@ -15,11 +15,11 @@ from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
 from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, RequestRecord, decode_attempt
+from shared.protocol.reading import State
 from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from shared.state.log_records import decode_record
-from shared.state.request_status import State
 from shared.state.response_status import AGENT
 from shared.state.token_log import last_record
 
@@ -128,7 +128,7 @@ class RequestTable:
         """Add a gateway's record of a request, or of the parts of a request."""
         if record.num_parts > 1:
             del self.traces[request_id]
-            for name in (f"{request_id}-{i}" for i in range(record.num_parts)):
+            for name in (names.part_id(request_id, i) for i in range(record.num_parts)):
                 if name in self.traces:
                     self.traces[name].model = record.model
             return
@@ -197,7 +197,8 @@ class RequestLister:
 
     async def update(self) -> Listing:
         """Raises Unavailable."""
-        self._table.add_records(await self._read_end(subjects.TOKENS_STREAM, subjects.tokens("*")))
+        logs = await self._read_end(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER)
+        self._table.add_records(log for log in logs if subjects.is_text_log(log.subject))
         stream = subjects.ATTEMPTS_STREAM
         self._table.add_attempts(await self._read_end(stream, subjects.ATTEMPTS_FILTER))
         records = await self._read_end(subjects.JOBS_STREAM, subjects.JOBS_FILTER)

@@ -3,10 +3,10 @@
 Workers store nothing else for this purpose. All of these are found by the request's id.
 """
 
-from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
@@ -14,6 +14,7 @@ from shared.codec import envelope
 from shared.errors import DecodeError, InvalidRequest, NotFound
 from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, decode_attempt
+from shared.protocol.reading import Attempt, Outcome, RequestStatus
 from shared.protocol.records import Failure, Finish, StageSpan
 from shared.protocol.task_messages import TaskHeader
 from shared.state import request_registry
@@ -24,58 +25,11 @@ from shared.state.token_log import last_record
 # Keys in the load of an engine that the explanation of a busy engine needs.
 ENGINE_LOAD = {"running", "free_blocks", "blocks"}
 
-State = Literal["unknown", "queued", "running", "finished", "failed"]
-Outcome = Literal["open", "requeued", "failed", "done", "superseded", "ended"]
-
 
 class _AnyTask(msgspec.Struct, frozen=True):
     """Task of any stage."""
 
     header: TaskHeader
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """Attempt of a worker at a request, with the fields of an AttemptRecord.
-
-    An attempt without a second record is `done` if the request continued from it, `superseded` if
-    its stage has a later attempt, and `ended` if the request ended without it. Otherwise it is
-    `open`.
-    """
-
-    stage: str
-    worker: str
-    number: int
-    began_ms: float
-    log_len: int
-    outcome: Outcome = "open"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestStatus:
-    request_id: str
-    state: State
-    stage: str | None = None
-    worker: str | None = None
-    attempt: int | None = None
-    waits_s: float | None = None
-    """Time in the current stage so far."""
-    records: int = 0
-    """Number of records in the token log."""
-    why: str = ""
-    error_code: str | None = None
-    """Code of the error; None unless the request has failed."""
-    attempts: list[Attempt] = field(default_factory=list)
-    path: list[StageSpan] = field(default_factory=list)
-    """Previous stages."""
-    pool: str | None = None
-    """State of the stage's pool, if an autoscaler leads and the pool has no worker."""
-    num_unread: int = 0
-    """Number of requests that wait for a coordinator. An unknown request may be one of them."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in ("finished", "failed")
 
 
 async def find(bus: Bus, request_id: str) -> RequestStatus:
@@ -165,7 +119,7 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
     """Return the status of a request without a task or an end."""
     record = await request_registry.find(bus, status.request_id)
     if record is not None and record.num_parts > 1:
-        first, last = f"{status.request_id}-0", f"{status.request_id}-{record.num_parts - 1}"
+        first, last = (names.part_id(status.request_id, part) for part in (0, record.num_parts - 1))
         why = f"its {record.num_parts} prompts are separate requests: {first} to {last}"
         return replace(status, why=why)
     if record is not None and bus.now_ms() < 1000 * (record.created_s + record.timeout_s + GRACE_S):
@@ -184,6 +138,8 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
         else f"no stage has it: it is one of {queue.num_pending} requests that wait for a"
         " coordinator, has never been asked for, or is so old that its log has been removed"
     )
+    if names.TENANT_MARK not in status.request_id:
+        why += "; the id of a tenant's request is <id>@<tenant>"
     return replace(status, num_unread=queue.num_pending, why=why)
 
 

@@ -73,7 +73,7 @@ async def _why(bus: Bus, state: ResponseState) -> str:
     if unlisted:
         return f"the tools of {unlisted[0]} are being listed"
     if call is not None and call.sendings and call.paints:
-        name = painting_id(state.response_id, call.turn, call.number)
+        name = painting_id(state.begun.tenant, state.response_id, call.turn, call.number)
         return f"its image is painted: pagemill where {name}"
     if call is not None and call.sendings:
         return f"a call was sent {len(call.sendings)} times, and has no result yet"
@@ -85,7 +85,8 @@ async def _why(bus: Bus, state: ResponseState) -> str:
 
 
 def _request_of(state: ResponseState, turn: Asked) -> str:
-    return turn_id(state.response_id, turn.turn)
+    assert state.begun is not None
+    return turn_id(state.begun.tenant, state.response_id, turn.turn)
 
 
 def _end_of(state: ResponseState) -> str:

@@ -39,7 +39,6 @@ from shared.protocol.records import (
     TokenLogprobs,
     error_info,
 )
-from shared.protocol.requests import tenant_header
 from shared.protocol.stored_size import log_headers, stored_bytes
 from shared.state import output_ends
 from shared.state.log_records import UnknownRecord, decode_record, is_final, records_of
@@ -65,7 +64,7 @@ class _Tail(NamedTuple):
     last_sequence: int
     """Sequence of the last message, which may be undecodable."""
     headers: Mapping[str, str]
-    """Headers of the last message, with the log's tenant and size."""
+    """Headers of the last message, with the log's size."""
 
 
 async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
@@ -102,7 +101,6 @@ class LogWriter:
         request_id: str,
         attempt: int,
         output: str,
-        tenant: str,
         stored: Sequence[StoredMessage],
     ) -> None:
         """Begin after `stored`, all messages of the log; `open` reads them. Raises LogTruncated."""
@@ -116,6 +114,8 @@ class LogWriter:
         self.output = output
         self.records = [record for record in records if not isinstance(record, UnknownRecord)]
         """Records of known kinds in the log when it was opened."""
+        self.stored_ms = stored[-1].stored_ms if stored else 0.0
+        """Time at which the last of them was stored, by the broker's clock."""
         self.before_first: Callable[[], Awaitable[None]] | None = None
         """Awaited once, before the first append of this writer; see `begin`."""
         self._bus = bus
@@ -123,13 +123,10 @@ class LogWriter:
         self._attempt = attempt
         self._next_index = records[-1].index + 1 if records else 0
         self._last_sequence = stored[-1].sequence if stored else 0
-        self._tenant = tenant
         self._num_bytes = sum(stored_bytes(message.data) for message in stored)
 
     @classmethod
-    async def open(
-        cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT, tenant: str = ""
-    ) -> "LogWriter":
+    async def open(cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT) -> "LogWriter":
         """Open a log. Raises LogTruncated if its beginning has been removed.
 
         After a task is published again, its deliveries count from 1 again. Attempts in a log only
@@ -137,7 +134,7 @@ class LogWriter:
         """
         subject = subjects.tokens(request_id, output)
         stored = await bus.read(subjects.TOKENS_STREAM, subject)
-        return cls(bus, request_id, attempt, output, tenant, stored)
+        return cls(bus, request_id, attempt, output, stored)
 
     @property
     def closed(self) -> bool:
@@ -223,7 +220,7 @@ class LogWriter:
         data = to_json(record)
         subject = subjects.append(self._request_id, self.output)
         self._num_bytes += stored_bytes(data)
-        headers = log_headers(self._tenant, self._num_bytes)
+        headers = log_headers(subject, self._num_bytes)
         while True:
             try:
                 last = self._last_sequence
@@ -253,18 +250,21 @@ class LogWriter:
         return bool(new)
 
 
+async def repeat_end(bus: Bus, request_id: str) -> None:
+    """Send the last record of a request that has ended to live readers once more."""
+    await bus.repeat_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+
+
 async def end_request(
     bus: Bus,
     request_id: str,
     attempt: int,
     error: PagemillError,
     path: list[StageSpan],
-    tenant: str = "",
 ) -> None:
     """End a request with `error`, unless its log has its final record already.
 
     Outputs other than its text are closed first, so that no worker appends to them after the end.
-    The `tenant` is needed for a log without any record.
     """
     had_outputs = await close_outputs(bus, request_id, attempt)
     await close_log(
@@ -272,7 +272,6 @@ async def end_request(
         request_id,
         TEXT,
         lambda index: Failure(index, attempt, error_info(error), path),
-        tenant,
     )
     if not had_outputs:
         # A coordinator may have written the list of outputs meanwhile. A coordinator that writes it
@@ -314,9 +313,7 @@ async def finish_request(
     )
 
 
-async def close_log(
-    bus: Bus, request_id: str, output: str, final: Callable[[int], Any], tenant: str = ""
-) -> Any:
+async def close_log(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> Any:
     """Append `final(index)` to a log, unless it has a final record; return the final record."""
     while True:
         tail = await _read_tail(bus, request_id, output)
@@ -325,8 +322,7 @@ async def close_log(
         try:
             record = final(tail.next_index)
             subject = subjects.append(request_id, output)
-            headers = tail.headers or tenant_header(tenant)
-            await bus.append(subject, to_json(record), tail.last_sequence, headers=headers)
+            await bus.append(subject, to_json(record), tail.last_sequence, headers=tail.headers)
             return record
         except Fenced:
             # Another writer may have ended the log or appended to it, or this record is stored and

@@ -168,6 +168,14 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "streams_refusing": (
             "Streams on disk that have refused to store for longer than an election takes."
         ),
+        "replicas_lagging{server}": (
+            "Replicas of streams on a server of the broker's cluster that do not follow their"
+            " leaders; not reported for a server before its first one."
+        ),
+        "full_stores": (
+            "Stores of the broker with less free space than `nats.min_free_percent` or"
+            " `nats.min_free_mib` requires. New requests, files and responses are refused."
+        ),
     },
     ("counter", COORDINATOR, ()): {
         "requests_accepted_total": "Valid requests forwarded to renderers.",
@@ -179,6 +187,9 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "http_tokens_total{endpoint}": "Tokens in responses, as far as the gateway has read them.",
         "http_answer_bytes_total{endpoint}": "Bytes of response bodies.",
         "http_connections_refused_total": "Connections refused beyond `gateway.max_connections`.",
+        "http_connections_displaced_total": (
+            "Connections closed to make room for new ones, at `gateway.max_connections`."
+        ),
         "http_slow_clients_total": (
             "Connections closed because the client read nothing for `gateway.send_timeout_s`."
         ),

@@ -1,13 +1,15 @@
 """Export of metrics in Prometheus' text format, optionally over HTTP."""
 
-import errno
+import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from socketserver import ThreadingMixIn
 from types import MappingProxyType
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,7 +18,6 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from shared.errors import ConfigError
 from shared.protocol.messages import MetricSeries
 from shared.telemetry.catalog import METRICS, PREFIX
 
@@ -77,25 +78,43 @@ class MetricsEndpoint:
     def __init__(
         self,
         collect: Collect,
-        host: str,
-        port: int,
-        num_ports: int = 1,
+        listener: socket.socket,
         probes: Mapping[str, Probe] = MappingProxyType({}),
     ) -> None:
-        """Listen on the first free port of `num_ports` ports from `port` on; 0 selects a free port.
+        """Serve on a socket that listens, and close it at the end.
 
         Every path serves the metrics, except the paths in `probes`. `collect` and the probes are
-        called in the server's threads. Raises ConfigError if no port can be opened.
+        called in the server's threads.
         """
-        self._server = _listen(make_registry(collect), host, port, num_ports)
-        metrics = self._server.get_app()
-        assert metrics is not None
-        self._server.set_app(_with_probes(metrics, probes))
-        self.address = (host, self._server.server_port)
+        host, port, *_ = listener.getsockname()
+        self.address: tuple[str, int] = (host, port)
+        app = _with_probes(make_wsgi_app(make_registry(collect)), probes)
+        self._server = _Server(listener, app)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no requests."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Server on a socket that listens."""
+
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, app: WSGIApplication) -> None:
+        address = listener.getsockname()
+        super().__init__(address[:2], _QuietHandler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_name, self.server_port = address[:2]
+        self.setup_environ()
+        self.set_app(app)
 
 
 def _with_probes(metrics: WSGIApplication, probes: Mapping[str, Probe]) -> WSGIApplication:
@@ -109,22 +128,3 @@ def _with_probes(metrics: WSGIApplication, probes: Mapping[str, Probe]) -> WSGIA
         return [body]
 
     return answer
-
-
-def _listen(registry: CollectorRegistry, host: str, port: int, num_ports: int) -> WSGIServer:
-    for candidate in range(port, min(port + num_ports, 65536)) if port else (0,):
-        try:
-            server, _ = start_http_server(candidate, host, registry)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                reason = error.strerror or type(error).__name__
-                raise ConfigError(
-                    f"metrics cannot be served on {host}, port {candidate}: {reason}",
-                    field="metrics.listen",
-                ) from error
-        else:
-            return server
-    raise ConfigError(
-        f"metrics: none of the {num_ports} ports from {port} on is free on {host}",
-        field="metrics.port",
-    )

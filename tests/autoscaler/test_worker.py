@@ -97,8 +97,9 @@ async def test_an_autoscaler_without_a_broker_ends_cleanly(
     ]
 
 
+@pytest.mark.parametrize("request_id", ["r", "r@acme"])
 async def test_a_request_is_not_forgotten_when_the_broker_fails(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, request_id: str
 ) -> None:
     """The request comes while its pools are at zero, and the look that it causes fails."""
     await bus.purge(subjects.SCALE_STREAM, ">")
@@ -116,7 +117,7 @@ async def test_a_request_is_not_forgotten_when_the_broker_fails(
             raise Unavailable("the broker does not answer")
         return Look(queues, workers, actuators)
 
-    async def watch(subject: str, callback: Callable[[str], None]) -> Any:
+    async def watch(subject: Any, callback: Callable[[str], None]) -> Any:
         end = await watch_subjects(subject, callback)
         watches.set()
         return end
@@ -130,7 +131,7 @@ async def test_a_request_is_not_forgotten_when_the_broker_fails(
     scaler, shutdown, _ = make_autoscaler(bus)
     serving = asyncio.create_task(scaler.serve())
     await watches.wait()
-    await bus.publish_without_id(subjects.request("demo"), b"{}")
+    await bus.publish_without_id(subjects.request("demo", request_id), b"{}")
     await until(is_planned)
     assert num_looks > 2
     shutdown.begin()

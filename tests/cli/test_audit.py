@@ -64,7 +64,7 @@ async def site(server: EmbeddedServer) -> AsyncIterator[Site]:
 
 
 async def cancel_one(site: Site) -> None:
-    await site.bus.publish(subjects.request("demo", "acme"), b"{}", "r1")
+    await site.bus.publish_without_id(subjects.request("demo", "r1@acme"), b"{}")
     await cancel("r1@acme", config=site.config)
 
 

@@ -54,7 +54,7 @@ class Talk:
             message = await listener.next_msg(30)
             await self._bus.purge(subjects.REQUESTS_STREAM, message.subject)
             self.requests.append(decode_request(message.data))
-            self.ids.append((message.headers or {})["Nats-Msg-Id"])
+            self.ids.append(subjects.id_in(message.subject))
             await self._answer(self.ids[-1], steps)
         code = await running
         await listener.unsubscribe()

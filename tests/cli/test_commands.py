@@ -5,9 +5,11 @@ import hashlib
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +17,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import InvalidRequest
 from shared.protocol.records import error_info
 from shared.stage.runtime import EXIT_CONFIG
@@ -228,11 +229,44 @@ def test_without_a_server_it_says_so(command: list[str], tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_up_says_that_the_port_is_taken(broker: EmbeddedServer, tmp_path: Path) -> None:
-    done = run("up", cwd=tmp_path, PAGEMILL_NATS__PORT=str(broker.port))
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port at which another program listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(server.getsockname()[1])
+
+
+def refusal_of_port(section: str, port: str) -> str:
+    return f"error unavailable: {section}.port: port {port} of 127.0.0.1 is in use: "
+
+
+@pytest.mark.parametrize("section", ["nats", "gateway", "blobs"])
+def test_up_refuses_a_port_in_use_before_it_starts_anything(
+    section: str, taken: str, tmp_path: Path
+) -> None:
+    env = {"PAGEMILL_NATS__PORT": "0", "PAGEMILL_GATEWAY__PORT": "0"}
+    if section == "blobs":
+        env["PAGEMILL_BLOBS__LISTEN"] = "127.0.0.1"
+    done = run("up", cwd=tmp_path, **env | {f"PAGEMILL_{section.upper()}__PORT": taken})
+    assert " ".join(done.stderr.split()).startswith(refusal_of_port(section, taken))
+    assert done.stderr.count("error") == 1
+    # The port may be free later, so a service manager starts the command again.
     assert done.returncode == 1
-    assert str(broker.port) in done.stderr
-    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("role", "section"), [("gateway", "gateway"), ("engine", "blobs")])
+def test_a_worker_refuses_a_port_in_use_before_it_loads_anything(
+    role: str, section: str, taken: str, tmp_path: Path
+) -> None:
+    """Neither the broker nor the model exists."""
+    (tmp_path / "pagemill.yaml").write_text(
+        "models: {mine: {path: none}}\nnats: {url: 'nats://127.0.0.1:9'}\n"
+        f"{section}: {{listen: 127.0.0.1, port: {taken}}}\n"
+    )
+    done = run("worker", role, cwd=tmp_path)
+    assert " ".join(done.stderr.split()).startswith(refusal_of_port(section, taken))
+    assert done.returncode == 1
 
 
 def test_up_gives_up_on_a_configuration_that_a_worker_refuses(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.net.listening import listen_on_first
 from shared.protocol.encoding import to_json
 from shared.protocol.worker_status import WorkerStatus
 from shared.telemetry.prometheus import MetricsEndpoint
@@ -30,7 +31,7 @@ def worker(role: str, port: int, *, lives: bool = True, is_ready: bool = True) -
         "health": lambda: report(lives, "hangs"),
         "ready": lambda: report(lives and is_ready, "starting"),
     }
-    endpoint = MetricsEndpoint(list, "127.0.0.1", port, 64, probes)
+    endpoint = MetricsEndpoint(list, listen_on_first("metrics", "127.0.0.1", port, 64), probes)
     try:
         yield
     finally:
@@ -68,7 +69,7 @@ def test_a_worker_shows_its_version_and_the_versions_that_it_reads(
 ) -> None:
     status = WorkerStatus("engine", "engine-1", "ok", "0.2.0", (1, 3))
     probes = {"health": lambda: (True, to_json(status))}
-    endpoint = MetricsEndpoint(list, "127.0.0.1", port, 64, probes)
+    endpoint = MetricsEndpoint(list, listen_on_first("metrics", "127.0.0.1", port, 64), probes)
     try:
         line = "engine-1: ok, version 0.2.0 reads messages of versions 1-3\n"
         assert check(tmp_path) == (0, line)
@@ -77,7 +78,7 @@ def test_a_worker_shows_its_version_and_the_versions_that_it_reads(
 
 
 def test_a_listener_of_another_program_is_no_worker(tmp_path: Path, port: int) -> None:
-    endpoint = MetricsEndpoint(list, "127.0.0.1", port)
+    endpoint = MetricsEndpoint(list, listen_on_first("metrics", "127.0.0.1", port, 1))
     try:
         assert check(tmp_path)[0] == 1
     finally:

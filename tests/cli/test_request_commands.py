@@ -62,7 +62,7 @@ async def coordinator(broker: EmbeddedServer, bus: Bus, tmp_path: Path) -> Async
 
 async def publish(bus: Bus, request_id: str) -> None:
     request = GenerateRequest("demo", [Message("user", "hello")])
-    await bus.publish(subjects.request("demo"), to_json(request), request_id)
+    await bus.publish_without_id(subjects.request("demo", request_id), to_json(request))
 
 
 async def finish(bus: Bus, request_id: str) -> None:
@@ -115,6 +115,7 @@ async def test_a_request_that_was_never_asked_for_is_not_known(
     code, out, err = await run(broker, command, request_id)
     assert code == 1
     assert "it has never been asked for" in out + err
+    assert "the id of a tenant's request is <id>@<tenant>" in out + err
     if command != "where":
         assert f"not_found: no request {request_id} is known" in err
 
@@ -266,7 +267,7 @@ async def test_ask_sends_what_is_given_even_if_it_is_a_default(
     broker: EmbeddedServer, bus: Bus, request_id: str, nats_client: NatsClient
 ) -> None:
     options = ("--temperature", "1.0", "--request-id", request_id, "--model", request_id)
-    subject = subjects.request(request_id)
+    subject = subjects.request(request_id, request_id)
     listener = await nats_client.subscribe(subject)
     await nats_client.flush()
     asking = asyncio.create_task(run(broker, "ask", *options, "hello"))

@@ -112,6 +112,17 @@ async def test_parts_stand_for_their_request_and_items_and_responses_are_none(fi
     assert not [name for name in rows if name.startswith(("item_", "resp_"))]
 
 
+async def test_requests_of_tenants_are_listed_with_their_tokens(filled: Bus) -> None:
+    request_id = f"done-{RUN}@acme"
+    await finish(filled, request_id)
+    log = await LogWriter.open(filled, request_id, 1, "audio")
+    await log.end(OutputSummary())
+    rows = await listed(filled)
+    assert (rows[request_id].prompt_tokens, rows[request_id].completion_tokens) == (7, 3)
+    assert rows[request_id].end == "stop"
+    assert "audio@acme" not in rows
+
+
 async def test_requests_older_than_the_window_are_not_listed_and_this_is_said(filled: Bus) -> None:
     await attempt(filled, f"last-{RUN}", "engine")
     listing = await RequestLister(filled, window=1).update()

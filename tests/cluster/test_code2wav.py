@@ -154,7 +154,7 @@ def codes_of(seed: int, num_frames: int) -> list[int]:
 
 async def ask(bus: Bus, request_id: str, codes: list[int], timeout_s: float | None = None) -> None:
     request = GenerateRequest("demo", prompt_token_ids=codes, timeout_s=timeout_s)
-    await bus.publish(subjects.request("demo"), encode_request(request), request_id)
+    await bus.publish_without_id(subjects.request("demo", request_id), encode_request(request))
 
 
 async def follow(bus: Bus, request_id: str) -> list[OutputRecord]:

@@ -166,7 +166,7 @@ async def test_no_request_can_end_an_encode_task_by_its_name(
     for name in (key, subjects.item_task(key)):
         await client.publish_without_id(subjects.cancel(name), b"")
         bad = GenerateRequest("nobodys", request.messages)
-        await client.publish(subjects.request("demo"), to_json(bad), name)
+        await client.publish_without_id(subjects.request("demo", name), to_json(bad))
     await until(lambda: nothing_queued(client, subjects.CANCELS_STREAM))
     assert await last_record(client, key) is not None, "it is a request's name like any other"
     assert isinstance((await answer(client, request))[-1], Finish)

@@ -8,6 +8,7 @@ import msgspec
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id, pin_media, render_features, tokenize
+from shared.protocol.names import scoped_id
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.renderer_rpc import FeaturesRequest, TokenizeRequest
 from shared.protocol.requests import (
@@ -38,8 +39,11 @@ def question(*names: str) -> GenerateRequest:
     return GenerateRequest("demo", [Message("user", parts)], SAMPLING)
 
 
-async def answer(bus: Bus, request: GenerateRequest, **more: Any) -> list[LogRecord]:
-    return [record async for record in ask(bus, request, new_request_id(), **more)]
+async def answer(
+    bus: Bus, request: GenerateRequest, tenant: str = "", **more: Any
+) -> list[LogRecord]:
+    request_id = scoped_id(new_request_id(), tenant)
+    return [record async for record in ask(bus, request, request_id, **more)]
 
 
 async def processed(bus: Bus, request: GenerateRequest, tenant: str = "") -> GenerateRequest:

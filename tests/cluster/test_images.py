@@ -26,6 +26,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.images import ImageParams, PaintParams
+from shared.protocol.names import scoped_id
 from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
@@ -146,7 +147,8 @@ def painting_of(seed: int, steps: int = 6) -> GenerateRequest:
 
 async def painted(bus: Bus, request_id: str, request: GenerateRequest, tenant: str = "") -> bytes:
     """The file of a request's image."""
-    records = [record async for record in client.ask(bus, request, request_id, tenant)]
+    request_id = scoped_id(request_id, tenant)
+    records = [record async for record in client.ask(bus, request, request_id)]
     assert isinstance(records[-1], Finish)
     written = [record async for record in client.follow_output(bus, request_id, "image")]
     (image,) = (record for record in written if isinstance(record, ImageRecord))

@@ -52,7 +52,7 @@ async def openai(url: str) -> AsyncIterator[AsyncOpenAI]:
 async def publish(bus: Bus, token: str) -> tuple[str, LogRecord]:
     """Publish a request as a client in another language would; return its id and last record."""
     request, request_id = GenerateRequest(NAME, [Message("user", "hello")]), new_request_id()
-    await bus.publish(f"pm.request.{token}", to_json(request), request_id)
+    await bus.publish_without_id(f"pm.request.{token}.{request_id}", to_json(request))
     return request_id, [record async for record in follow(bus, request_id, timeout_s=30)][-1]
 
 
@@ -94,10 +94,11 @@ async def test_publishers_encode_the_name_in_the_subject(client: Bus) -> None:
 
 
 async def test_the_error_of_an_unencoded_name_shows_the_subject(client: Bus) -> None:
-    _, last = await publish(client, "-org/Demo-2=2E5")
+    request_id, last = await publish(client, "-org/Demo-2=2E5")
     assert isinstance(last, Failure)
     assert (last.error.code, last.error.field) == ("invalid_request", "model")
-    assert f"the subject of model {NAME!r} is pm.request.{TOKEN}, not" in last.error.message
+    right = f"pm.request.{TOKEN}.{request_id}"
+    assert f"the subject of model {NAME!r} is {right}, not" in last.error.message
 
 
 async def test_commands_and_metrics_show_the_name_as_it_is(client: Bus, cluster: Cluster) -> None:

@@ -36,7 +36,7 @@ from tests.cluster.conftest import (
 from tests.cluster.streams import assert_gapless, attempts_of, read_amid_signal, text_of, tokens_of
 from tests.renderer.canary import Canary, send
 from workers.cli.ask import build_request
-from workers.gateway.core.ids import named_request_id, part_ids
+from workers.gateway.core.ids import part_ids
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.openai.embeddings import EMBEDDING
 from workers.gateway.openai.scores import SCORE
@@ -139,7 +139,7 @@ async def test_an_engine_killed_amid_embeddings(
             running = asyncio.create_task(
                 http.post(path, json=body, headers={"x-request-id": name})
             )
-            parts = await _embedding_parts(client, named_request_id(KINDS[kind], "", name), running)
+            parts = await _embedding_parts(client, name, running)
             os.kill(engine, signal.SIGSTOP)
             claimed = [part for part in parts if await _is_in_engine(client, part)]
             os.kill(engine, signal.SIGKILL)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,29 +13,27 @@ from nats.errors import Error as NatsError
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from tests.cluster.conftest import Cluster, living, start_cluster, stop_cluster
+from tests.cluster.conftest import CONFIG, Cluster, living, start_cluster, stop_cluster
+from tests.support.small_disk import fill_until, mounted_disk
 from tests.support.waiting import until
 
 DISK_MIB = 64
 MIB = 2**20
+# Without these limits, requests are refused before the disk is full.
+NO_LIMITS = CONFIG + "nats: {min_free_percent: 0, min_free_mib: 0}\n"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """The folder of the broker's store, on a separate file system."""
-    folder = tmp_path / "data" / "nats"
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted_disk(tmp_path / "data" / "nats", DISK_MIB) as folder:
+        yield folder
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
-    cluster = await asyncio.to_thread(start_cluster, folder)
+    cluster = await asyncio.to_thread(start_cluster, folder, NO_LIMITS)
     try:
         bus = await Bus.connect(cluster.url, "test")
         (gateway,) = await living(bus, "gateway")
@@ -46,15 +43,6 @@ async def running(folder: Path) -> AsyncIterator[tuple[Cluster, httpx.AsyncClien
             yield cluster, http
     finally:
         assert await asyncio.to_thread(stop_cluster, cluster) == 0
-
-
-def fill(disk: Path) -> Path:
-    """Write a file until the disk is full."""
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    return ballast
 
 
 async def publish_media(bus: Bus, count: int) -> None:
@@ -73,7 +61,7 @@ async def test_a_full_disk_that_has_room_again_is_written_again(
     small_disk: Path, tmp_path: Path
 ) -> None:
     async with running(tmp_path) as (cluster, http):
-        ballast = await asyncio.to_thread(fill, small_disk)
+        ballast = await asyncio.to_thread(fill_until, small_disk)
         # The last page of each file still has room.
         while (status := (await http.post("/v1/chat/completions", json=CHAT)).status_code) == 200:
             pass

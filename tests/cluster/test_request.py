@@ -23,7 +23,7 @@ from ops.demo import IMAGES, Case
 from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.client import ask, follow, new_request_id
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
@@ -59,7 +59,7 @@ async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogR
     request_id = new_request_id()
     listener = await bus.subscribe(subjects.tokens(request_id))
     began = time.monotonic()
-    await bus.publish(subjects.request(model), data, request_id)
+    await bus.publish_without_id(subjects.request(model, request_id), data)
     records: list[LogRecord] = []
     took_s = 0.0
     while not records or not isinstance(records[-1], Finish | Failure):
@@ -157,17 +157,14 @@ async def test_a_stop_string_ends_the_answer_before_it(client: Bus) -> None:
     assert text_of(records) == whole[: whole.index(stop)]
 
 
-async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, Any]) -> LogRecord:
+async def publish_for(cluster: Cluster, tenant: str, request: dict[str, Any]) -> LogRecord:
     """As a gateway does that knows its client; the last record."""
     login = Login.of_operator(cluster.url)
     client = await nats.connect(cluster.url, nkeys_seed=str(login.seed_file))
-    request_id = new_request_id()
+    request_id = names.scoped_id(new_request_id(), tenant)
     tokens = await client.subscribe(subjects.tokens(request_id))
-    headers = {"Nats-Msg-Id": request_id}
-    if tenant is not None:
-        headers["Pagemill-Tenant"] = tenant
-    subject = subjects.request("demo")
-    await client.jetstream().publish(subject, json.dumps(request).encode(), headers=headers)
+    subject = subjects.request("demo", request_id)
+    await client.jetstream().publish(subject, json.dumps(request).encode())
     while isinstance(record := decode_record((await tokens.next_msg(20)).data), TokenChunk):
         pass
     await client.close()
@@ -187,7 +184,7 @@ async def test_caches_are_each_tenants_own(cluster: Cluster, client: Bus) -> Non
     await asyncio.sleep(1.5)  # until a heartbeat has all earlier images
     expected = await num_encoded(client)
     answers = []
-    for tenant, hits in ((None, False), (None, True), ("a", False), ("b", False), ("a", True)):
+    for tenant, hits in (("", False), ("", True), ("a", False), ("b", False), ("a", True)):
         final = await publish_for(cluster, tenant, request)
         assert isinstance(final, Finish)
         assert (final.usage.cached_tokens > 0) == hits
@@ -203,9 +200,9 @@ async def test_caches_are_each_tenants_own(cluster: Cluster, client: Bus) -> Non
 
 
 async def test_a_tenant_that_is_no_name_is_an_error(cluster: Cluster) -> None:
-    failure = await publish_for(cluster, "a.b", body("What can you do?"))
+    failure = await publish_for(cluster, "a=b", body("What can you do?"))
     assert isinstance(failure, Failure)
-    assert (failure.error.code, failure.error.field) == ("invalid_request", "Pagemill-Tenant")
+    assert (failure.error.code, failure.error.field) == ("invalid_request", "request_id")
 
 
 NOISE = zlib.compress(b"no picture at all")
@@ -399,8 +396,8 @@ async def ask_as(
     if cancel_first:
         # It writes the last record, maybe before the request has been sent.
         await nc.request(f"pm.cancel.{request_id}", b"", timeout=60)
-    data = json.dumps(question | {"request_id": request_id}).encode()
-    await nc.request("pm.request.demo", data, headers={"Pagemill-Tenant": "acme"}, timeout=60)
+    data, headers = json.dumps(question).encode(), {"Pagemill-Tenant": "acme"}
+    await nc.request(f"pm.request.demo.{request_id}", data, headers=headers, timeout=60)
     while isinstance(record := decode_record((await log.next_msg(60)).data), TokenChunk):
         pass
     assert isinstance(record, Finish | Failure)

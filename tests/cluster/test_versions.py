@@ -22,7 +22,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.client import follow, new_request_id
 from shared.protocol import subjects
 from shared.protocol.records import Failure, Finish, LogRecord
-from shared.protocol.versions import WIRE_VERSION
+from shared.protocol.versions import WIRE_VERSION, version_header
 from tests import preloaded
 from tests.cluster.conftest import CONFIG, ROOT
 from tests.support.waiting import until
@@ -115,8 +115,8 @@ async def publish(bus: Bus, version: int = NEWER, **more: Any) -> str:
     request_id = new_request_id()
     sampling = {"newest": 1, "max_tokens": 4}
     body = {"model": "demo", "prompt": "What can", "sampling_params": sampling} | more
-    subject = subjects.request("demo")
-    await bus.publish(subject, msgspec.json.encode(body), request_id, version=version)
+    subject = subjects.request("demo", request_id)
+    await bus.publish_without_id(subject, msgspec.json.encode(body), version_header(version))
     return request_id
 
 

@@ -14,8 +14,7 @@ from shared.errors import (
     UnknownModel,
     UnsupportedContent,
 )
-from shared.protocol import request_ids
-from shared.protocol.encoding import json_or_msgpack, or_none
+from shared.protocol.encoding import json_or_msgpack
 from shared.protocol.images import PaintParams
 from shared.protocol.requests import GenerateRequest, tenant_of
 from shared.protocol.sampling import SamplingParams
@@ -29,7 +28,7 @@ GOOD: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 
 
 def sampling_of(request: dict[str, Any]) -> SamplingParams:
-    return admit("pm.request.demo", "r1", json.dumps(request).encode(), MODELS, PIPELINES)[1]
+    return admit("pm.request.demo.r1", "r1", json.dumps(request).encode(), MODELS, PIPELINES)[1]
 
 
 def test_parameters_left_out_take_the_models_defaults() -> None:
@@ -45,7 +44,8 @@ def test_token_ids_are_strings_where_json_wants_keys() -> None:
     body = GOOD | {"sampling_params": {"logit_bias": {"17": -100, "3": 2.5}}}
     assert sampling_of(body).logit_bias == {17: -100.0, 3: 2.5}
     packed = msgspec.msgpack.encode(GOOD | {"sampling_params": {"logit_bias": {17: -100}}})
-    assert admit("pm.request.demo", "r1", packed, MODELS, PIPELINES)[1].logit_bias == {17: -100.0}
+    admitted = admit("pm.request.demo.r1", "r1", packed, MODELS, PIPELINES)
+    assert admitted.sampling.logit_bias == {17: -100.0}
 
 
 def test_an_embedding_has_no_sampling_parameters_not_even_defaults() -> None:
@@ -59,8 +59,8 @@ def test_an_embedding_has_no_sampling_parameters_not_even_defaults() -> None:
 
 
 def test_msgpack_is_as_good_as_json() -> None:
-    as_json = admit("pm.request.demo", "r1", json.dumps(GOOD).encode(), MODELS, PIPELINES)
-    as_msgpack = admit("pm.request.demo", "r1", msgspec.msgpack.encode(GOOD), MODELS, PIPELINES)
+    as_json = admit("pm.request.demo.r1", "r1", json.dumps(GOOD).encode(), MODELS, PIPELINES)
+    as_msgpack = admit("pm.request.demo.r1", "r1", msgspec.msgpack.encode(GOOD), MODELS, PIPELINES)
     assert as_json == as_msgpack
 
 
@@ -86,7 +86,7 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
     (GOOD | {"tenant": "somebody"}, InvalidRequest, "tenant", "unknown field"),
     (GOOD | {"cache_key": "somebody"}, InvalidRequest, "cache_key", "unknown field"),
     (GOOD | {"temperatur": 1}, InvalidRequest, "temperatur", "unknown field"),
-    (GOOD | {"request_id": "other"}, InvalidRequest, "request_id", "Nats-Msg-Id"),
+    (GOOD | {"request_id": "r1"}, InvalidRequest, "request_id", "unknown field"),
     (with_sampling(temperatur=1), InvalidRequest, "sampling_params.temperatur", "unknown field"),
     (with_sampling(temperature=-1), InvalidRequest, "sampling_params.temperature", ">= 0"),
     (with_sampling(temperature=2.5), InvalidRequest, "sampling_params.temperature", "<= 2"),
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_named(
 ) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(RequestError) as caught:
-        admit("pm.request.demo", "r1", data, MODELS, PIPELINES)
+        admit("pm.request.demo.r1", "r1", data, MODELS, PIPELINES)
     assert type(caught.value) is kind
     assert caught.value.field == field
     assert part in caught.value.message
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_named(
 def test_options_of_a_video_are_checked(fields: dict[str, Any], message: str) -> None:
     part = {"type": "video_url", "video_url": {"url": "data:,"} | fields}
     with pytest.raises(InvalidRequest, match=message) as caught:
-        admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS, PIPELINES)
+        sampling_of(with_content(part))
     assert caught.value.field is not None
     assert caught.value.field.endswith(f"video_url.{next(iter(fields))}")
 
@@ -174,7 +174,7 @@ def test_options_of_a_video_are_checked(fields: dict[str, Any], message: str) ->
 )
 def test_parts_that_no_stage_takes_are_named(part: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedContent) as caught:
-        admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS, PIPELINES)
+        sampling_of(with_content(part))
     assert caught.value.field == "messages[0].content[0].type"
 
 
@@ -210,10 +210,8 @@ def test_a_flood_of_values_is_refused_before_anything_is_decoded(
         patch.setattr("msgspec.json.Decoder", CountingDecoder)
         patch.setattr("msgspec.msgpack.Decoder", CountingDecoder)
         patch.setattr(admission, "decode_request", json_or_msgpack(GenerateRequest))
-        patch.setattr(request_ids, "_decode_id", or_none(json_or_msgpack(request_ids._OnlyId)))
-        assert request_ids.request_id_of(None, data, "pm.request.m") is None
         with pytest.raises(InvalidRequest, match="at most 50000 values") as caught:
-            admit("pm.request.demo", "r1", data, MODELS, PIPELINES)
+            admit("pm.request.demo.r1", "r1", data, MODELS, PIPELINES)
     assert caught.value.field == "template_kwargs"
     assert decoded == []
 
@@ -221,19 +219,19 @@ def test_a_flood_of_values_is_refused_before_anything_is_decoded(
 def test_the_error_of_an_unknown_model_lists_the_models() -> None:
     body = json.dumps(GOOD | {"model": "other"}).encode()
     with pytest.raises(UnknownModel, match="demo"):
-        admit("pm.request.other", "r1", body, MODELS, PIPELINES)
+        admit("pm.request.other.r1", "r1", body, MODELS, PIPELINES)
 
 
 def test_an_adapter_is_one_of_the_models_own() -> None:
     models = MODELS | {"tuned": ModelConfig(path="x", adapters={"pirate": "p", "formal": "f"})}
     pipelines = {name: pipeline_of(model) for name, model in models.items()}
     body = GOOD | {"model": "tuned", "adapter": "pirate"}
-    request, *_ = admit("pm.request.tuned", "r1", json.dumps(body).encode(), models, pipelines)
+    request, *_ = admit("pm.request.tuned.r1", "r1", json.dumps(body).encode(), models, pipelines)
     assert request.adapter == "pirate"
     for model, named in (("tuned", "formal, pirate"), ("demo", "none")):
         body = GOOD | {"model": model, "adapter": "other"}
         with pytest.raises(UnknownAdapter, match=named) as caught:
-            admit(f"pm.request.{model}", "r1", json.dumps(body).encode(), models, pipelines)
+            admit(f"pm.request.{model}.r1", "r1", json.dumps(body).encode(), models, pipelines)
         assert caught.value.field == "adapter"
 
 
@@ -254,13 +252,16 @@ def test_the_subject_of_a_model_has_its_encoded_name() -> None:
     models = MODELS | {name: ModelConfig(path="x")}
     pipelines = {model: pipeline_of(config) for model, config in models.items()}
     body = json.dumps(GOOD | {"model": name}).encode()
-    request, *_ = admit("pm.request.org=2Fdemo=2Ev1", "r1", body, models, pipelines)
+    request, *_ = admit("pm.request.org=2Fdemo=2Ev1.r1", "r1", body, models, pipelines)
     assert request.model == name
-    for wrong in ("pm.request.org/demo.v1", "pm.request.org=2fdemo=2Ev1", "pm.request.demo"):
+    for wrong in (
+        "pm.request.org/demo.v1.r1", "pm.request.org=2fdemo=2Ev1.r1", "pm.request.demo.r1",
+        "pm.request.org=2Fdemo=2Ev1.r2", "pm.request.@acme.org=2Fdemo=2Ev1.r1",
+    ):  # fmt: skip
         with pytest.raises(InvalidRequest) as caught:
             admit(wrong, "r1", body, models, pipelines)
         assert caught.value.field == "model"
-        for part in (name, "pm.request.org=2Fdemo=2Ev1", wrong):
+        for part in (name, "pm.request.org=2Fdemo=2Ev1.r1", wrong):
             assert part in caught.value.message
 
 
@@ -286,7 +287,7 @@ PAINTERS = {
 def admit_image(model: str = "painter", **fields: Any) -> Admitted:
     data = json.dumps({"model": model, "prompt": "a star", **fields}).encode()
     pipelines = {name: pipeline_of(config) for name, config in PAINTERS.items()}
-    return admit(f"pm.request.{model}", "r1", data, PAINTERS, pipelines)
+    return admit(f"pm.request.{model}.r1", "r1", data, PAINTERS, pipelines)
 
 
 def test_images_are_painted_as_asked_and_else_as_the_stage_is_configured() -> None:

@@ -59,7 +59,7 @@ class Site:
         data = encode_request(request)
         names = [f"t-{secrets.token_hex(6)}" for _ in range(number)]
         await asyncio.gather(
-            *(self.bus.publish(subjects.request("demo"), data, name) for name in names)
+            *(self.bus.publish_without_id(subjects.request("demo", name), data) for name in names)
         )
         return names
 
@@ -175,7 +175,7 @@ async def test_a_request_that_was_cancelled_before_is_removed_when_it_comes(site
     name = f"t-{secrets.token_hex(6)}"
     site.coordinate()
     await site.cancel([name])
-    await site.bus.publish(subjects.request("demo"), encode_request(TEXT), name)
+    await site.bus.publish_without_id(subjects.request("demo", name), encode_request(TEXT))
     await site.until_queued(0, 0)
 
 

@@ -47,13 +47,13 @@ async def admit(bus: Bus, request_id: str) -> list[str]:
 
     request = GenerateRequest("demo", given_text="three red circles", outputs=["audio"])
     delivery: Any = SimpleNamespace(
-        subject=subjects.request("demo"),
+        subject=subjects.request("demo", request_id),
         data=encode_request(request),
         stored_ms=bus.now_ms(),
         attempt=1,
         sequence=10**9,
         receipt="r",
-        tenant=None,
+        tenant="",
         msg_id=request_id,
         headers={},
         retry=retry,
@@ -124,9 +124,9 @@ async def test_tasks_that_were_stored_after_a_cancellation_are_removed(
 ) -> None:
     publish_first = tasks.publish_first
 
-    async def publish_after_cancel(*args: Any) -> bool:
+    async def publish_after_cancel(*args: Any) -> None:
         await cancel(bus, request_id)
-        return await publish_first(*args)
+        await publish_first(*args)
 
     monkeypatch.setattr(tasks, "publish_first", publish_after_cancel)
     assert await admit(bus, request_id) == ["acknowledged"]

@@ -20,6 +20,7 @@ from shared.codec.envelope import TensorData
 from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
+from shared.protocol.names import scoped_id, split_id
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.task_messages import EngineBody, RenderBody, Task
 from shared.stage.job import Job
@@ -89,7 +90,7 @@ async def test_a_pool_that_has_never_run_has_the_lag_of_its_requests(
     async with running(bus):
         data = encode_request(GenerateRequest("demo", prompt="a"), {})
         for number in range(20):
-            await bus.publish(subjects.request("demo"), data, f"r-{number}")
+            await bus.publish_without_id(subjects.request("demo", f"r-{number}"), data)
         # Every stage of every model has a consumer for each lane.
         stages = {"demo": ["renderer", "encoder", "engine"], "org/b": ["renderer", "engine"]}
         expected = {
@@ -115,7 +116,7 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
         for name, key in keys.items():
             data = encode_request(GenerateRequest("demo", prompt=name, prompt_cache_key=key), {})
             tenant = "two" if name == "a-other" else "one"
-            await bus.publish(subjects.request("demo"), data, name, tenant=tenant)
+            await bus.publish_without_id(subjects.request("demo", scoped_id(name, tenant)), data)
         slots: dict[str, int | None] = {}
         async with asyncio.timeout(30):
             while slots.keys() != keys.keys():
@@ -123,7 +124,8 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
                     subjects.STAGES_STREAM, subjects.STAGES_FILTER
                 ):
                     if subjects.parts_of_stage(subject)[0] == "engine":
-                        slots[subjects.last_token(subject)] = subjects.slot_of_stage(subject)
+                        name, _ = split_id(subjects.last_token(subject))
+                        slots[name] = subjects.slot_of_stage(subject)
                 await asyncio.sleep(0.02)
     assert slots["a1"] == slots["a2"] is not None
     assert len({slots["a1"], slots["a-other"], slots["b"]}) == 3
@@ -132,7 +134,7 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
 
 async def admit_first(bus: Bus, subject: str, data: bytes) -> int:
     """Publish the request `r`, and return its sequence when it has its first task."""
-    await bus.publish(subject, data, "r")
+    await bus.publish_without_id(subject, data)
     tasks = subjects.stages_of("r")
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, tasks))
     return (await bus.figures.sequence_range(subjects.REQUESTS_STREAM))[1]
@@ -143,10 +145,11 @@ async def test_a_request_that_is_published_again_takes_one_place(
 ) -> None:
     bus, _ = monitored
     serving = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
-    subject, data = subjects.request("demo"), encode_request(GenerateRequest("demo", prompt="a"))
+    subject = subjects.request("demo", "r")
+    data = encode_request(GenerateRequest("demo", prompt="a"))
     first = await admit_first(bus, subject, data)
     for _ in range(3):
-        await bus.publish(subject, data, "r")
+        await bus.publish_without_id(subject, data)
 
     async def only_first_is_left() -> bool:
         queued = [request async for request in request_queue.queued_requests(bus)]
@@ -162,10 +165,11 @@ async def test_a_task_without_its_request_stops_no_later_request(
 ) -> None:
     bus, _ = monitored
     serving = asyncio.create_task(coordinator.main(context_of(bus, "coordinator")))
-    subject, data = subjects.request("demo"), encode_request(GenerateRequest("demo", prompt="a"))
+    subject = subjects.request("demo", "r")
+    data = encode_request(GenerateRequest("demo", prompt="a"))
     first = await admit_first(bus, subject, data)
     await bus.delete(subjects.REQUESTS_STREAM, first)
-    await bus.publish(subject, data, "r")
+    await bus.publish_without_id(subject, data)
     queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
 
     async def is_delayed() -> bool:
@@ -174,7 +178,7 @@ async def test_a_task_without_its_request_stops_no_later_request(
         return depth.last_delivered == first + 1 and depth.num_in_flight == 1
 
     await until(is_delayed)
-    await bus.publish(subject, data, "last")
+    await bus.publish_without_id(subjects.request("demo", "last"), data)
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of("last")))
     assert await request_queue.queued_request(bus, first + 1) is not None
     serving.cancel()
@@ -200,8 +204,8 @@ async def test_streams_that_are_deleted_under_workers_come_back(
                         rendered = {subjects.last_token(subject) for subject in stored}
                     await asyncio.sleep(0.05)
 
-        await bus.publish(subjects.request("demo"), data, "before")
+        await bus.publish_without_id(subjects.request("demo", "before"), data)
         await until_rendered("before")
         await jetstream.delete_stream(stream)
-        await bus.publish(subjects.request("demo"), data, "after")
+        await bus.publish_without_id(subjects.request("demo", "after"), data)
         await until_rendered("before", "after")

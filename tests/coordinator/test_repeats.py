@@ -1,8 +1,7 @@
-"""Requests that are stored twice before a coordinator has admitted one of them."""
+"""Requests with one id, for one model or for two, before a coordinator has admitted one of them."""
 
 import asyncio
 
-import pytest
 import structlog
 
 from shared.bus import request_queue
@@ -14,13 +13,15 @@ from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import Context
 from shared.state.token_log import last_record
+from tests.support.waiting import until
 from workers.coordinator import worker as coordinator
 
-REQUEST_IDS = [f"r{number}" for number in range(10)]
+REQUEST_IDS = [f"r{number}@acme" for number in range(10)]
 MAX_TOKENS = 100
 # Each request fits once.
 LIMIT = DeliveryConfig(tokens_per_minute={"acme": MAX_TOKENS * len(REQUEST_IDS)})
-CONFIG = Config({"demo": ModelConfig("nowhere")}, delivery=LIMIT)
+MODELS = ("demo", "other")
+CONFIG = Config({model: ModelConfig("nowhere") for model in MODELS}, delivery=LIMIT)
 
 
 async def start_coordinator(url: str) -> tuple[Bus, asyncio.Task[None]]:
@@ -30,31 +31,32 @@ async def start_coordinator(url: str) -> tuple[Bus, asyncio.Task[None]]:
     return bus, asyncio.create_task(coordinator.main(context))
 
 
-@pytest.mark.parametrize("num_coordinators", [1, 2])
 async def test_of_two_requests_that_are_stored_at_once_one_is_admitted(
-    num_coordinators: int, own_broker: EmbeddedServer
+    own_broker: EmbeddedServer,
 ) -> None:
+    """The stream refuses the second one for the same model, and a coordinator for another model."""
     bus = await Bus.connect(own_broker.url, "test")
     await bus.streams.prepare(NatsConfig(unchecked=True), LIMIT)
     sampling = SamplingParams(max_tokens=MAX_TOKENS)
-    request = encode_request(GenerateRequest("demo", prompt="a", sampling_params=sampling))
     for request_id in REQUEST_IDS:
-        for _ in range(2):
-            await bus.publish(subjects.request("demo"), request, request_id, "acme")
-    started = [await start_coordinator(own_broker.url) for _ in range(num_coordinators)]
-    async with asyncio.timeout(60):
-        while True:
-            queued = [queued.msg_id async for queued in request_queue.queued_requests(bus)]
-            depth = await bus.figures.depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
-            if queued == REQUEST_IDS and depth.num_pending == 0:
-                break
-            assert {*queued} == {*REQUEST_IDS}
-            await asyncio.sleep(0.05)
+        for model in (*MODELS, *MODELS):
+            request = GenerateRequest(model, prompt="a", sampling_params=sampling)
+            subject = subjects.request(model, request_id)
+            await bus.publish_without_id(subject, encode_request(request))
+    assert (await bus.figures.size(subjects.REQUESTS_STREAM))[0] == 2 * len(REQUEST_IDS)
+    connection, running = await start_coordinator(own_broker.url)
+
+    async def are_admitted() -> bool:
+        queued = [request.request_id async for request in request_queue.queued_requests(bus)]
+        assert {*queued} == {*REQUEST_IDS}
+        subjects_of_tasks = await bus.figures.subjects_of(subjects.STAGES_STREAM, "pm.stage.>")
+        return queued == REQUEST_IDS and len(subjects_of_tasks) == len(REQUEST_IDS)
+
+    await until(are_admitted)
     tasks = await bus.figures.subjects_of(subjects.STAGES_STREAM, "pm.stage.>")
-    assert [subjects.last_token(subject) for subject in tasks] == REQUEST_IDS
+    assert sorted(subjects.last_token(subject) for subject in tasks) == REQUEST_IDS
     assert [await last_record(bus, request_id) for request_id in REQUEST_IDS] == [None] * 10
-    for connection, running in started:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await connection.close()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await connection.close()
     await bus.close()

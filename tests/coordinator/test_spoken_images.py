@@ -21,7 +21,7 @@ PLAIN = {"messages": [{"role": "user", "content": "What?"}]}
 
 def admit_omni(request: dict[str, Any], *outputs: str) -> Admitted:
     data = json.dumps({"model": "omni", "outputs": outputs, **request}).encode()
-    return admit("pm.request.omni", "r1", data, MODELS, PIPELINES)
+    return admit("pm.request.omni.r1", "r1", data, MODELS, PIPELINES)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def test_a_stream_that_refuses_for_long_is_counted_until_it_stores_again(
         pid = int(own_broker.pid_file.read_text())
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         with pytest.raises(NatsTimeoutError):
-            await jetstream.publish(subjects.request("demo"), b"1", timeout=0.5)
+            await jetstream.publish(subjects.request("demo", "r"), b"1", timeout=0.5)
         await until(lambda: subjects.REQUESTS_STREAM in watch._since_s)
         await until(lambda: patience_s > 0 or watch.num_refusing)
         assert watch.num_refusing == (1 if patience_s == 0 else 0)

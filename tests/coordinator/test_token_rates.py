@@ -15,6 +15,7 @@ from shared.config.schema import Config, DeliveryConfig, ModelConfig
 from shared.errors import Cancelled, InvalidMedia, PagemillError, TokenRateExceeded
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams
+from shared.protocol.names import scoped_id
 from shared.protocol.records import OutputSummary, Usage, error_info
 from shared.protocol.requests import GenerateRequest, decode_request, encode_request
 from shared.protocol.sampling import SamplingParams
@@ -127,7 +128,7 @@ def test_a_request_reserves_what_it_may_write(changes: dict[str, Any], expected:
 class Site:
     """A coordinator that is given deliveries of a tenant's requests."""
 
-    def __init__(self, bus: Bus, tenant: str | None) -> None:
+    def __init__(self, bus: Bus, tenant: str) -> None:
         self.bus, self.tenant = bus, tenant
         delivery = DeliveryConfig(tokens_per_minute={"acme": 100})
         config = Config({"demo": ModelConfig(str(Path("nowhere")))}, delivery=delivery)
@@ -136,14 +137,14 @@ class Site:
 
     async def admit(self, max_tokens: int, attempt: int = 1) -> str:
         """Have a request admitted, and return its id."""
-        request_id = f"t-{secrets.token_hex(6)}"
+        request_id = scoped_id(f"t-{secrets.token_hex(6)}", self.tenant)
 
         async def settle(*_: object) -> None:
             pass
 
         request = GenerateRequest("demo", prompt="a")
         delivery: Any = SimpleNamespace(
-            subject=subjects.request("demo"),
+            subject=subjects.request("demo", request_id),
             data=encode_request(request, {"max_tokens": max_tokens}),
             stored_ms=self.bus.now_ms(),
             attempt=attempt,
@@ -212,7 +213,7 @@ async def test_a_request_that_comes_again_is_counted_once(bus: Bus) -> None:
 
 
 async def test_other_tenants_have_no_limit(bus: Bus) -> None:
-    for tenant in ("globex", None):
+    for tenant in ("globex", ""):
         site = Site(bus, tenant)
         for _ in range(3):
             await site.admit(5000)

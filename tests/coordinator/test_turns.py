@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shared.bus.bus import Bus
 from shared.config.schema import Config, ModelConfig
 from shared.protocol import subjects
+from shared.protocol.names import scoped_id, split_id
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.protocol.sampling import SamplingParams
 from shared.stage.job import Job
@@ -77,8 +78,9 @@ def admitted(model: str, tenant: str = "", **fields: Any) -> Admitted:
     config = ModelConfig(path="/nowhere")
     request = GenerateRequest(model, prompt="x", **fields)
     data, models = encode_request(request), {model: config}
-    subject = subjects.request(model, tenant)
-    return admit(subject, "r", data, models, {model: pipeline_of(config)})
+    request_id = scoped_id("r", tenant)
+    subject = subjects.request(model, request_id)
+    return admit(subject, request_id, data, models, {model: pipeline_of(config)})
 
 
 async def fill(bus: Bus, model: str, num_tasks: int, stage: str = "engine") -> None:
@@ -153,21 +155,22 @@ async def test_the_tasks_of_a_tenant_that_uses_too_much_are_in_the_batch_lane(bu
     coordinator = Coordinator(context)
     long = SamplingParams(max_tokens=1000)
     for tenant, params in (("steady", SamplingParams()), ("flood", long)):
-        request_id = f"{model}-{tenant}"
-        delivery: Any = delivery_of(bus, GenerateRequest(model, prompt="x", sampling_params=params))
-        delivery.tenant, delivery.msg_id = tenant, request_id
+        request_id = scoped_id("r", tenant)
+        request = GenerateRequest(model, prompt="x", sampling_params=params)
+        delivery: Any = delivery_of(bus, request, request_id)
         await coordinator.admit_or_end(Job(delivery, bus.now_ms(), request_id))
         lane = {"steady": "interactive", "flood": "batch"}[tenant]
         subject = subjects.stage("renderer", model, lane, request_id)
         assert await bus.read_last(subjects.STAGES_STREAM, subject) is not None
 
 
-def delivery_of(bus: Bus, request: GenerateRequest) -> SimpleNamespace:
+def delivery_of(bus: Bus, request: GenerateRequest, request_id: str) -> SimpleNamespace:
     async def retry(after_s: float) -> None:
         pass
 
     return SimpleNamespace(
-        subject=subjects.request(request.model),
+        subject=subjects.request(request.model, request_id),
+        tenant=split_id(request_id)[1],
         data=encode_request(request),
         stored_ms=bus.now_ms(),
         attempt=1,

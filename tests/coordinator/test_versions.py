@@ -33,13 +33,13 @@ async def coordinate(bus: Bus, request_id: str, data: bytes, age_s: float, versi
         pass
 
     delivery: Any = SimpleNamespace(
-        subject=subjects.request("demo"),
+        subject=subjects.request("demo", request_id),
         data=data,
         stored_ms=bus.now_ms() - 1000 * age_s,
         attempt=1,
         sequence=10**9,
         receipt="r",
-        tenant=None,
+        tenant="",
         msg_id=request_id,
         headers=version_header(version),
         retry=settle,

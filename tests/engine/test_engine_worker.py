@@ -246,7 +246,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
     """Its request does not stay in flight until its deadline."""
     model, request_id = "unreadable", f"unreadable-{secrets.token_hex(8)}"
     requests = await consume_requests(bus)
-    await bus.publish(subjects.request(model), b"what the client wrote", request_id)
+    await bus.publish_without_id(subjects.request(model, request_id), b"what the client wrote")
     accepted = await next_request(requests, model)
     tasks = subjects.STAGES_STREAM, subjects.stages_of(request_id)
     async with serving_engine(bus, model) as rig:

@@ -9,7 +9,8 @@ from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
 from shared.bus.connection import Connection
 from shared.config.schema import GatewayConfig
-from workers.gateway.worker import _listening, _url
+from shared.net.listening import bind
+from workers.gateway.worker import _url
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,6 @@ def test_a_gateway_that_listens_everywhere_publishes_the_address_of_its_broker_c
     nc = SimpleNamespace(jetstream=lambda timeout: None)
     connection: Any = Connection(nc)  # type: ignore[arg-type]
     config = GatewayConfig(listen=listen, port=0, allow_anonymous=True)
-    with _listening(config) as listener:
+    with bind("gateway", listen, 0) as listener:
         port = listener.getsockname()[1]
         assert _url(config, listener, Bus(connection)) == f"http://{host}:{port}"

@@ -14,6 +14,7 @@ from shared.blobs import protocol, server
 from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.server import MAX_STRANGERS, BlobServer
 from shared.blobs.transports import TcpTransport
+from shared.net.listening import bind
 from shared.protocol.multimodal import BlobRef
 from tests.support.waiting import until
 
@@ -50,7 +51,7 @@ class Owner:
 @pytest.fixture
 async def owner() -> AsyncIterator[Owner]:
     blobs = BlobServer("owner", 2**20)
-    blobs.listen(("127.0.0.1", 0), "127.0.0.1")
+    blobs.listen(bind("blobs", "127.0.0.1", 0), "127.0.0.1")
     assert blobs.address.tcp is not None
     transport = Owner(blobs, blobs.address.tcp)
     yield transport

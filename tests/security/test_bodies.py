@@ -35,3 +35,25 @@ def test_one_tenant_alone_holds_the_whole() -> None:
     shares = TenantShares(100, has_tenants=False)
     assert shares.take("", 100)
     assert not shares.take("", 1)
+
+
+def test_a_change_of_the_rule_leaves_what_tenants_hold() -> None:
+    shares = TenantShares(100, has_tenants=False)
+    assert shares.take("a", 90)
+    shares.change(80, has_tenants=True)
+    assert not shares.take("b", 1)
+    shares.give_back("a", 60)
+    assert not shares.take("a", 11)
+    assert shares.take("b", 25)
+    shares.give_back("a", 30)
+    shares.give_back("b", 25)
+    shares.change(8, has_tenants=False)
+    assert shares.take("a", 8)
+
+
+@pytest.mark.parametrize(("ratio", "most"), [(1, 50), (3, 75)])
+def test_a_tenant_holds_at_most_a_multiple_of_what_is_free(ratio: int, most: int) -> None:
+    shares = TenantShares(100, has_tenants=True, ratio=ratio)
+    assert not shares.take("a", most + 1)
+    assert shares.take("a", most)
+    assert shares.take("b", 1)

@@ -110,14 +110,18 @@ PUBLISHED = [
     *((user, subjects.steps("b", "r")) for user in ("a", "agent", "gateway")),
     # Logs, tasks, cancellations and requests of others.
     *(("a", subject) for subject in (subjects.append("r"), subjects.append("r@b"), TASK)),
-    *(("a", subject) for subject in (subjects.cancel("r@b"), subjects.request("demo", "b"))),
+    *(("a", subject) for subject in (subjects.cancel("r@b"), subjects.request("demo", "r@b"))),
+    # Requests without an id.
+    *((user, "pm.request.demo") for user in ("a", "gateway")),
     *(
         ("a", subject)
         for subject in (subjects.ended("r"), subjects.job("r"), subjects.attempts("r"))
     ),
     *(("a", subject) for subject in (subjects.media("0" * 64), subjects.result("k"))),
-    *(("gateway", subject) for subject in (subjects.request("demo", "b"), subjects.append("r"))),
-    *(("renderer", subject) for subject in (subjects.request("demo"), subjects.cancel("r"))),
+    *(("a", subject) for subject in ("pm.read.@b.r", "pm.state.@b.r", "pm.file.@b.r")),
+    *(("engine", subject) for subject in ("pm.read.r", "pm.state.r", "pm.file.r")),
+    ("gateway", subjects.append("r")),
+    *(("renderer", subject) for subject in (subjects.request("demo", "r"), subjects.cancel("r"))),
     # Messages from workers and to them.
     *(("a", subject) for subject in (HEARTBEAT, subjects.METRICS, subjects.SETTINGS)),
     *(("a", subject) for subject in (subjects.SCALE_ORDERS, subjects.SCALE_PLAN, "pm.blob.x")),
@@ -134,11 +138,13 @@ PUBLISHED = [
     ("a", "$JS.ACK.REQUESTS.coordinator.1.1.1.1.1"),
     ("gateway", "$JS.API.CONSUMER.MSG.NEXT.STAGES.engine_demo_interactive"),
     ("a", "$SYS.REQ.SERVER.PING.JSZ"),
+    *((user, "$SYS.REQ.SERVER.PING.VARZ") for user in ("a", "engine", "gateway")),
 ]
 SUBSCRIBED = [
     *(("a", subject) for subject in (">", "pm.>", "pm.request.>", "pm.append.>", "pm.stage.>")),
     *(("a", subject) for subject in ("$KV.>", "$JS.>", "pm.kv.*", "pm.dead.>")),
     *(("gateway", subject) for subject in ("_INBOX.>", "_INBOX.engine.>", "pm.request.>")),
+    *((user, "pm.read.>") for user in ("a", "engine", "gateway")),
     *(("engine", subject) for subject in ("_INBOX.>", "pm.request.>", "pm.steps.>", ">")),
 ]
 
@@ -171,13 +177,14 @@ async def test_a_stranger_is_refused(site: Site) -> None:
 async def test_a_request_is_of_the_tenant_that_sent_it(site: Site, operator: Bus) -> None:
     a, b = await site.attacker("a"), await site.attacker("b")
     for attacker in (a, b):
-        headers = {"Nats-Msg-Id": f"same-{attacker.user}", "Pagemill-Tenant": "b"}
-        await attacker.nc.request(subjects.request("demo"), b"{}", headers=headers, timeout=60)
+        headers = {"Nats-Msg-Id": "same", "Pagemill-Tenant": "b"}
+        subject = subjects.request("demo", "same")
+        await attacker.nc.request(subject, b"{}", headers=headers, timeout=60)
     _, newest = await operator.figures.sequence_range(subjects.REQUESTS_STREAM)
     queued = [
         await request_queue.queued_request(operator, number) for number in (newest - 1, newest)
     ]
-    assert [request and request.tenant for request in queued] == ["a", "b"]
+    assert [request and request.request_id for request in queued] == ["same@a", "same@b"]
     assert not a.errors
     await a.nc.close()
     await b.nc.close()

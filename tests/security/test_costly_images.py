@@ -116,8 +116,7 @@ class Site:
         """Return the text of the answer, or the code of an error."""
         nc, request_id = self._clients[tenant], new_request_id()
         log = await nc.subscribe(f"pm.tokens.{request_id}")
-        data = json.dumps(body | {"request_id": request_id}).encode()
-        await nc.request("pm.request.demo", data, timeout=300)
+        await nc.request(f"pm.request.demo.{request_id}", json.dumps(body).encode(), timeout=300)
         text = ""
         try:
             while True:

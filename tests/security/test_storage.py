@@ -104,9 +104,9 @@ async def has_tasks(bus: Bus, subject: str) -> bool:
     return bool(await bus.figures.subjects_of(subjects.STAGES_STREAM, subject))
 
 
-async def write_log(bus: Bus, request_id: str, tenant: str, num_records: int = 1) -> None:
+async def write_log(bus: Bus, request_id: str, num_records: int = 1) -> None:
     """Write what an engine writes for a request."""
-    log = await LogWriter.open(bus, request_id, 1, tenant=tenant)
+    log = await LogWriter.open(bus, request_id, 1)
     for _ in range(num_records):
         await log.tokens(RECORD)
     await log.finish(SUMMARY, {})
@@ -142,15 +142,15 @@ async def test_a_flood_of_uploads_leaves_the_media_of_others_whole(site: Site, b
 async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
     site: Site, bus: Bus
 ) -> None:
-    await write_log(bus, "kept", "small")
+    await write_log(bus, "kept@small")
     for number in range(13):
-        await write_log(bus, f"flood-{number}", "flood")
+        await write_log(bus, f"flood-{number}@flood")
 
     async def is_told() -> bool:
         return "flood" in {share.tenant for share in await read_exceeded(bus)}
 
     async def is_admitted() -> bool:
-        return await has_tasks(bus, subjects.stages_of("admitted"))
+        return await has_tasks(bus, subjects.stages_of("admitted@small"))
 
     context = context_of(bus, "coordinator")
     running = asyncio.create_task(Coordinator(context).serve())
@@ -158,7 +158,7 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
         await until(is_told)
         request = GenerateRequest("demo", [Message("user", "?")])
         async with asyncio.timeout(60):
-            ended = [r async for r in client.ask(bus, request, "refused", "flood")]
+            ended = [r async for r in client.ask(bus, request, "refused@flood")]
         (failure,) = ended
         assert isinstance(failure, Failure)
         assert failure.error.code == "storage_quota_exceeded"
@@ -176,12 +176,12 @@ async def test_a_full_share_of_token_logs_refuses_requests_of_its_tenant_alone(
         assert len(await bus.figures.subjects_of(subjects.JOBS_STREAM, subjects.JOBS_FILTER)) == (
             len(records) + 1
         ), "only a name has a record"
-        await client.publish_request(bus, request, "admitted", "small")
+        await client.publish_request(bus, request, "admitted@small")
         await until(is_admitted)
     finally:
         context.shutdown.signal()
         await running
-    assert len(await read_log(bus, "kept")) == 2
+    assert len(await read_log(bus, "kept@small")) == 2
 
 
 async def test_requests_that_were_admitted_at_one_time_do_not_all_fill_the_stream(
@@ -189,7 +189,7 @@ async def test_requests_that_were_admitted_at_one_time_do_not_all_fill_the_strea
 ) -> None:
     """The coordinator admits them while nothing is stored; stages look again."""
     monkeypatch.setattr(storage_quotas, "READ_S", 0.0)
-    await write_log(bus, "kept", "small")
+    await write_log(bus, "kept@small")
     context, written = context_of(bus, "engine", "burst"), []
     meter = StorageMeter(bus, {})
 
@@ -206,7 +206,9 @@ async def test_requests_that_were_admitted_at_one_time_do_not_all_fill_the_strea
     now_ms = bus.now_ms()
     for number in range(30):
         ticket = RequestTicket(now_ms, now_ms + 600_000, 10**6 + number, "none", tenant="flood")
-        await put(bus, "engine", TaskHeader(f"burst-{number}", "burst", "interactive", ticket))
+        await put(
+            bus, "engine", TaskHeader(f"burst-{number}@flood", "burst", "interactive", ticket)
+        )
     loop = WorkerLoop(context)
     await loop.add_stage(["burst"], 4, EngineBody, write)
     running = asyncio.create_task(loop.run())
@@ -218,8 +220,8 @@ async def test_requests_that_were_admitted_at_one_time_do_not_all_fill_the_strea
         await meter.measure()
     # Its share is ten logs, and four requests run at one time.
     assert 10 <= len(written) <= 14
-    assert len(await read_log(bus, "kept")) == 2
-    ends = [(await read_log(bus, f"burst-{number}"))[-1] for number in range(30)]
+    assert len(await read_log(bus, "kept@small")) == 2
+    ends = [(await read_log(bus, f"burst-{number}@flood"))[-1] for number in range(30)]
     codes = [end.error.code for end in ends if isinstance(end, Failure)]
     assert codes == ["storage_quota_exceeded"] * (30 - len(written))
 
@@ -242,17 +244,17 @@ async def test_dead_letters_of_a_flood_lose_their_content(bus: Bus) -> None:
 
 
 async def test_what_tenants_have_stored_is_what_the_stream_has(bus: Bus) -> None:
-    await write_log(bus, "a-1", "a", 4)
-    await write_log(bus, "a-2@a", "", 2)
+    await write_log(bus, "a-1@a", 4)
+    await write_log(bus, "a-2@a", 2)
     # A log that another worker continues counts whole, and so does a cancelled log.
-    log = await LogWriter.open(bus, "b-1", 1, tenant="b")
+    log = await LogWriter.open(bus, "b-1@b", 1)
     for _ in range(3):
         await log.tokens(RECORD)
-    log = await LogWriter.open(bus, "b-1", 2, tenant="b")
+    log = await LogWriter.open(bus, "b-1@b", 2)
     for _ in range(3):
         await log.tokens(RECORD)
-    await end_request(bus, "b-1", 3, Cancelled("cancelled"), [])
-    await end_request(bus, "b-2", 1, Cancelled("cancelled"), [], "b")
+    await end_request(bus, "b-1@b", 3, Cancelled("cancelled"), [])
+    await end_request(bus, "b-2@b", 1, Cancelled("cancelled"), [])
     _, num_bytes = await bus.figures.fill(subjects.TOKENS_STREAM)
     measured = await StreamMeter(bus).measure_tenants(subjects.TOKENS_STREAM)
     assert set(measured) == {"a", "b"}

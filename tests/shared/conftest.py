@@ -7,6 +7,7 @@ import pytest
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config.schema import BlobsConfig
+from shared.net.listening import bind
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat
 
@@ -31,7 +32,8 @@ async def start(bus: Bus) -> AsyncIterator[StartBlobs]:
     ) -> Blobs:
         worker = f"test-{secrets.token_hex(4)}"
         blobs = Blobs(bus, "test", worker, config)
-        await blobs.start()
+        listen = config.listen
+        await blobs.start(None if listen is None else bind("blobs", listen, config.port))
         started.append(blobs)
         beat = Heartbeat("test", worker, "0", 0, [], {}, advertise(blobs.address))
         await bus.heartbeats.publish(worker, to_json(beat))

@@ -44,7 +44,7 @@ class Painter:
         prompt, tool = prompt_of(call.arguments), begun.painter
         if prompt is None:
             return _failed(call, NO_PROMPT)
-        name = painting_id(self._log.response_id, call.turn, call.number)
+        name = painting_id(self._log.tenant, self._log.response_id, call.turn, call.number)
         if not call.sendings:
             digest = hashlib.sha256(call.arguments.encode()).hexdigest()
             by = secrets.token_hex(8)
@@ -76,7 +76,7 @@ class Painter:
             records = client.follow(self._bus, name, timeout_s=self._timeout_s)
         else:
             # An earlier agent may have published the request.
-            records = client.ask(self._bus, request, name, self._log.tenant, is_repeated=True)
+            records = client.ask(self._bus, request, name, is_repeated=True)
         async for record in records:
             if isinstance(record, Failure):
                 return record.error

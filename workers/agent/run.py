@@ -258,16 +258,16 @@ class ResponseRun:
         state = self._log.state
         async with self._conversation() as entries:
             request, sampling, syntax = turn_request(state, state.turns[turn], entries)
-        name = turn_id(self.task.response_id, turn)
+        name = turn_id(self.task.tenant, self.task.response_id, turn)
         records: AsyncIterator[LogRecord]
         if turn not in self._own_turns and await last_record(self._bus, name) is not None:
             timeout_s = self._context.config.delivery.default_timeout_s
             records = client.follow(self._bus, name, timeout_s=timeout_s)
         else:
             # The gateway or an earlier agent may have published the request.
-            tenant, is_repeated = self.task.tenant, turn not in self._own_turns
+            is_repeated = turn not in self._own_turns
             records = client.ask(
-                self._bus, request, name, tenant, sampling or None, is_repeated=is_repeated
+                self._bus, request, name, sampling or None, is_repeated=is_repeated
             )
         try:
             end = await _collect(records, turn, syntax, keeps_logprobs=_wants_logprobs(sampling))

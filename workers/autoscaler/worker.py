@@ -178,7 +178,7 @@ class Autoscaler:
             await self._listening.pop(model)()
         for model in models - self._listening.keys():
             self._listening[model] = await self._context.bus.watch_subjects(
-                subjects.request(model), self._count_arrival
+                subjects.requests_of_model(model), self._count_arrival
             )
 
     def _count_arrival(self, subject: str) -> None:

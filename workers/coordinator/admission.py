@@ -9,7 +9,7 @@ from msgspec import Meta
 from shared.config.schema import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.helpers.validation import invalid_request, split_validation_error
-from shared.protocol import names, subjects
+from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
 from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embeddings
@@ -67,10 +67,7 @@ def admit(
         raise _invalid(error) from error
     except UNDECODABLE as error:
         raise invalid_request(error) from error
-    name, tenant = names.split_id(request_id)
-    if request.request_id is not None and request.request_id != name:
-        raise InvalidRequest("request_id differs from the Nats-Msg-Id header", field="request_id")
-    if subject != (right := subjects.request(request.model, tenant)):
+    if subject != (right := subjects.request(request.model, request_id)):
         raise InvalidRequest(
             f"the subject of model {request.model!r} is {right}, not {subject}", field="model"
         )

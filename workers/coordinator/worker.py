@@ -8,16 +8,19 @@ timer is lost with a process that dies.
 
 import asyncio
 import contextlib
+from functools import partial
 from weakref import WeakValueDictionary
 
 from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.store_probes import REFUSING_STREAMS
+from shared.bus.store_room import StoreRoom, measure_servers, report_room
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
     DecodeError,
+    InvalidRequest,
     PagemillError,
     Unavailable,
     UnsupportedVersion,
@@ -25,8 +28,8 @@ from shared.errors import (
 from shared.protocol import names, subjects
 from shared.protocol.messages import decode_attempt
 from shared.protocol.pipeline import TEXT
-from shared.protocol.request_ids import request_id_of
-from shared.protocol.requests import OnLate, tenant_of
+from shared.protocol.requests import OnLate
+from shared.protocol.steps import is_part_of_response
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
@@ -37,7 +40,7 @@ from shared.stage.stage import leave_queues, settle
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.log_records import is_final
-from shared.state.token_log import close_outputs, cut_outputs, end_request, last_record
+from shared.state.token_log import close_outputs, cut_outputs, end_request, last_record, repeat_end
 from shared.tenants.storage_quotas import MEDIA_STREAMS, streams_filled_by
 from workers.coordinator.admission import (
     Admitted,
@@ -46,6 +49,8 @@ from workers.coordinator.admission import (
     latest_deadline_ms,
     most_tokens,
 )
+from workers.coordinator.reading import Reading
+from workers.coordinator.replica_watch import ReplicaWatch
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.store_watch import StoreWatch
@@ -58,6 +63,13 @@ CAPACITY = 8
 # The coordinator's work takes milliseconds and may be done twice: when one dies at a deadline or a
 # cancellation, the next must still be in time.
 ACK_WAIT_S = 1.0
+ID_RULE = (
+    f"the id of a request, the last token of its subject, {names.NAME_RULE}, and must not begin"
+    f" with {names.RESERVED_PREFIX!r}"
+)
+# Time after a loss of all tasks in which workers connect again, notice the loss within a second,
+# and record which requests they still have.
+REJOIN_S = 1.5
 
 
 async def main(context: Context) -> None:
@@ -72,6 +84,7 @@ class Coordinator:
         self._waits = StageWaits(context.bus)
         self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
         self._turns = Turns(context.bus, self._delivery.tenant_weights)
+        self._room = StoreRoom(context.bus)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id, held while a request is admitted."""
 
@@ -88,11 +101,20 @@ class Coordinator:
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
         loop.start(watch.run())
+        reading = Reading(self._context.bus)
+        await reading.start()
+        loop.start(ReplicaWatch(self._context.bus, self._context.metrics).run())
+        self._context.metrics.set_function("full_stores", lambda: float(self._room.num_full))
+        await self._room.find_error()  # Before the first request is admitted.
+        loop.start(self._room.follow())
+        measure = partial(measure_servers, self._context.bus, self._context.config.nats)
+        loop.start(report_room(self._context.bus, measure))
         self._context.ready(
             sorted(self._context.config.models),
             lambda: {"held": loop.num_claimed, REFUSING_STREAMS: watch.num_refusing},
         )
         await loop.run()
+        await reading.stop(self._delivery.drain_s)
 
     async def _consume(
         self, stream: str, durable: str, subject: str, *, feeds_tasks: bool = False
@@ -103,7 +125,8 @@ class Coordinator:
         )
 
     def _request_of(self, delivery: Delivery) -> Job:
-        request_id = request_id_of(delivery.msg_id, delivery.data, delivery.subject)
+        name = subjects.last_token(delivery.subject)
+        request_id = subjects.id_in(delivery.subject) if names.has_own_log(name) else None
         job = self._job(delivery, request_id)
         if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)
@@ -124,23 +147,23 @@ class Coordinator:
         return Job(delivery, self._context.bus.now_ms(), request_id, history=history)
 
     async def admit_or_end(self, job: Job) -> None:
-        """Forward a request to its first stage, or end it. Raises DecodeError without an id."""
+        """Forward a request to its first stage, or end it. Raises an error for an invalid id."""
         if job.request_id is None:
-            # Without an id there is no log for an answer. The request becomes a dead letter.
-            raise DecodeError(
-                "a request needs an id of 1 to 128 letters, digits, '-' or '_', not beginning"
-                f" with {names.RESERVED_PREFIX!r}, as Nats-Msg-Id header or as request_id",
-                field="request_id",
-            )
-        # The gateway and the agent publish the first turn of a response at the same time.
+            # There is no log for an answer. The request becomes a dead letter.
+            raise DecodeError(ID_RULE, field="request_id")
+        if not names.is_scoped_id(job.request_id):
+            raise InvalidRequest(ID_RULE, field="request_id")
+        # Two requests with one id may name different models.
         async with self._locks.setdefault(job.request_id, asyncio.Lock()):
             await self._admit(job, job.request_id)
 
     async def _admit(self, job: Job, request_id: str) -> None:
         delivery, bus = job.delivery, self._context.bus
         if await self._has_ended(job, request_id):
+            # The client may have published its request again.
+            await repeat_end(bus, request_id)
             return
-        # The later one of two requests with the same id is dropped.
+        # If two requests with the same id name different models, the later one is dropped.
         if 0 < await self._sequence_in_flight(request_id) < delivery.sequence:
             await delivery.ack()
             return
@@ -148,7 +171,7 @@ class Coordinator:
             return
         models, pipelines = self._context.config.models, self._context.pipelines
         admitted = admit(delivery.subject, request_id, delivery.data, models, pipelines)
-        request, tenant = admitted.request, tenant_of(delivery.tenant)
+        request, tenant = admitted.request, delivery.tenant
         lane = await self._turns.lane_of(admitted, tenant, len(delivery.data))
         if delivery.attempt == 1 and delivery.stored_ms >= bus.streams.tasks.since_ms:
             # Later attempts are not checked: the request may have been admitted before.
@@ -162,9 +185,8 @@ class Coordinator:
             cache_salt=request.cache_salt or "",
             prompt_cache_key=request.prompt_cache_key or "",
         )
-        if bus.now_ms() >= ticket.deadline_ms:
-            allowed_s = (ticket.deadline_ms - ticket.accepted_ms) / 1000
-            await self._expire(job, allowed_s, request.on_late)
+        has_expired = await self._has_expired(job, ticket, request.on_late)
+        if has_expired or await self._is_put_off(delivery, ticket):
             return
         job.header = TaskHeader(
             request_id=request_id,
@@ -183,23 +205,33 @@ class Coordinator:
         )
         if admitted.outputs:
             await output_ends.begin(bus, request_id, admitted.outputs)
-        is_first = await self._publish_first(job, job.header, admitted)
+        await self._publish_first(job, job.header, admitted)
         # A cancellation may have arrived before the outputs and tasks existed.
         if await self._has_ended(job, request_id):
             return
-        if not is_first:
-            # Another coordinator may have admitted a request with this id at the same time.
-            in_flight = await self._sequence_in_flight(request_id)
-            if in_flight not in (0, delivery.sequence):
-                await delivery.ack()
-                return
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
+
+    async def _has_expired(self, job: Job, ticket: RequestTicket, on_late: OnLate) -> bool:
+        """Return whether the request has reached its deadline, and end it then."""
+        if self._context.bus.now_ms() < ticket.deadline_ms:
+            return False
+        await self._expire(job, (ticket.deadline_ms - ticket.accepted_ms) / 1000, on_late)
+        return True
+
+    async def _is_put_off(self, delivery: Delivery, ticket: RequestTicket) -> bool:
+        """Put a request off while it is unknown whether a worker has its task, which is lost."""
+        bus = self._context.bus
+        created_ms = bus.streams.tasks.created_ms
+        until_ms = min(created_ms + 1000 * REJOIN_S, ticket.deadline_ms)
+        if ticket.accepted_ms >= created_ms or bus.now_ms() >= until_ms:
+            return False
+        await delivery.retry((until_ms - bus.now_ms()) / 1000)
+        return True
 
     async def _sequence_in_flight(self, request_id: str) -> int:
         """Return the sequence of the request with this id that has tasks; 0 if none is queued.
 
-        A publisher that gets no acknowledgement publishes its request again, and the stream stores
-        it twice.
+        The stream refuses a second request with the same id only if it names the same model.
         """
         bus = self._context.bus
         task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
@@ -207,18 +239,20 @@ class Coordinator:
         queued = await request_queue.queued_request(bus, sequence) if sequence else None
         if not sequence or queued is None:
             return 0
-        queued_id = request_id_of(queued.msg_id, queued.data, queued.subject)
-        return sequence if queued_id == request_id else 0
+        return sequence if queued.request_id == request_id else 0
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
+        # A response in flight needs its further turns and images.
+        if not is_part_of_response(request_id):
+            await self._room.check()
         streams = MEDIA_STREAMS if admitted.image is not None else ()
         await self._context.quotas.check(job.tenant, (*streams_filled_by(request), *streams))
         pipeline = self._context.pipelines[request.model]
         written = (pipeline.outputs[name] for name in admitted.outputs)
         beside = [stage for stage in written if stage.output and stage.output.name != TEXT]
         await self._waits.check(request.model, beside, lane)
-        await self._tokens.check(tenant_of(job.delivery.tenant), request_id, most_tokens(admitted))
+        await self._tokens.check(job.delivery.tenant, request_id, most_tokens(admitted))
 
     async def _has_expired_unread(self, job: Job) -> bool:
         """Return whether a request of a newer version has reached its deadline, and end it then.
@@ -246,10 +280,9 @@ class Coordinator:
         await self._stage.finish(job)
         return True
 
-    async def _publish_first(self, job: Job, header: TaskHeader, admitted: Admitted) -> bool:
-        """Publish the first tasks. Return whether none of them was stored before."""
+    async def _publish_first(self, job: Job, header: TaskHeader, admitted: Admitted) -> None:
         pipeline = self._context.pipelines[header.model]
-        is_first = await tasks.publish_first(self._context.bus, pipeline, header, admitted.prompt)
+        await tasks.publish_first(self._context.bus, pipeline, header, admitted.prompt)
         self._stage.counters.handled(job)
         self._context.metrics.of(header.model).counter("requests_accepted_total").add()
         self._context.log.info(
@@ -259,7 +292,6 @@ class Coordinator:
             model=header.model,
             lane=header.lane,
         )
-        return is_first
 
     async def _expire(self, job: Job, allowed_s: float, on_late: OnLate) -> None:
         assert job.request_id is not None
@@ -284,7 +316,10 @@ class Coordinator:
         if request_id is not None and names.is_scoped_id(request_id):
             error = Cancelled("cancelled on request")
             attempt = job.delivery.attempt
+            has_ended = is_final(await last_record(bus, request_id))
             await settle(bus, job, lambda: end_request(bus, request_id, attempt, error, []))
+            if has_ended:
+                await repeat_end(bus, request_id)
             self._stage.counters.ended_with(error)
             self._context.log.info("cancelled", request_id=request_id)
         await job.delivery.ack()

@@ -55,6 +55,7 @@ async def main(context: Context) -> None:
     output = _output_of(context, built)
     grammars = None
     if output.is_answer:
+        context.log_sandbox()
         # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
         context.step("building the grammar compiler")
         grammars = new_grammar_compiler(built.loaded, context.config.engine.max_num_seqs)

@@ -17,6 +17,7 @@ from starlette.routing import Route, Router
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.bus.store_room import StoreRoom
 from shared.config.schema import Config, Right
 from shared.errors import PagemillError, UnknownModel
 from shared.helpers.task_set import TaskSet
@@ -32,6 +33,7 @@ from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter
 from workers.gateway.http.body import BodyReader
+from workers.gateway.http.connection import claim_place
 from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.origins import OriginPolicy
 
@@ -77,6 +79,7 @@ class AppContext:
         self.shutting_down = asyncio.Event()
         """Set when the time for the drain is over. Responses that are still open then break off."""
         self.token_bytes = TokenBytesCache(bus)
+        self.room = StoreRoom(bus)
         self.quotas = StorageQuotas(bus)
         self.media_quotas = MediaQuotas(bus, config.delivery.tenant_weights)
         self.store_size = SizeCache(bus, subjects.STEPS_STREAM)
@@ -114,7 +117,11 @@ class AppContext:
         return card
 
     async def pin_media(self, data: bytes, tenant: str) -> str:
-        """Store a media file, and return its URL. Raises QuotaExceeded or Unavailable."""
+        """Store a media file, and return its URL.
+
+        Raises DiskFull, QuotaExceeded or Unavailable.
+        """
+        await self.room.check()
         await self.media_quotas.check(tenant, len(data))
         return await client.pin_media(self.bus, data, tenant)
 
@@ -127,6 +134,7 @@ class AppContext:
     def reload(self, config: Config) -> None:
         """Take over the API keys of a changed configuration."""
         self._keyring = Keyring(config.gateway.api_keys)
+        self.bodies.set_keys(config.gateway.api_keys)
         self.origins.set_keys(config.gateway.api_keys)
 
     async def close(self) -> None:
@@ -155,6 +163,7 @@ class AppContext:
             if public:
                 return await endpoint(request, Caller("", ""))
             caller = self._keyring.authenticate(request.headers.getlist("authorization"))
+            claim_place(request.scope, caller.tenant)
             caller.check_right(right)
             request.scope["tenant"] = caller.tenant
             if counted:

@@ -174,7 +174,7 @@ class RouteTable:
 
         def declare(planner: Planner[Options]) -> Planner[Options]:
             async def handle(context: AppContext, request: Request, caller: Caller) -> Response:
-                read_request_id(request, kind, caller.tenant)
+                read_request_id(request, kind)
                 call = Call(context, request, caller, kind.client_fields)
                 content = await (read or read_json)(call)
                 try:
@@ -248,6 +248,7 @@ ANSWER_ERRORS: Errors = (
     *RENDERER_ERRORS,
     shared_errors.Cancelled,
     shared_errors.DeadlineExceeded,
+    shared_errors.DiskFull,
     shared_errors.GrammarNotTried,
     shared_errors.InvalidGrammar,
     shared_errors.LogTruncated,

@@ -6,7 +6,6 @@ continues from the same log.
 
 import asyncio
 import contextlib
-import os
 import resource
 import socket
 import ssl
@@ -20,10 +19,12 @@ from starlette.routing import Route
 from shared.bus.bus import Bus
 from shared.config.schema import GatewayConfig
 from shared.errors import ConfigError
+from shared.net.listening import listen
 from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application
+from workers.gateway.http.accepting import Acceptor
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
-from workers.gateway.http.tls import TlsServer
+from workers.gateway.http.places import ConnectionPlaces
 from workers.gateway.openapi.document import KINDS, TABLES
 from workers.gateway.routes import page
 
@@ -39,17 +40,23 @@ async def main(context: Context) -> None:
     config = context.config.gateway
     app = AppContext(context.bus, context.config, context.metrics, context.worker, KINDS)
     context.reloader.takers.append(app.reload)
-    with _listening(config) as listener:
+    listener = context.listeners.take("gateway")
+    assert listener is not None, "a gateway always has an address"
+    with listener:
         num_connections = _max_connections(config.max_connections)
         if num_connections < config.max_connections:
             context.log.warning("fewer_connections", max_connections=num_connections)
         limits = ConnectionLimits(
             config,
-            num_connections,
+            ConnectionPlaces(num_connections, config.api_keys),
             refused=context.metrics.counter("http_connections_refused_total"),
+            displaced=context.metrics.counter("http_connections_displaced_total"),
             slow=context.metrics.counter("http_slow_clients_total"),
         )
+        context.reloader.takers.append(lambda new: limits.places.set_keys(new.gateway.api_keys))
         server = _server(app, limits)
+        listen("gateway", listener, BACKLOG)
+        listener.setblocking(False)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener, context.bus)
         context.log.info("listening", url=context.url)
@@ -81,25 +88,17 @@ class _Server(uvicorn.Server):
         self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the listeners as uvicorn does, but with TLS handshakes that are counted and have a
-        time limit: uvicorn's have neither."""
+        """Start the listeners as uvicorn does, but with places for connections, and with TLS
+        handshakes that have a time limit: uvicorn has neither."""
         connection = partial(
             cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        tls, loop = self.config.ssl, asyncio.get_running_loop()
         for listener in sockets or ():
-            if tls is None:
-                server = await loop.create_server(connection, sock=listener, backlog=BACKLOG)
-            else:
-                connections = self.server_state.connections
-                server = cast(
-                    asyncio.Server,
-                    TlsServer(self._limits, listener, tls, connection, connections.__len__),
-                )
-            self.servers.append(server)
+            acceptor = Acceptor(self._limits, listener, self.config.ssl, connection)
+            self.servers.append(cast(asyncio.Server, acceptor))
         self.started = True
 
     @contextlib.contextmanager
@@ -137,26 +136,6 @@ def _max_connections(num_connections: int) -> int:
         soft = needed if hard < 0 else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return num_connections if soft < 0 else max(1, min(num_connections, soft - OTHER_FILES))
-
-
-@contextlib.contextmanager
-def _listening(config: GatewayConfig) -> Iterator[socket.socket]:
-    family, *_, address = socket.getaddrinfo(
-        config.listen, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            raise ConfigError(
-                f"gateway.port: cannot listen at {config.listen}, port {config.port}:"
-                f" {os.strerror(error.errno or 0)}",
-                field="gateway.port",
-            ) from error
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-        yield listener
 
 
 def _url(config: GatewayConfig, listener: socket.socket, bus: Bus) -> str:

@@ -11,21 +11,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-import structlog
-
 from shared.bus.bus import Bus
 from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
 from shared.config.schema import Config
-from shared.errors import InvalidRequest, PagemillError, WorkerFailure
+from shared.errors import InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, to_json, to_msgpack
 from shared.protocol.prompts import prompt_of, prompt_to_tokenize
-from shared.protocol.records import error_info
 from shared.protocol.renderer_rpc import (
     Detokenized,
-    ErrorReply,
     RenderedPrompt,
     SoundPieces,
     Tokenized,
@@ -35,6 +31,7 @@ from shared.protocol.renderer_rpc import (
     decode_tokenize_request,
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
+from shared.stage.calls import reply_of
 from shared.tenants.fair_turns import FairTurns
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
@@ -45,8 +42,8 @@ from workers.renderer.threads import InThread
 MAX_HELD = 64
 
 Request = TypeVar("Request")
-
-_log = structlog.get_logger()
+Work = Callable[[bytes, str], Awaitable[bytes]]
+"""Function from a request and its tenant to the answer."""
 
 
 class RendererRpc:
@@ -83,7 +80,7 @@ class RendererRpc:
                 ("card", self._card),
             ):
                 slots = self._splitting if call == "split" else self._slots
-                answer = partial(self._answer, slots, partial(work, model))
+                answer = partial(self._reply, slots, partial(work, model))
                 for of in (subjects.renderer, subjects.renderer_of_tenants):
                     responder = await self._bus.add_group_responder(
                         of(call, model), subjects.RENDERERS_GROUP, answer
@@ -95,24 +92,17 @@ class RendererRpc:
         await stop.wait()
         await asyncio.gather(*(responder.stop(drain_s) for responder in self._responders))
 
-    async def _answer(
-        self,
-        slots: FairTurns,
-        work: Callable[[bytes, str], Awaitable[bytes]],
-        data: bytes,
-        named: str | None,
+    async def _reply(
+        self, slots: FairTurns, work: Work, data: bytes, named: str | None, _: str
     ) -> bytes:
-        try:
-            tenant = tenant_of(named)
-            async with slots.turn(tenant, MAX_HELD):
-                answer = await work(data, tenant)
-            self._bus.check_size(answer, "this answer")
-            return answer
-        except PagemillError as error:
-            return _error_reply(error)
-        except Exception:
-            _log.exception("call_failed")
-            return _error_reply(WorkerFailure("a worker failed on this request"))
+        return await reply_of(self._answer(slots, work, data, named))
+
+    async def _answer(self, slots: FairTurns, work: Work, data: bytes, named: str | None) -> bytes:
+        tenant = tenant_of(named)
+        async with slots.turn(tenant, MAX_HELD):
+            answer = await work(data, tenant)
+        self._bus.check_size(answer, "this answer")
+        return answer
 
     async def _render(self, model: str, data: bytes, tenant: str) -> bytes:
         request = await _decode(decode_request, data)
@@ -171,7 +161,3 @@ async def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
         return await asyncio.to_thread(decode, data)
     except UNDECODABLE as error:
         raise invalid_request(error) from error
-
-
-def _error_reply(error: PagemillError) -> bytes:
-    return to_json(ErrorReply(error_info(error)))

@@ -33,6 +33,7 @@ from workers.renderer.warmup import MAX_BYTES, TTL_S, warm_up
 
 async def main(context: Context) -> None:
     worker = RendererWorker(context, await context.open_blobs())
+    context.log_sandbox()
     await worker.load()
     # The objects of libraries live as long as the process. A full collection would visit all of
     # them, which takes tenths of a second in the middle of a request.

@@ -10,8 +10,10 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.local_keys import note_keys
 from shared.bus.store_probes import PROBE_S
+from shared.bus.store_room import measure_folder, report_room
 from shared.config.schema import Config
 from shared.errors import PagemillError
+from shared.protocol.full_stores import FullStore
 from workers.keyring import DEFAULT_TENANT, Keyring
 from workers.settings import keys_folder
 
@@ -29,7 +31,7 @@ def start_embedded(config: Config) -> EmbeddedServer:
 
     Raises ConfigError or Unavailable.
     """
-    keyring = Keyring(keys_folder(config), config.nats.tenant_connections)
+    keyring = Keyring(keys_folder(config), config.nats)
     # A tenant of the first start may have been removed since.
     keyring.complete([] if keyring.accounts_file.exists() else [DEFAULT_TENANT])
     broker = EmbeddedServer(
@@ -72,6 +74,16 @@ async def fit_streams(bus: Bus, config: Config) -> None:
                 effect=change.effect,
                 hint="pagemill migrate --shrink",
             )
+
+
+async def watch_disk(bus: Bus, config: Config, broker: EmbeddedServer) -> None:
+    """Report when the disk of the broker has too little free space. Never returns."""
+
+    async def measure() -> list[FullStore]:
+        # A disk that does not respond blocks the thread.
+        return await asyncio.to_thread(measure_folder, broker.store_dir, config.nats)
+
+    await report_room(bus, measure)
 
 
 async def repair_broker(bus: Bus, config: Config, broker: EmbeddedServer) -> None:

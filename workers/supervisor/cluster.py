@@ -15,7 +15,13 @@ from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
 from workers.roles import AGENT, WorkerSpec
 from workers.settings import login_of, nats_url
-from workers.supervisor.broker import fit_streams, keep_running, repair_broker, start_embedded
+from workers.supervisor.broker import (
+    fit_streams,
+    keep_running,
+    repair_broker,
+    start_embedded,
+    watch_disk,
+)
 from workers.supervisor.preloader import Preloader
 from workers.supervisor.processes import WorkerProcesses
 from workers.supervisor.start import Quiet, Show, Watched, titles_of, wait_ready
@@ -131,6 +137,7 @@ class LocalCluster:
         self._tasks.append(asyncio.create_task(keep_running(broker)))
         repair = partial(repair_broker, config=self._config, broker=broker)
         self._connect_for("broker_repair", repair)
+        self._connect_for("disk_watch", partial(watch_disk, config=self._config, broker=broker))
 
     def _refuse(self, worker: WorkerSpec) -> None:
         if self._refused is not None and not self._refused.done():

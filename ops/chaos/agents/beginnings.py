@@ -99,7 +99,7 @@ class Beginnings:
                     return [f"G3 {name}: the repeated request got {again.text}"]
             # A stream follows a response to its end, also to a failed one.
             followed = await http.get(f"{PATH}/{beginning.response_id}?stream=true")
-        num_answers = self._model.answered[turn_id(beginning.response_id, 0)]
+        num_answers = self._model.answered[turn_id("", beginning.response_id, 0)]
         faults = [f"G3 {name}: {num_answers} answers"] if num_answers > 1 else []
         has_begun = beginning.headers or STEP in beginning.parts
         if followed.is_success != bool(has_begun):

@@ -29,8 +29,6 @@ class ScriptedModel:
         self.requests: dict[str, GenerateRequest] = {}
         self.answered: Counter[str] = Counter()
         """Number of answers to each request."""
-        self._sequences: dict[str, int] = {}
-        """Sequence of the first message of each request."""
         self._url = url
         self._script = script
         self._loop = asyncio.new_event_loop()
@@ -60,7 +58,7 @@ class ScriptedModel:
         consumer = await bus.queues.consume(
             subjects.REQUESTS_STREAM,
             subjects.REQUESTS_CONSUMER,
-            subjects.request(MODEL),
+            subjects.REQUESTS_FILTER,
             64,
             10.0,
         )
@@ -80,11 +78,7 @@ class ScriptedModel:
         await bus.close()
 
     async def _answer(self, bus: Bus, delivery: Delivery) -> None:
-        request_id = delivery.msg_id or ""
-        # Gateways and agents both publish the first turn. Coordinators drop the second one as well.
-        if self._sequences.setdefault(request_id, delivery.sequence) != delivery.sequence:
-            await delivery.ack()
-            return
+        request_id = subjects.id_in(delivery.subject)
         request = decode_request(delivery.data)
         self.requests[request_id] = request
         log = await LogWriter.open(bus, request_id, 1)

@@ -90,10 +90,16 @@ def die_after(parts: set[str], report: Path) -> None:
     async def publish(
         original: Any, self: Bus, subject: str, data: bytes, msg_id: str, *rest: Any, **named: Any
     ) -> Any:
-        part, name = _part_of(subject), msg_id.removesuffix("-t0")
         return await store(
-            part, lambda: original(self, subject, data, msg_id, *rest, **named), name
+            _part_of(subject), lambda: original(self, subject, data, msg_id, *rest, **named), msg_id
         )
+
+    @wrap(Bus, "publish_without_id")
+    async def publish_without_id(
+        original: Any, self: Bus, subject: str, *rest: Any, **named: Any
+    ) -> Any:
+        part, name = _part_of(subject), subjects.last_token(subject).removesuffix("-t0")
+        return await store(part, lambda: original(self, subject, *rest, **named), name)
 
 
 def _die(report: Path, name: str) -> None:

@@ -25,8 +25,8 @@ def request_id_not_idempotent() -> None:
 
     read_request_id = ids.read_request_id
 
-    def another(request: Request, kind: AnswerKind[AnswerOptions], tenant: str) -> tuple[str, bool]:
-        request_id, named = read_request_id(request, kind, tenant)
+    def another(request: Request, kind: AnswerKind[AnswerOptions]) -> tuple[str, bool]:
+        request_id, named = read_request_id(request, kind)
         return f"{request_id[:-8]}{secrets.token_hex(4)}", named
 
     replace_attribute(submit, "read_request_id", another)

@@ -11,6 +11,7 @@ from ops.chaos.patching import replace_attribute, wrap
 def requests_of_all_tenants_are_found() -> None:
     from starlette.requests import Request
 
+    from shared.protocol.names import scoped_id
     from shared.state import request_registry
     from workers.gateway.app import AppContext
     from workers.gateway.backend.active_request import ActiveRequest, find_request
@@ -19,11 +20,13 @@ def requests_of_all_tenants_are_found() -> None:
 
     async def found(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:
         name = request.path_params["id"]
-        record = await request_registry.find(context.bus, name)
-        if record is None:
-            return await find_request(context, request, caller)
-        request.scope["request_id"] = name, True
-        return ActiveRequest(context, name, record, request.scope["endpoint_path"])
+        for key in context.config.gateway.api_keys:
+            bus_id = scoped_id(name, key.name if key.tenant is None else key.tenant)
+            record = await request_registry.find(context.bus, bus_id)
+            if record is not None:
+                request.scope["request_id"] = name, True
+                return ActiveRequest(context, name, record, request.scope["endpoint_path"])
+        return await find_request(context, request, caller)
 
     replace_attribute(requests, "find_request", found)
 

@@ -28,7 +28,6 @@ def lost_tasks_not_made_again() -> None:
 @bug("coordinator", "calm", "I1", "I10")
 def message_id_not_unique() -> None:
     from shared.bus.bus import Bus
-    from shared.protocol.versions import OLDEST_VERSION
 
     @wrap(Bus, "publish")
     async def shortened(
@@ -38,11 +37,10 @@ def message_id_not_unique() -> None:
         data: bytes,
         msg_id: str,
         tenant: str = "",
-        version: int = OLDEST_VERSION,
     ) -> Any:
         request_id, colon, rest = msg_id.partition(":")
         short = f"{request_id[:-1]}{colon}{rest[-8:]}"
-        return await publish(self, subject, data, short, tenant, version)
+        return await publish(self, subject, data, short, tenant)
 
 
 @bug("any", "raisers", "I5", "I11")

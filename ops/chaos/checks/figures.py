@@ -14,6 +14,7 @@ from ops.chaos.history import (
     RequestSent,
     SessionFailed,
     SoundReceived,
+    WorkerEvent,
 )
 from ops.chaos.plan import PAINTED
 from ops.harness.samples import Samples
@@ -41,6 +42,12 @@ def measure(run: RecordedRun) -> dict[str, float]:
     )
     gaps = [b - a for a, b in itertools.pairwise(received_at)]
     sent_at = [event.t for event in run.clients if isinstance(event, RequestSent)]
+    claims = [
+        event.id
+        for (role, _), events in run.processes.items()
+        for event in events
+        if role == "engine" and isinstance(event, WorkerEvent) and event.step == "claimed"
+    ]
     rss = [event.rss_mib for event in run.pool if isinstance(event, MemorySample)]
     return {
         "requests": len(run.planned),
@@ -53,6 +60,8 @@ def measure(run: RecordedRun) -> dict[str, float]:
         "longest_gap_s": max(gaps, default=0.0),
         "tokens": sum(_num_tokens(run, id) for id in run.final.logs),
         "resumed": sum(_is_resumed(log) for log in run.final.logs.values()),
+        "begun": len({*claims}),
+        "beginnings": len(claims),
         "max_rss_mib": max(rss, default=0.0),
     }
 

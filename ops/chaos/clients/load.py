@@ -40,6 +40,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.login import Login, seed_file
 from shared.errors import Overloaded, PagemillError
+from shared.protocol import subjects
 from shared.protocol.permissions import OPERATOR
 from shared.protocol.records import LogRecord
 from shared.state.log_records import is_final
@@ -88,17 +89,15 @@ class LoadClients:
             await self._peeking.close()
 
     def _watch_acceptance(self, bus: Any) -> None:
-        publish = bus.publish
+        publish = bus.publish_without_id
 
-        async def watched(
-            subject: str, data: bytes, msg_id: str, *others: Any, **named: Any
-        ) -> Any:
-            was_stored = await publish(subject, data, msg_id, *others, **named)
-            if subject.startswith("pm.request."):
-                self._journal.write(Accepted(now(), msg_id, self._sessions.get(msg_id, 0)))
-            return was_stored
+        async def watched(subject: str, *others: Any, **named: Any) -> None:
+            await publish(subject, *others, **named)
+            if subjects.is_request(subject):
+                name = subjects.last_token(subject)
+                self._journal.write(Accepted(now(), name, self._sessions.get(name, 0)))
 
-        bus.publish = watched
+        bus.publish_without_id = watched
 
     async def _run_clients(self) -> None:
         """Run one client after the other, each at its scheduled time or later."""

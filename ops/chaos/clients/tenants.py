@@ -45,10 +45,19 @@ PEEK_S = 5.0
 _LAST = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
 
+class _Refusal(msgspec.Struct):
+    description: str = ""
+
+
 class _Stored(msgspec.Struct):
     """The broker's answer to a message that was published for a stream."""
 
-    error: msgspec.Raw | None = None
+    error: _Refusal | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the message is stored, perhaps since an earlier attempt."""
+        return self.error is None or "per subject" in self.error.description
 
 
 class _Reader(NamedTuple):
@@ -112,8 +121,8 @@ class TenantClients:
         live = await nc.subscribe(subjects.tokens(planned.id))
         cancels = planned.behaviour == "cancel"
         try:
-            subject, data = subjects.request(planned.request.model), encode_request(planned.request)
-            attempts = await self._publish(nc, subject, data, planned)
+            subject = subjects.request(planned.request.model, planned.id)
+            attempts = await self._publish(nc, subject, encode_request(planned.request))
             self._journal.write(Accepted(now(), planned.id, session))
             may_have_records = again or attempts > 1
             reader = _Reader(session, 0, None if may_have_records else nc.stats["reconnects"])
@@ -126,7 +135,7 @@ class TenantClients:
                     return True
                 if cancels and record.index >= planned.after_records:
                     cancels = False
-                    await self._publish(nc, subjects.cancel(planned.id), b"", None)
+                    await self._publish(nc, subjects.cancel(planned.id), b"")
                     self._journal.write(CancelSent(now(), planned.id))
         finally:
             if nc.is_connected:
@@ -144,18 +153,17 @@ class TenantClients:
         self._journal.write(RecordReceived(now(), planned.id, session, record))
         return _Reader(session, record.index + 1, num_reconnects)
 
-    async def _publish(self, nc: Client, subject: str, data: bytes, planned: Planned | None) -> int:
+    async def _publish(self, nc: Client, subject: str, data: bytes) -> int:
         """Publish until the broker has stored it; return the number of attempts."""
-        headers = {} if planned is None else {"Nats-Msg-Id": planned.id}
         for attempt in itertools.count(1):
             if attempt > 1:
                 await asyncio.sleep(RETRY_PAUSE_S)
             try:
-                answer = await nc.request(subject, data, timeout=REPLY_S, headers=headers)
+                answer = await nc.request(subject, data, timeout=REPLY_S)
                 stored = msgspec.json.decode(answer.data, type=_Stored)
             except (NatsError, msgspec.DecodeError):
                 continue
-            if stored.error is None:
+            if stored.is_there:
                 return attempt
         raise AssertionError("a count has no end")
 

@@ -11,8 +11,7 @@ from ops.chaos.history import now
 from ops.chaos.plan import MODEL
 from ops.chaos.processes.pool import Slot
 from shared.bus.embedded_server import free_port
-from workers.gateway.core.ids import named_request_id
-from workers.gateway.openai.chat_assembler import CHAT
+from shared.protocol.names import scoped_id
 
 NUM_WARM_UPS = 8
 TIMEOUT_S = 30.0
@@ -43,7 +42,7 @@ class Gateways:
         """Send the first requests, after which a gateway's resources are constant."""
         for url in self.urls:
             names = [f"warm-{len(self.warm_up_ids) + n}" for n in range(NUM_WARM_UPS)]
-            self.warm_up_ids |= {named_request_id(CHAT, self._tenant, name) for name in names}
+            self.warm_up_ids |= {scoped_id(name, self._tenant) for name in names}
             first = partial(time_to_first_event, url, tenant=self._tenant)
             await asyncio.gather(*map(first, names))
 

@@ -12,8 +12,11 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.protocol.encoding import to_json
 from shared.protocol.records import TokenChunk
-from shared.protocol.subjects import id_of_log
+from shared.protocol.subjects import id_in, id_of_log, is_request
+from shared.stage.job import Job
 from shared.stage.runtime import Context
+from shared.stage.stage import Stage
+from shared.state.token_log import LogWriter
 
 # Every record begins with these bytes, except the last of its log.
 _TOKENS = to_json(TokenChunk(0, 0, [])).partition(b",")[0]
@@ -27,6 +30,7 @@ def watch(journal: Journal, crash: CrashPoints) -> None:
 
     _watch_start(record)
     _watch_deliveries(record, crash)
+    _watch_claims(record)
     _watch_forwarding(crash)
     payload_events.watch(record, crash)
     _watch_log(record, crash)
@@ -59,6 +63,15 @@ def _watch_deliveries(record: payload_events.Record, crash: CrashPoints) -> None
     async def retry(original: Any, self: Delivery, after_s: float) -> None:
         await original(self, after_s)
         record("requeued", _id_of(self), self.attempt)
+
+
+def _watch_claims(record: payload_events.Record) -> None:
+    @wrap(Stage, "claim")
+    async def claim(original: Any, self: Stage, job: Job) -> LogWriter | None:
+        log: LogWriter | None = await original(self, job)
+        if log is not None:
+            record("claimed", job.request_id or "", job.delivery.attempt)
+        return log
 
 
 def _watch_forwarding(crash: CrashPoints) -> None:
@@ -100,4 +113,6 @@ def _watch_log(record: payload_events.Record, crash: CrashPoints) -> None:
 
 
 def _id_of(delivery: Delivery) -> str:
+    if is_request(delivery.subject):
+        return id_in(delivery.subject)
     return (delivery.msg_id or "").partition(":")[0]

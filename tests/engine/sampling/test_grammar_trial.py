@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from shared.errors import GrammarNotTried, InvalidGrammar, Overloaded
+from shared.helpers import syscall_filter
 from shared.helpers.forking import Ended, Forks, read_end, read_pid
 from shared.protocol.sampling import StructuredOutputs
 from tests.support.waiting import until
@@ -183,17 +185,43 @@ async def test_a_sandbox_has_its_priority_before_its_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pids: list[int] = []
-    levels: list[int] = []
     exchange = grammar_trial._exchange
+    level = min(19, os.nice(0) + 7)
+
+    async def has_priority() -> bool:
+        return os.getpriority(os.PRIO_PROCESS, pids[-1]) == level
 
     async def measure(channel: socket.socket, definition: bytes) -> bytes:
-        levels.append(os.getpriority(os.PRIO_PROCESS, pids[-1]))
+        await until(has_priority)
         return await exchange(channel, definition)
 
     on_each_start(monkeypatch, pids.append)
     monkeypatch.setattr(grammar_trial, "_exchange", measure)
     await check_grammar("", lambda: False, 7)
-    assert levels == [min(19, os.nice(0) + 7)]
+    assert len(pids) == 1
+
+
+async def test_a_trial_is_in_its_sandbox_before_its_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pids: list[int] = []
+    exchange = grammar_trial._exchange
+
+    def rights() -> dict[str, str]:
+        lines = Path(f"/proc/{pids[-1]}/status").read_text().splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+    async def look(channel: socket.socket, definition: bytes) -> bytes:
+        if syscall_filter.is_available():
+            await until(lambda: rights()["Seccomp"] == "2")  # with a filter
+        await until(lambda: rights()["NoNewPrivs"] == "1")
+        assert {int(rights()[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd")} == {0}
+        return await exchange(channel, definition)
+
+    on_each_start(monkeypatch, pids.append)
+    monkeypatch.setattr(grammar_trial, "_exchange", look)
+    assert await check_grammar(LLMatcher.grammar_from_regex("[a-z]+"), lambda: False, 0) == ""
+    assert len(pids) == 1
 
 
 async def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ async def test_a_turn_is_cancelled_whose_response_could_not_begin(bus: Bus) -> N
     assert log.state.turns == [Asked(0, 0)]
 
     async def is_cancelled(response_id: str) -> bool:
-        subject = subjects.cancel(turn_id(response_id, 0))
+        subject = subjects.cancel(turn_id("", response_id, 0))
         return await bus.has_messages(subjects.CANCELS_STREAM, subject)
 
     assert await is_cancelled(barred.response_id)

@@ -15,6 +15,8 @@ from shared.bus.bus import Bus
 from shared.config.parsing import parse_config
 from shared.config.schema import ApiKey, Config, GatewayConfig, ModelConfig
 from shared.errors import ConfigError
+from shared.protocol.records import Finish
+from shared.state.token_log import last_record
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.routes.test_chat import events, question
@@ -169,7 +171,7 @@ async def raw(gateway: Gateway, data: bytes) -> bytes:
     return answer
 
 
-async def test_tenants_do_not_see_each_others_requests(another: Start) -> None:
+async def test_tenants_do_not_see_each_others_requests(another: Start, bus: Bus) -> None:
     gateway = another(api_keys=KEYS)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
         named = {"x-request-id": "the-same-id"}
@@ -178,7 +180,16 @@ async def test_tenants_do_not_see_each_others_requests(another: Start) -> None:
         again = await http.post(path, json=question(), headers=bearer(ALICE) | named)
         other = await http.post(path, json=question(), headers=bearer(BOB) | named)
         assert first.json() == again.json()
-        assert other.headers["x-request-id"] != first.headers["x-request-id"]
+        # Each tenant has its own ids.
+        assert other.headers["x-request-id"] == first.headers["x-request-id"] == "the-same-id"
+        for key, answer in ((ALICE, first), (BOB, other)):
+            own = await http.get("/v1/requests/the-same-id", headers=bearer(key))
+            assert own.json()["result"] == answer.json()
+        # On the bus, the same ids belong to the tenants' own clients.
+        for request_id in ("the-same-id@alice", "the-same-id@bobs"):
+            assert isinstance(await last_record(bus, request_id), Finish)
+        assert await last_record(bus, "the-same-id") is None
+        first = await http.post(path, json=question(), headers=bearer(ALICE))
         url = f"/v1/requests/{first.headers['x-request-id']}"
         for method, suffix in (("GET", ""), ("DELETE", ""), ("GET", "/stream")):
             hidden = await http.request(method, url + suffix, headers=bearer(BOB))
@@ -189,11 +200,7 @@ async def test_tenants_do_not_see_each_others_requests(another: Start) -> None:
         status = (await http.get(url, headers=bearer(ALICE))).json()
         assert (status["state"], status["result"]) == ("finished", first.json())
         # A prompt that one tenant has cached is not cached for the other.
-        cached = [
-            answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-            for answer in (first, other)
-        ]
-        assert cached[1] == 0
+        assert other.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_a_key_over_its_limit_gets_429(another: Start) -> None:

@@ -22,7 +22,8 @@ from shared.telemetry.metrics import Counter
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_middleware import certificate, check_error
 from tests.gateway.routes.test_chat import question
-from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits, LimitedHttpProtocol
+from workers.gateway.http.connection import MAX_LINGERING, ConnectionLimits, LimitedHttpProtocol
+from workers.gateway.http.places import ConnectionPlaces, Place
 from workers.gateway.worker import OTHER_FILES
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -68,21 +69,45 @@ def num_files(gateway: Gateway) -> int:
     return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
 
 
-async def metric(connection: Connection, name: str) -> float:
-    _, response = await get(connection, HEALTH.replace(b"/health", b"/metrics"))
+def with_key(key: str, request: bytes) -> bytes:
+    """Return the request with the Authorization of a key; `KEYS` of the caller has its digest."""
+    head, end, body = request.partition(b"\r\n\r\n")
+    return head + b"\r\nAuthorization: Bearer key-" + key.encode() + end + body
+
+
+async def metric(connection: Connection, name: str, key: str = "") -> float:
+    request = HEALTH.replace(b"/health", b"/metrics")
+    _, response = await get(connection, with_key(key, request) if key else request)
     (line,) = [line for line in response.decode().splitlines() if line.startswith(name)]
     return float(line.rpartition(" ")[2])
 
 
-async def count_refused(connection: Connection) -> float:
-    return await metric(connection, REFUSED)
+UPLOAD = (
+    b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 1000"
+    b"\r\nContent-Type: multipart/form-data; boundary=x\r\n\r\n"
+)
+
+
+async def begin_uploads(
+    gateway: Gateway, number: int, key: str = "", trust: ssl.SSLContext | None = None
+) -> list[tuple[bytes, Connection]]:
+    """Begin uploads that do not end, so that these requests stay in progress.
+
+    Return the heads of the responses, which are `100 Continue` unless a request was refused.
+    """
+    begun = []
+    for _ in range(number):
+        reader, writer = await connect(gateway, trust)
+        writer.write(with_key(key, UPLOAD) if key else UPLOAD)
+        begun.append((await reader.readuntil(b"\r\n\r\n"), (reader, writer)))
+    return begun
 
 
 async def test_connections_have_a_limit(another: Start) -> None:
     gateway = another(max_connections=4)
-    held = [await connect(gateway) for _ in range(4)]
-    for connection in held:
-        assert (await get(connection))[0].startswith(b"HTTP/1.1 200")
+    begun = await begin_uploads(gateway, 4)
+    held = [connection for head, connection in begun if head.startswith(b"HTTP/1.1 100")]
+    assert len(held) == 4
 
     # The error response comes before any request.
     reader, writer = await connect(gateway)
@@ -96,46 +121,41 @@ async def test_connections_have_a_limit(another: Start) -> None:
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         assert (await http.get("/health")).status_code == 503
 
-    assert await count_refused(held[0]) == 2
-    for connection in held:
-        assert (await get(connection))[0].startswith(b"HTTP/1.1 200")
-    _, leaving = held.pop()
-    leaving.close()
-    await leaving.wait_closed()
+    await leave(held.pop())
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    await leave(*held)
+    probe = await connect(gateway)
+    assert await metric(probe, REFUSED) >= 2
+    assert await metric(probe, IN_FLIGHT) == 3 + 1
+    await leave(probe, *held)
 
 
-async def test_rejected_connections_have_a_limit_too(another: Start) -> None:
+async def test_refused_connections_have_a_limit_too(another: Start) -> None:
     gateway = another(max_connections=1)
-    held = await connect(gateway)
-    assert (await get(held))[0].startswith(b"HTTP/1.1 200")
+    ((_, held),) = await begin_uploads(gateway, 1)
     before = num_files(gateway)
-    crowd = await asyncio.gather(*(connect(gateway) for _ in range(3 * MAX_REJECTED)))
+    crowd = await asyncio.gather(*(connect(gateway) for _ in range(3 * MAX_LINGERING)))
     answers = await asyncio.gather(*(reader.read() for reader, _ in crowd), return_exceptions=True)
-    assert num_files(gateway) <= before + MAX_REJECTED
-    rejected = [
+    assert num_files(gateway) <= before + MAX_LINGERING
+    refused = [
         answer
         for answer in answers
         if isinstance(answer, bytes) and answer.startswith(b"HTTP/1.1 503")
     ]
-    assert len(rejected) >= MAX_REJECTED
-    assert await count_refused(held) == len(crowd)
+    assert len(refused) >= MAX_LINGERING
     await leave(held, *crowd)
 
 
-async def test_rejected_tls_connections_get_a_503(another: Start, tmp_path: Path) -> None:
+async def test_refused_tls_connections_get_a_503(another: Start, tmp_path: Path) -> None:
     trust = await certificate(tmp_path)
     gateway = another(tls_cert="cert.pem", tls_key="key.pem", max_connections=1)
-    held = await connect(gateway, trust)
-    assert (await get(held))[0].startswith(b"HTTP/1.1 200")
+    ((_, held),) = await begin_uploads(gateway, 1, trust=trust)
     refused = await connect(gateway, trust)
     head, body = await get(refused)
     assert head.startswith(b"HTTP/1.1 503")
     check_error(body, "overloaded")
-    assert (await get(held))[0].startswith(b"HTTP/1.1 200")
+    assert not held[0].at_eof()
     await leave(held, refused)
 
 
@@ -152,26 +172,23 @@ async def test_a_missing_handshake_times_out(another: Start, tmp_path: Path) -> 
 async def test_pending_handshakes_count_as_connections(another: Start, tmp_path: Path) -> None:
     trust = await certificate(tmp_path)
     gateway = another(
-        tls_cert="cert.pem", tls_key="key.pem", max_connections=1, header_timeout_s=3.0
+        tls_cert="cert.pem", tls_key="key.pem", max_connections=8, header_timeout_s=3.0
     )
-    held = await connect(gateway, trust)
-    await get(held)
     before = num_files(gateway)
-    crowd = [await connect(gateway) for _ in range(2 * MAX_REJECTED)]
+    silent = [await connect(gateway) for _ in range(32)]
+    # The oldest ones close for the others.
     async with asyncio.timeout(20):
-        for reader, _ in crowd[MAX_REJECTED:]:
+        for reader, _ in silent[:24]:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
-    assert num_files(gateway) <= before + MAX_REJECTED
-    assert await count_refused(held) == MAX_REJECTED
-    # The pending handshakes end when their time is over.
-    async with asyncio.timeout(20):
-        for reader, _ in crowd[:MAX_REJECTED]:
+        assert num_files(gateway) <= before + 8
+        client = await connect(gateway, trust)
+        assert (await get(client))[0].startswith(b"HTTP/1.1 200")
+        # The others end when their time is over.
+        for reader, _ in silent[24:]:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
-    late = await connect(gateway, trust)
-    assert (await get(late))[0].startswith(b"HTTP/1.1 503")
-    await leave(held, late, *crowd)
+    await leave(client, *silent)
 
 
 ANSWER = question() | {
@@ -249,11 +266,14 @@ class Unread(asyncio.Transport):
 
 def test_a_client_that_reads_slowly_is_not_disconnected() -> None:
     clock, transport, slow = Clock(), Unread(), Counter()
-    limits = ConnectionLimits(GatewayConfig(), 8, Counter(), slow)
+    places = ConnectionPlaces(8, [])
+    limits = ConnectionLimits(GatewayConfig(), places, Counter(), Counter(), slow)
+    place = Place("127.0.0.1", close=transport.abort)
+    places.open(place)
     config = uvicorn.Config(lambda: None)
     config.load()
     protocol = LimitedHttpProtocol(
-        limits, config, server_state=ServerState(), app_state={}, _loop=clock
+        limits, config, place=place, server_state=ServerState(), app_state={}, _loop=clock
     )
     protocol.connection_made(transport)
     clock.later.clear()

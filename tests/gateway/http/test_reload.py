@@ -1,5 +1,6 @@
 """Keys of a gateway that runs, when its configuration changes."""
 
+import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import start_gateway_at
+from tests.gateway.http.test_body_shares import Client
 from tests.support.waiting import until
 from workers.gateway.http.auth import digest, make_key
 
@@ -57,6 +59,29 @@ async def test_keys_change_without_a_restart(broker: EmbeddedServer, tmp_path: P
             assert [await status(OLD, "evil.example"), await status(None)] == [200, 401]
         finally:
             assert gateway.stop(signal.SIGTERM) == 0
+
+
+async def test_new_keys_divide_the_room_for_bodies(broker: EmbeddedServer, tmp_path: Path) -> None:
+    gateway = start_gateway_at(broker.url, tree(max_connections=8), tmp_path, forked=False)
+    clients = [Client(gateway) for _ in range(4)]
+    try:
+        (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(tree(OLD, NEW, max_connections=8)))
+        gateway.process.send_signal(signal.SIGHUP)
+        await until(lambda: '"reloaded"' in gateway.log.read_text())
+        # A tenant of two has half of the four unfinished bodies.
+        for client in clients[:3]:
+            await client.send(OLD, 1)
+        tasks = [asyncio.create_task(client.status()) for client in clients[:3]]
+        first, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result() for task in first] == [503]
+        for task in others:
+            task.cancel()
+        await clients[3].send(NEW, 4, of=4)
+        assert await clients[3].status() == 400
+    finally:
+        for client in clients:
+            await client.close()
+        assert gateway.stop(signal.SIGTERM) == 0
 
 
 async def test_all_workers_of_a_machine_reload(cluster: Cluster, bus: Bus) -> None:

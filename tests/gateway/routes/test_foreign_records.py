@@ -22,8 +22,6 @@ from tests.cluster.conftest import FORKED_PAGEMILL, ROOT, Cluster
 from tests.gateway.conftest import Gateway
 from tests.gateway.routes.test_chat import events, question
 from tests.gateway.routes.test_requests import PATH, long
-from workers.gateway.core.ids import named_request_id
-from workers.gateway.openai.chat_assembler import CHAT
 
 QUESTION: Any = {
     "model": "demo",
@@ -118,7 +116,7 @@ async def test_every_reader_gets_the_whole_answer(
     kind: str,
     moment: str,
 ) -> None:
-    request_id = named_request_id(CHAT, "", name)
+    request_id = name
     if moment == "before":
         await put(bus, request_id, kind)
     async with asyncio.timeout(LIMIT_S):
@@ -143,7 +141,7 @@ async def test_every_reader_gets_the_whole_answer(
 async def test_an_answer_that_is_not_streamed_is_whole(
     official: AsyncOpenAI, bus: Bus, name: str, kind: str
 ) -> None:
-    await put(bus, named_request_id(CHAT, "", name), kind)
+    await put(bus, name, kind)
     async with asyncio.timeout(LIMIT_S):
         answer = await official.chat.completions.create(
             **QUESTION | {"stream": False, "max_tokens": 8}, extra_body=OPTIONS
@@ -157,7 +155,7 @@ async def test_a_record_of_a_newer_gateway_is_asked_for_again(
 ) -> None:
     """Under another id, as the error for a client's fault would ask for, it would run twice."""
     name = f"newer-{time.time_ns()}"
-    request_id = named_request_id(CHAT, "", name)
+    request_id = name
     await bus.append(subjects.job(request_id), NEWER, 0)
     body, headers = question("Describe it."), {"x-request-id": name}
     refused = await http.post(PATH, json=body, headers=headers)

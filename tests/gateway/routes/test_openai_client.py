@@ -259,7 +259,7 @@ async def test_the_client_retries_a_full_queue(tmp_path: Path) -> None:
     try:
         bus = await Bus.connect(broker.url, "test")
         # There is no worker that would claim it.
-        await bus.publish(subjects.request("demo"), b"{}", "req-first")
+        await bus.publish_without_id(subjects.request("demo", "req-first"), b"{}")
         await bus.close()
         base = f"{gateway.url}/v1"
         async with AsyncOpenAI(base_url=base, api_key="none", max_retries=2) as client:

@@ -61,7 +61,7 @@ async def test_a_name_that_the_client_gave_is_answered_with_one_id(
     status = await http.get("/v1/requests/mine-1")
     cancelled = await http.delete("/v1/requests/mine-1")
     ids = {r.headers["x-request-id"] for r in (refused, answer, status, cancelled)}
-    assert ids == {status.json()["id"]}
+    assert ids == {status.json()["id"], answer.json()["id"]} == {"mine-1"}
 
 
 async def test_errors_before_any_request_have_an_id(

@@ -100,7 +100,10 @@ async def test_an_id_belongs_to_the_first_request_that_used_it(http: httpx.Async
     for other in (body | question("What colour is it?"), body | {"max_tokens": 5}):
         refused = await http.post(PATH, json=other | {"stream": True}, headers=named)
         assert (refused.status_code, refused.json()["error"]["code"]) == (422, "request_id_reused")
+    # All endpoints share the ids.
     prompts = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 2}
+    assert (await http.post("/v1/completions", json=prompts, headers=named)).status_code == 422
+    named = {"x-request-id": f"trace-{time.time_ns()}"}
     assert (await http.post("/v1/completions", json=prompts, headers=named)).status_code == 200
     prompts["prompt"] = ["a", "c"]
     assert (await http.post("/v1/completions", json=prompts, headers=named)).status_code == 422

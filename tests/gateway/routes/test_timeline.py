@@ -1,7 +1,7 @@
 """The timeline of a request, from its status."""
 
+from shared.protocol.reading import Attempt, RequestStatus, State
 from shared.protocol.records import StageSpan
-from shared.state.request_status import Attempt, RequestStatus, State
 from workers.gateway.routes.requests import TimelineEntry, timeline_of
 
 COORDINATOR = StageSpan("coordinator", "c-1", 1, 100.0, 101.0)

@@ -67,7 +67,7 @@ async def fill(bus: Bus, queue: str, name: str) -> None:
         case "tasks" | "slots":
             await put(bus, name)
         case "requests":
-            await bus.publish(subjects.request("demo"), name.encode(), name)
+            await bus.publish_without_id(subjects.request("demo", name), name.encode())
         case "cancels":
             await bus.publish_without_id(subjects.cancel(name), name.encode())
         case _:

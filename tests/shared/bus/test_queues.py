@@ -102,7 +102,7 @@ async def test_requests_are_delivered_again_when_their_tasks_are_lost(
 ) -> None:
     consumer = await own_bus.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
     for name in ("ended", "put-off", "new"):
-        await own_bus.publish(subjects.request("demo", "t"), name.encode(), name)
+        await own_bus.publish_without_id(subjects.request("demo", f"{name}@t"), name.encode())
     ended, put_off, _ = [await consumer.next() for _ in range(3)]
     await ended.ack()
     await put_off.retry(3600)
@@ -124,7 +124,7 @@ async def test_a_queue_of_requests_is_kept_while_their_tasks_are_there(
         await jetstream.add_stream(config.evolve(storage=storage))
         bus.streams.tasks = await bus.streams.find_tasks()
     consumer = await bus.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
-    await bus.publish(subjects.request("demo", "t"), b"put-off", "put-off")
+    await bus.publish_without_id(subjects.request("demo", "put-off@t"), b"put-off")
     await (await consumer.next()).retry(3600)
     await bus.connection.sync_clock()  # The broker has the acknowledgements.
     if storage is api.StorageType.FILE:
@@ -134,7 +134,7 @@ async def test_a_queue_of_requests_is_kept_while_their_tasks_are_there(
     # A coordinator that starts joins the same consumer.
     other = await connect(own_broker)
     await other.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
-    await bus.publish(subjects.request("demo", "t"), b"r", "r")
+    await bus.publish_without_id(subjects.request("demo", "r@t"), b"r")
     delivery = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert (delivery.data, delivery.attempt) == (b"r", 1)
     for each in (bus, other):
@@ -146,7 +146,7 @@ async def test_a_coordinator_that_starts_finds_that_tasks_were_lost(
 ) -> None:
     first = await connect(own_broker)
     consumer = await first.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
-    await first.publish(subjects.request("demo", "t"), b"r", "r")
+    await first.publish_without_id(subjects.request("demo", "r@t"), b"r")
     await (await consumer.next()).retry(3600)
     await first.close()
     restart(own_broker)

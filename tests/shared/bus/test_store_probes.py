@@ -23,7 +23,7 @@ from workers.keyring import Keyring
 
 # A subject of each stream on disk that can be probed.
 SUBJECTS = {
-    subjects.REQUESTS_STREAM: subjects.request("demo"),
+    subjects.REQUESTS_STREAM: subjects.request("demo", "probed"),
     subjects.RESPONSES_STREAM: subjects.response("demo"),
     subjects.CANCELS_STREAM: subjects.cancel("probed"),
     subjects.TOKENS_STREAM: subjects.append("probed"),

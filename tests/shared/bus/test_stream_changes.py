@@ -2,6 +2,7 @@
 
 import pytest
 from nats.js import JetStreamContext, api
+from nats.js.errors import NoStreamResponseError
 from structlog.testing import capture_logs
 
 from shared.bus import streams
@@ -104,7 +105,7 @@ async def test_a_shorter_age_counts_what_is_older(own_bus: Bus) -> None:
 
 async def test_a_full_work_queue_takes_nothing_new_and_loses_nothing(own_bus: Bus) -> None:
     for number in range(5):
-        await own_bus.publish("pm.request.demo", b"x", str(number))
+        await own_bus.publish_without_id(subjects.request("demo", str(number)), b"x")
     changes = await changes_to(own_bus, DeliveryConfig(max_queued=2))
     (shrinking,) = [change for change in changes if change.shrinks]
     assert shrinking.effect == "would refuse new messages until 3 messages have been removed"
@@ -128,6 +129,30 @@ async def test_the_streams_of_an_older_version_work_until_they_are_changed(
     await own_bus.publish_without_id(subjects.cancel("r-1@tenant"), b"")
 
 
+async def test_requests_of_an_older_version_without_ids_are_deleted_by_a_change_that_shows_it(
+    own_bus: Bus, jetstream: JetStreamContext
+) -> None:
+    settings = (await jetstream.stream_info(subjects.REQUESTS_STREAM)).config
+    await jetstream.delete_stream(subjects.REQUESTS_STREAM)
+    older = {"max_msgs_per_subject": -1, "discard_new_per_subject": False}
+    await jetstream.add_stream(settings.evolve(subjects=[subjects.REQUESTS_FILTER], **older))
+    await own_bus.queues.create(
+        subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER, 1.0
+    )
+    for _ in range(3):
+        await jetstream.publish("pm.request.demo")
+    with pytest.raises(ConfigError, match=r"REQUESTS has .*run `pagemill migrate`"):
+        await own_bus.streams.prepare(NATS, DeliveryConfig())
+    changes = await changes_to(own_bus, DeliveryConfig())
+    assert [c.effect for c in changes if c.shrinks] == ["would delete 2 messages"]
+    await own_bus.streams.change(changes)
+    assert (await jetstream.stream_info(subjects.REQUESTS_STREAM)).state.messages == 1
+    await own_bus.streams.prepare(NATS, DeliveryConfig())
+    with pytest.raises(NoStreamResponseError):
+        await jetstream.publish("pm.request.demo")
+    await own_bus.publish_without_id(subjects.request("demo", "r"), b"")
+
+
 async def test_a_duplicate_window_of_an_older_version_is_removed(
     own_bus: Bus, jetstream: JetStreamContext
 ) -> None:
@@ -135,11 +160,12 @@ async def test_a_duplicate_window_of_an_older_version_is_removed(
         config = (await jetstream.stream_info(stream)).config
         await jetstream.update_stream(config.evolve(sources=[], duplicate_window=120.0))
     await own_bus.streams.prepare(NATS, DeliveryConfig())
-    await own_bus.publish(subjects.request("demo", "a"), b"{}", "r-1")
-    assert await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
+    ids = {"Nats-Msg-Id": "r-1"}
+    await jetstream.publish(subjects.request("demo", "r-1@a"), headers=ids)
+    assert (await jetstream.publish(subjects.request("demo", "r-1@b"), headers=ids)).duplicate
     await own_bus.streams.change(await changes_to(own_bus, DeliveryConfig()))
     assert await changes_to(own_bus, DeliveryConfig()) == []
-    assert not await own_bus.publish(subjects.request("demo", "b"), b"{}", "r-1")
+    assert not (await jetstream.publish(subjects.request("demo", "r-1@b"), headers=ids)).duplicate
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,21 @@ async def test_more_replicas_than_servers_are_refused(broker: EmbeddedServer) ->
     await bus.close()
 
 
+async def test_a_start_waits_for_space_that_another_stream_gives_back(
+    own_broker: EmbeddedServer,
+) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    js, room = bus.connection.js, 10**10 - 2**20  # of max_file_store
+    await js.add_stream(name="OTHER", subjects=["other"], max_bytes=room)
+    advisories = await bus.connection.nc.subscribe("$JS.EVENT.ADVISORY.API")
+    preparing = asyncio.create_task(bus.streams.prepare(NatsConfig(), DeliveryConfig()))
+    while b"insufficient storage" not in (await advisories.next_msg(30)).data:
+        pass
+    await js.delete_stream("OTHER")
+    await preparing
+    await bus.close()
+
+
 async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
     """Three servers of a busy cluster, played by a client of a server without their service."""
     process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
@@ -145,7 +160,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_delay(
     await bus.streams.prepare(NatsConfig(), DeliveryConfig(max_queued=2))
     request = GenerateRequest("demo", [Message("user", "hello")])
     for number in range(2):
-        await bus.publish("pm.request.demo", b"x", str(number))
+        await bus.publish_without_id(subjects.request("demo", str(number)), b"x")
     began = time.monotonic()
     with pytest.raises(Overloaded, match="try again in 1 s") as caught:
         await anext(ask(bus, request, "third"))
@@ -208,7 +223,8 @@ async def test_batched_acks_reach_a_restarted_server(
     queue = subjects.REQUESTS_STREAM, "test", subjects.REQUESTS_FILTER
     consumer = await bus.queues.consume(*queue, 64, 30.0)
     names = [str(number) for number in range(64)]
-    await asyncio.gather(*(bus.publish(subjects.request("demo", "t"), b"", n) for n in names))
+    to = [subjects.request("demo", f"{name}@t") for name in names]
+    await asyncio.gather(*(bus.publish_without_id(subject, b"") for subject in to))
     deliveries = [await consumer.next() for _ in names]
     await _wait_until_synced(own_broker, time.time_ns())
     first = [asyncio.create_task(delivery.ack()) for delivery in deliveries[:32]]

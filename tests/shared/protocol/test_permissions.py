@@ -18,9 +18,10 @@ ROLES = [role.name for role in all_roles()]
 STAGE_ROLES = [role.name for role in all_roles() if role.serves_stages]
 OTHER_TENANTS = (
     subjects.tokens("r@other"),
-    subjects.request("m", "other"),
+    subjects.request("m", "r@other"),
     subjects.cancel("r@other"),
-    "pm.request.*.*",
+    "pm.request.*",
+    "pm.request.*.*.*",
     "pm.tokens.>",
 )
 
@@ -98,7 +99,7 @@ def test_workers_of_stages_do_their_work_and_ask_nothing(role: str) -> None:
     ):
         assert may_publish(permissions, subject), subject
     for subject in (
-        subjects.request("m"),
+        subjects.request("m", "r"),
         subjects.cancel("r"),
         subjects.job("r"),
         subjects.step("tenant", "r"),
@@ -114,33 +115,35 @@ def test_workers_of_stages_do_their_work_and_ask_nothing(role: str) -> None:
 
 def test_each_other_role_has_further_permissions() -> None:
     own = {
-        "gateway": [subjects.request("m"), subjects.job("r"), subjects.step("t", "r")],
-        "agent": [subjects.request("m"), subjects.step("t", "r"), subjects.attempts("r")],
+        "gateway": [subjects.request("m", "r@t"), subjects.job("r"), subjects.step("t", "r")],
+        "agent": [subjects.request("m", "r@t"), subjects.step("t", "r"), subjects.attempts("r")],
         "autoscaler": [subjects.SCALE_PLAN],
         "pool": [subjects.scale_report("engine/org/m")],
         "coordinator": [subjects.ended("r"), "$JS.API.CONSUMER.MSG.NEXT.REQUESTS.coordinator"],
     }
+    for role in ("gateway", "agent"):
+        own[role] += [subjects.reading(call, "r@tenant") for call in subjects.READING_CALLS]
     others = {
         "gateway": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
         "agent": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
-        "autoscaler": [subjects.append("r"), subjects.request("m"), subjects.SETTINGS + ".x"],
+        "autoscaler": [subjects.append("r"), subjects.request("m", "r"), subjects.SETTINGS + ".x"],
         "pool": [subjects.SCALE_PLAN, subjects.SCALE_ORDERS, subjects.append("r")],
-        "coordinator": [subjects.request("m"), subjects.step("t", "r")],
+        "coordinator": [subjects.request("m", "r"), subjects.step("t", "r")],
     }
     for role, allowed in own.items():
         permissions = permissions_of(role)
         assert all(may_publish(permissions, subject) for subject in allowed), role
         assert not any(may_publish(permissions, subject) for subject in others[role]), role
-    # A gateway may name any tenant, and so may not pass for the broker, which has checked one.
-    assert not may_publish(permissions_of("gateway"), subjects.request("m", "tenant"))
+    assert not may_publish(permissions_of("gateway"), "pm.request.m")
 
 
 def test_a_tenants_clients_use_their_own_subjects_alone() -> None:
     permissions = permissions_of_tenant()
     for subject in (
-        subjects.request("org/m"),
+        subjects.request("org/m", "r"),
         subjects.cancel("r"),
         subjects.renderer("card", "m"),
+        *(subjects.reading(call, "r") for call in subjects.READING_CALLS),
     ):
         assert may_publish(permissions, subject)
     assert may_subscribe(permissions, subjects.tokens("r", "audio"))
@@ -175,9 +178,12 @@ def test_ids_of_tenants_are_apart_and_found_in_subjects(request_id: str, tenant:
     assert names.split_id(scoped) == (request_id, tenant)
     assert names.is_scoped_id(scoped)
     assert names.is_request_id(scoped) == (not tenant)
-    for subject in (subjects.tokens(scoped), subjects.cancel(scoped)):
+    for subject in (
+        subjects.tokens(scoped), subjects.cancel(scoped), subjects.request("org/m", scoped)
+    ):  # fmt: skip
         assert subjects.id_in(subject) == scoped
         assert subjects.tenant_of(subject) == tenant
+    assert subjects.model_of_request(subjects.request("org/m", scoped)) == "org/m"
     assert subjects.last_token(subjects.attempts(scoped)) == scoped
     assert subjects.id_in(subjects.stage("engine", "m", "batch", scoped)) == scoped
 

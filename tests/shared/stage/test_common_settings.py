@@ -88,7 +88,7 @@ async def test_a_worker_starts_after_any_answer(
     liar, bus = [await Bus.connect(broker.url, "test") for _ in range(2)]
     answer = b'{"worker":"liar","settings":{"delivery.ack_wait_s":' + value + b"}}"
 
-    async def lie(_: bytes, __: str | None) -> bytes:
+    async def lie(*_: object) -> bytes:
         return answer
 
     await liar.add_group_responder(subjects.SETTINGS, "liars", lie)

@@ -30,7 +30,7 @@ from shared.protocol.messages import AttemptRecord, DeadLetter, decode_attempt
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import Pipeline
 from shared.protocol.records import Failure
-from shared.protocol.requests import TENANT_HEADER, GenerateRequest, Message, decode_request
+from shared.protocol.requests import GenerateRequest, Message, decode_request
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, TaskHeader
 from shared.stage import tasks
@@ -97,14 +97,12 @@ async def publish(job: Job, stage: Stage, body: EngineBody, round: int = 0) -> N
         job.outputs.clear()
 
 
-async def accept(
-    bus: Bus, model: str, request_id: str, headers: dict[str, str] | None = None
-) -> tuple[RequestTicket, bytes]:
+async def accept(bus: Bus, model: str, request_id: str) -> tuple[RequestTicket, bytes]:
     """A client's request, taken by a coordinator and put off for long."""
-    request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
-    subject = subjects.request(model)
+    request = to_json(GenerateRequest(model, [Message("user", "?")]))
+    subject = subjects.request(model, request_id)
     inbox = await consume_requests(bus)
-    await bus.publish_without_id(subject, request, headers)
+    await bus.publish_without_id(subject, request)
     delivery = await next_request(inbox, model)
     await delivery.retry(600)
     await inbox.stop()
@@ -234,7 +232,8 @@ async def test_an_unreadable_task_ends_its_request_at_once(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """Without a word of the request in it, and so without its receipt."""
-    accepted, request = await accept(bus, model, request_id, {TENANT_HEADER: "somebody"})
+    request_id = f"{request_id}@somebody"
+    accepted, request = await accept(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     subject = subjects.stage("renderer", model, "interactive", request_id)
     msg_id = subjects.stage_msg_id("renderer", request_id, accepted.sequence, 0)
@@ -290,22 +289,21 @@ async def test_a_stage_counts_what_becomes_of_its_work(
 async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
     bus: Bus, model: str, request_id: str
 ) -> None:
+    request_id = f"{request_id}@somebody"
     accepted, request = await accept(bus, model, request_id)
-    accepted = msgspec.structs.replace(accepted, tenant="somebody")
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)
     job = await next_job(stage, inbox, accepted)
     await stage.claim(job)
     await stage.fail(job, Poisoned("twice dead"))
     assert len(await read_log(bus, request_id)) == 1
-    letter = await dead_letters.find(bus, request_id)
-    await dead_letters.requeue(bus, request_id, decode_request(request), letter.tenant)
+    await dead_letters.requeue(bus, request_id, decode_request(request))
     assert await read_log(bus, request_id) == []
     assert await attempts(bus, request_id) == []
     assert await dead_letter(bus, request_id) is None
     requests = await consume_requests(bus)
     delivery = await next_request(requests, model)
-    assert (delivery.data, delivery.msg_id, delivery.tenant) == (request, None, "somebody")
+    assert (delivery.data, subjects.id_in(delivery.subject)) == (request, request_id)
     await delivery.ack()
     await requests.stop()
 
@@ -317,7 +315,7 @@ async def test_all_logs_of_a_dead_letter_are_removed_before_it_is_sent_again(
     await output_ends.begin(bus, request_id, ["text", "speech"])
     await end_request(bus, request_id, 1, Poisoned("twice dead"), [])
     assert (await LogWriter.open(bus, request_id, 1, "speech")).closed
-    request = GenerateRequest(model, [Message("user", "?")], request_id=request_id)
+    request = GenerateRequest(model, [Message("user", "?")])
     await dead_letters.requeue(bus, request_id, request)
     assert await output_ends.expected(bus, request_id) == []
     assert not (await LogWriter.open(bus, request_id, 1, "speech")).records

@@ -89,9 +89,9 @@ async def write_speech(_: Task[Any], __: list[TensorData], job: Job) -> Outcome:
 
 async def accept(bus: Bus, model: str, request_id: str) -> RequestTicket:
     """Take a client's request from its queue as a coordinator does, until its deadline."""
-    request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
+    request = to_json(GenerateRequest(model, [Message("user", "?")]))
     inbox = await consume_requests(bus)
-    await bus.publish_without_id(subjects.request(model), request)
+    await bus.publish_without_id(subjects.request(model, request_id), request)
     delivery = await next_request(inbox, model)
     await delivery.retry(600)
     await inbox.stop()

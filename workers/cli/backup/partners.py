@@ -13,7 +13,6 @@ from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.request_ids import request_id_of
 from shared.protocol.steps import ResponseTask, decode_step
 from shared.responses.state import state_of
 from shared.state.log_records import is_final
@@ -40,7 +39,7 @@ async def _remove_logs(bus: Bus, end: int | None) -> int:
     suspects = {subjects.id_of_log(subject) for subject in written}
     if suspects:
         async for queued in request_queue.queued_requests(bus):
-            suspects.discard(request_id_of(queued.msg_id, queued.data, queued.subject) or "")
+            suspects.discard(queued.request_id)
     num_removed = 0
     for request_id in suspects:
         if is_final(await last_record(bus, request_id)):

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.errors import InvalidRequest, NotFound
-from shared.protocol import names
 from shared.protocol.encoding import is_packed
 from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
@@ -38,10 +37,10 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
     """
     table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
     async with connected(find_login(config, nats), "dead") as bus:
-        async for letter in dead_letters.read_newest(bus, limit):
+        async for name, letter in dead_letters.read_newest(bus, limit):
             table.add_row(
                 format_time(letter.failed_ms),
-                escape(harmless(letter.request_id or "(none)")),
+                escape(harmless(name)),
                 letter.role,
                 str(letter.attempts),
                 letter.error.code,
@@ -95,10 +94,8 @@ async def requeue_letter(
             hint = f"{error}: use --edit to correct it"
             message = f"the edited request is not valid: {error}" if edit else hint
             raise InvalidRequest(message) from error
-        name, _ = names.split_id(request_id)
-        request = msgspec.structs.replace(request, request_id=name)
         async with recorded:
-            await dead_letters.requeue(bus, request_id, request, letter.tenant)
+            await dead_letters.requeue(bus, request_id, request)
     out.print(f"published again: pagemill follow {request_id}", highlight=False)
     return 0
 

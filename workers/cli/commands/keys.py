@@ -104,7 +104,7 @@ def list_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
 def _open(directory: Path | None, config: Path | None) -> Keyring:
     loaded = load(config)
     folder = directory or settings.keys_folder(loaded)
-    return Keyring(folder, loaded.nats.tenant_connections)
+    return Keyring(folder, loaded.nats)
 
 
 @contextlib.asynccontextmanager

@@ -8,8 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from shared.protocol.reading import State
 from shared.state.request_list import ListedRequest, Listing, RequestLister
-from shared.state.request_status import State
 from workers.cli.broker import connected
 from workers.cli.commands.requests import where
 from workers.cli.options import ConfigFile, NatsUrl, find_login

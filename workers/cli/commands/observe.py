@@ -9,6 +9,7 @@ from cyclopts.validators import Number
 
 from shared.bus.bus import Bus
 from shared.errors import ConfigError, PagemillError
+from shared.net.listening import listen_on_first
 from shared.protocol.messages import MetricSeries
 from shared.telemetry import cluster_snapshot
 from shared.telemetry.prometheus import MetricsEndpoint, to_text
@@ -72,7 +73,7 @@ async def _serve_metrics(bus: Bus, host: str, port: int) -> None:
     def collect() -> list[MetricSeries]:
         return asyncio.run_coroutine_threadsafe(_collect(bus), loop).result()
 
-    endpoint = MetricsEndpoint(collect, host, port)
+    endpoint = MetricsEndpoint(collect, listen_on_first("metrics", host, port, 1))
     try:
         address = ":".join(map(str, endpoint.address))
         errors.print(f"metrics at http://{address}/metrics; Ctrl-C stops")

@@ -15,9 +15,9 @@ from shared.bus.bus import Bus
 from shared.errors import Cancelled, NotFound
 from shared.protocol.names import split_id
 from shared.protocol.pipeline import TEXT
+from shared.protocol.reading import RequestStatus
 from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
-from shared.state.request_status import RequestStatus
 from shared.state.response_status import FoundResponse
 from workers import settings
 from workers.cli.ask import (

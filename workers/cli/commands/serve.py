@@ -8,8 +8,10 @@ import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from shared.bus.embedded_server import check_port
 from shared.errors import ConfigError
 from shared.stage import runtime
+from shared.stage.listeners import check_addresses
 from workers import settings
 from workers.actuator import follow_plan
 from workers.cli.commands.models import pull_model
@@ -20,7 +22,7 @@ from workers.cli.options import ConfigFile, NatsUrl
 from workers.cli.terminal import errors, noted, print_refusal
 from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
-from workers.roles import WorkerSpec
+from workers.roles import GATEWAY, WorkerSpec
 from workers.supervisor.cluster import LocalCluster, start_agent_on_first_use
 from workers.supervisor.pool import SupervisedPools
 
@@ -72,9 +74,12 @@ def up(
             )
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
+        if nats is None and loaded.nats.url is None:
+            check_port(loaded.nats.port)
+        check_addresses(loaded)
         settings.check_paths(loaded)
         pools = pools_of(loaded)
-        workers = [*workers_of(loaded, pools), WorkerSpec("gateway")]
+        workers = [*workers_of(loaded, pools), WorkerSpec(GATEWAY)]
         log_file = settings.find_log_file(loaded)
         # The workers of a pool at zero are forked from the same process later.
         specs = [*workers, *(pool.spec for pool in pools.by_name.values())]

@@ -14,11 +14,12 @@ from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
+from shared.stage.listeners import Listeners, Section
 from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
 from workers.cli.terminal import print_refusal, run_app
-from workers.roles import POOL, WorkerSpec, role_of
+from workers.roles import GATEWAY, POOL, WorkerSpec, role_of
 from workers.supervisor import pool
 from workers.supervisor.preloader import Preloader, fork_preloader
 from workers.supervisor.processes import WorkerProcesses
@@ -63,6 +64,7 @@ def worker(
             names = pool.read_roles(roles, loaded, nats)
         elif roles is not None:
             raise ConfigError("--roles belongs to the role `pool`", field="roles")
+        listeners = _bind(loaded, role)
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
@@ -79,9 +81,22 @@ def worker(
         main: runtime.Main = partial(load_main(role), roles=names, processes=processes)
     else:
         main = load_main(role)
-    return uvloop.run(
-        runtime.run(role, main, loaded, login, model, stage, partial(settings.load_config, file))
-    )
+    reread = partial(settings.load_config, file)
+    return uvloop.run(runtime.run(role, main, loaded, login, model, stage, reread, listeners))
+
+
+def _bind(config: Config, role: str) -> Listeners:
+    """Bind the sockets of a worker before its modules are imported."""
+    listeners = Listeners(config)
+    # The preloader of a pool, which is forked first, would keep the pool's socket open.
+    if role != POOL:
+        sections: list[Section] = ["metrics"]
+        if role == GATEWAY:
+            sections.append("gateway")
+        if role_of(role).has_blobs:
+            sections.append("blobs")
+        listeners.bind(*sections)
+    return listeners
 
 
 def load_main(role: str) -> Callable[..., Awaitable[None]]:

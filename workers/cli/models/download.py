@@ -92,9 +92,11 @@ def check_disk(store: Path, files: list[RemoteFile], targets: dict[RemoteFile, P
     needed = max(0, sum(file.size for file in files) - partial)
     free = shutil.disk_usage(store).free
     if files and needed + SPARE_BYTES > free:
-        raise DiskFull(
-            f"the download needs {needed} bytes and {SPARE_BYTES} to spare, and {store} has {free}"
-            " free: delete files, or choose another disk with --dir or HF_HOME"
+        raise DiskFull.of(
+            str(store),
+            free,
+            needed + SPARE_BYTES,
+            "delete files, or choose another disk with --dir or HF_HOME",
         )
 
 

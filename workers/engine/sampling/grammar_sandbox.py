@@ -8,11 +8,11 @@ server, which imports little besides llguidance, and has it fork a process for e
 
 import os
 import re
-import resource
 import socket
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from shared.helpers import sandbox
 from shared.helpers.forking import ForkServer
 
 MAX_MEMORY_BYTES = 1 << 30
@@ -50,24 +50,22 @@ def error_of(matcher: LLMatcher) -> str:
 def main(descriptor: int) -> None:
     """Fork a sandbox for each message on a socket, until it is closed."""
     with socket.socket(fileno=descriptor) as channel:
-        ForkServer(channel, 1, _try).serve()
+        server = ForkServer(channel, 1, _try)
+        sandbox.isolate()
+        server.serve()
 
 
 def _try(message: bytes, descriptors: list[int]) -> None:
     """Compile the definition read from a socket, try it, and write the error to the socket.
 
-    The message is the limit on CPU seconds. This process ends here.
+    The message has the limit on CPU seconds and the niceness. This process ends here.
     """
     os.dup2(1, 2)  # A panic would be logged with a part of the grammar.
-    max_cpu_s = int(message)
-    # The soft limit ends this process by SIGXCPU, which distinguishes it from a process that was
-    # killed from outside.
-    resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    max_cpu_s, niceness = map(int, message.split())
+    channel = socket.socket(fileno=descriptors[0])
+    sandbox.confine(max_cpu_s, MAX_MEMORY_BYTES, niceness)
     # The tokens are single bytes, so the trial does not depend on the size of the vocabulary. Any
     # token can stand for one that the grammar names by its id.
-    channel = socket.socket(fileno=descriptors[0])
     with channel.makefile("rb") as file:
         definition = re.sub(r"<\[\d+\]>", "<[0]>", file.read().decode())
     tokenizer = LLTokenizer("byte")

@@ -6,7 +6,6 @@ time depends on the load of the machine, so a timeout is not the grammar's fault
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import time
@@ -45,13 +44,10 @@ async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], nic
     with ours:
         ours.setblocking(False)
         with theirs:
-            report = _start(theirs)
+            report = _start(theirs, niceness)
         with report:  # Closing it ends the sandbox.
             report.setblocking(False)
             pid = await _pid_of(report)
-            with contextlib.suppress(ProcessLookupError):
-                # It begins when it has the definition.
-                os.setpriority(os.PRIO_PROCESS, pid, os.nice(0) + niceness)
             output = await _output_of(pid, ours, definition, is_slot_wanted)
             try:
                 code = read_end(await loop.sock_recv(report, MAX_REPORT_BYTES)).code
@@ -63,10 +59,10 @@ async def check_grammar(definition: str, is_slot_wanted: Callable[[], bool], nic
     return _reason_of_end(code, reason.decode())
 
 
-def _start(channel: socket.socket) -> socket.socket:
+def _start(channel: socket.socket, niceness: int) -> socket.socket:
     """Have a sandbox started, and return its report."""
     try:
-        return _sandboxes.fork(b"%d" % MAX_CPU_S, [channel.fileno()])
+        return _sandboxes.fork(b"%d %d" % (MAX_CPU_S, niceness), [channel.fileno()])
     except OSError as error:  # No memory, processes or file descriptors are left.
         raise _not_tried(NOT_STARTED) from error
 

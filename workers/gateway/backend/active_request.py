@@ -64,8 +64,8 @@ class ActiveRequest:
         holder: str = "",
         registration: asyncio.Task[RequestRecord] | None = None,
     ) -> None:
-        """`endpoint` is the path for metrics. `holder` is this gateway's name at the registry of
-        requests; "" for a client whose disconnect must not end the request.
+        """`request_id` has no tenant. `endpoint` is the path for metrics. `holder` is this
+        gateway's name at the registry; "" for a client whose disconnect must not end the request.
 
         Raises DecodeError for a record that another version of the gateway has written.
         """
@@ -73,6 +73,8 @@ class ActiveRequest:
         if kind is None:
             raise DecodeError(f"the kind {record.kind!r} of the stored request is not known")
         self.request_id = request_id
+        self.bus_id = names.scoped_id(request_id, record.tenant)
+        """Id of the request on the bus."""
         self.record = record
         self.registration = registration
         """Done when the registry has the record."""
@@ -80,7 +82,7 @@ class ActiveRequest:
         """Encodes an event of a stream from its JSON and its id."""
         self.has_event_ids = True
         """Whether the events of the stream have ids."""
-        self.parts = part_ids(request_id, record)
+        self.parts = part_ids(self.bus_id, record)
         self.kind, self.options = kind, kind.read_options(record)
         self._context = context
         self._holder = holder
@@ -223,7 +225,7 @@ class ActiveRequest:
         ]
         output = self.options.output
         if output is not None:
-            logs.append(client.follow_output(bus, self.request_id, output.output, timeout_s=rest_s))
+            logs.append(client.follow_output(bus, self.bus_id, output.output, timeout_s=rest_s))
         return logs
 
     async def last_records(self) -> list[LogRecord | None]:
@@ -256,7 +258,7 @@ class ActiveRequest:
 
     async def _unregister(self) -> None:
         with suppress(PagemillError):
-            await request_registry.unregister(self._context.bus, self.request_id, self._holder)
+            await request_registry.unregister(self._context.bus, self.bus_id, self._holder)
 
     async def _leave(self) -> None:
         """Cancel the request, unless another gateway answers it.
@@ -267,7 +269,7 @@ class ActiveRequest:
         try:
             await self.registration
             was_last = await request_registry.unregister(
-                self._context.bus, self.request_id, self._holder
+                self._context.bus, self.bus_id, self._holder
             )
         except DecodeError:
             was_last = False  # A newer gateway has written the record, and may still answer.
@@ -281,7 +283,7 @@ class ActiveRequest:
             for part in self.parts:
                 await client.cancel(self._context.bus, part)
         except Unavailable as error:
-            _log.warning("cancel_failed", request_id=self.request_id, reason=error.message)
+            _log.warning("cancel_failed", request_id=self.bus_id, reason=error.message)
 
     def _event_id(self, position: Sequence[int]) -> str:
         return format_event_id(position) if self.has_event_ids else ""
@@ -320,10 +322,11 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
     Raises NotFound, also for requests of other tenants.
     """
     name = request.path_params["id"]
-    client_ids = [named_request_id(kind, caller.tenant, name) for kind in context.kinds.values()]
+    client_ids = [named_request_id(kind, name) for kind in context.kinds.values()]
     ids = [name, *client_ids] if names.is_request_id(name) else client_ids
-    for request_id in ids:
-        record = await request_registry.find(context.bus, request_id)
+    for request_id in dict.fromkeys(ids):
+        bus_id = names.scoped_id(request_id, caller.tenant)
+        record = await request_registry.find(context.bus, bus_id)
         if record is not None and record.tenant == caller.tenant:
             request.scope["request_id"] = request_id, True
             with suppress(DecodeError):

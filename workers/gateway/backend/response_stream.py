@@ -105,7 +105,8 @@ async def _preview_urls(
     context: AppContext, log: StepLog, call: ServerCall, output: str
 ) -> AsyncIterator[str]:
     """Yield the URLs of an image's previews; none if the image's request was never published."""
-    bus, name = context.bus, painting_id(log.response_id, call.turn, call.number)
+    bus = context.bus
+    name = painting_id(log.tenant, log.response_id, call.turn, call.number)
 
     async def is_void() -> bool:
         state = (await _open_again(context, log)).state
@@ -139,7 +140,7 @@ async def _turn_records(
     If a turn that `has_ended` has no records, they have expired, or the response ended before the
     request of the turn was published. Raises LogTruncated for expired records.
     """
-    bus, name = context.bus, turn_id(log.response_id, turn.turn)
+    bus, name = context.bus, turn_id(log.tenant, log.response_id, turn.turn)
     if has_ended and await last_record(bus, name) is None and not _may_be_void(context, log, turn):
         raise LogTruncated(GONE)
 

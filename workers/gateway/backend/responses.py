@@ -122,7 +122,11 @@ async def find_context(
 
 
 async def check_room(context: AppContext, tenant: str) -> None:
-    """Raises StoreFull when the store or the tenant's share of it is used up, or QuotaExceeded."""
+    """Raise StoreFull when the store or the tenant's share of it is used up.
+
+    Raises DiskFull or QuotaExceeded as well.
+    """
+    await context.room.check()
     await context.quotas.check(tenant, LOG_STREAMS)
     limits = context.config.agent
     if await is_store_full(context):
@@ -181,7 +185,7 @@ async def begin(
             await asyncio.wait({publishing_turn})
             # The response does not exist, so the answer to its turn is not needed.
             with contextlib.suppress(PagemillError):
-                await client.cancel(context.bus, turn_id(response_id, 0))
+                await client.cancel(context.bus, turn_id(log.tenant, response_id, 0))
     if error is not None:
         raise error
     return log
@@ -208,8 +212,8 @@ async def _append_first(context: AppContext, log: StepLog, begun: Begun, *, is_n
 
 async def _publish_turn(bus: Bus, log: StepLog, turn: FirstTurn) -> None:
     with contextlib.suppress(PagemillError):
-        name = turn_id(log.response_id, 0)
-        await client.publish_request(bus, turn.request, name, log.tenant, turn.sampling or None)
+        name = turn_id(log.tenant, log.response_id, 0)
+        await client.publish_request(bus, turn.request, name, turn.sampling or None)
 
 
 async def publish_task(bus: Bus, begun: Begun, response_id: str) -> None:
@@ -256,10 +260,11 @@ async def cancel_response(context: AppContext, log: StepLog) -> None:
             continue
         turns, answers = log.state.turns, log.state.answers
         if len(turns) > len(answers):
-            await client.cancel(context.bus, turn_id(log.response_id, turns[-1].turn))
+            name = turn_id(log.tenant, log.response_id, turns[-1].turn)
+            await client.cancel(context.bus, name)
         for call in log.state.calls.values():
             if call.paints and call.is_pending:
-                name = painting_id(log.response_id, call.turn, call.number)
+                name = painting_id(log.tenant, log.response_id, call.turn, call.number)
                 await client.cancel(context.bus, name)
 
 
@@ -267,11 +272,11 @@ async def delete_response(context: AppContext, log: StepLog) -> None:
     """Remove a response and the token logs of its turns; one that has not ended is cancelled."""
     await cancel_response(context, log)
     for turn in log.state.turns:
-        name = subjects.tokens(turn_id(log.response_id, turn.turn))
+        name = subjects.tokens(turn_id(log.tenant, log.response_id, turn.turn))
         await context.bus.purge(subjects.TOKENS_STREAM, name)
     for call in log.state.calls.values():
         if call.paints:
-            name = painting_id(log.response_id, call.turn, call.number)
+            name = painting_id(log.tenant, log.response_id, call.turn, call.number)
             for subject in (subjects.tokens(name), subjects.logs_beside_text(name)):
                 await context.bus.purge(subjects.TOKENS_STREAM, subject)
     await log.delete()

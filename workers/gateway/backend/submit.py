@@ -16,7 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import DecodeError, Overloaded, PagemillError, QuotaExceeded, Unavailable
+from shared.errors import (
+    DecodeError,
+    DiskFull,
+    Overloaded,
+    PagemillError,
+    QuotaExceeded,
+    Unavailable,
+)
+from shared.protocol import names
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
@@ -62,8 +70,9 @@ async def submit(
         raise Unavailable("the gateway is shutting down")
     model = plan.requests[0].model
     context.check_model(model)
-    request_id, is_named = read_request_id(request, kind, caller.tenant)
+    request_id, is_named = read_request_id(request, kind)
     if not is_named:
+        await context.room.check()
         await context.quotas.check(caller.tenant, LOG_STREAMS)
     if request.scope.get("body_bytes", 0) > LARGE_BYTES:
         await _check_text_lens(context, kind, plan)
@@ -75,12 +84,13 @@ async def submit(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
     context.bodies.release(request)
+    bus_id = names.scoped_id(request_id, caller.tenant)
     if is_named:
         record = structs.replace(record, digest=_digest(requests, plan))
     holder = f"{context.worker}:{secrets.token_hex(8)}"
     to_store = record if is_named or plan.durable else _without(record, plan.unrecorded)
     registration = asyncio.create_task(
-        request_registry.register(context.bus, request_id, to_store, holder)
+        request_registry.register(context.bus, bus_id, to_store, holder)
     )
     # Its exception is raised before the first record is sent. If there is no record, asyncio must
     # not report the exception as never retrieved.
@@ -91,7 +101,7 @@ async def submit(
         active = ActiveRequest(context, request_id, stored_record, endpoint, holder, registration)
     except DecodeError as error:
         raise Unavailable(error.message, field="X-Request-Id") from error
-    if stored_record.digest != record.digest:
+    if (stored_record.kind, stored_record.digest) != (record.kind, record.digest):
         active.on_disconnect()  # This client does not read the request, but another one may.
         raise errors.ReusedId(
             "this id belongs to an earlier request with different content", field="X-Request-Id"
@@ -183,9 +193,7 @@ async def _publish(
     This generator lives as long as the answer, so it must not refer to the received body.
     """
     # A request with its text given has no sampling parameters. It is refused with empty ones, too.
-    records = client.ask(
-        context.bus, request, active.parts[part], active.record.tenant, sampling or None
-    )
+    records = client.ask(context.bus, request, active.parts[part], sampling or None)
     with active.kind.fields_of(active.options, part).translated(checks=True):
         async for record in records:
             yield record
@@ -229,8 +237,9 @@ async def _open_logs(
         # A client that asks again for a complete answer is not refused. A refusal is not stored, so
         # that the client may send the same name later.
         try:
+            await context.room.check()
             await context.quotas.check(active.record.tenant, LOG_STREAMS)
-        except QuotaExceeded:
+        except (DiskFull, QuotaExceeded):
             active.withdraw()
             raise
     logs = active.follow_logs()

@@ -9,35 +9,40 @@ from typing import Any
 from starlette.requests import Request
 
 from shared.errors import InvalidRequest
+from shared.protocol import names
 from shared.protocol.messages import RequestRecord
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.schemas.generate import MAX_ID_LEN
 
+# It leaves room for the number of a part.
+MAX_OWN_ID_LEN = 120
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-def named_request_id(kind: AnswerKind[Any], tenant: str, name: str) -> str:
-    """Return the id of the request that a tenant calls `name`.
+def named_request_id(kind: AnswerKind[Any], name: str) -> str:
+    """Return the id of the request that a client calls `name`, without its tenant.
 
-    The id is a digest, so that no tenant can produce the id of another tenant's request.
+    A name that is valid in a subject is the id itself, as for a client of the bus. Any other name
+    has a digest.
     """
-    digest = hashlib.sha256(f"{kind.name}:{tenant}:{name}".encode()).hexdigest()
-    return f"{kind.id_prefix}-{digest}"
+    if len(name) <= MAX_OWN_ID_LEN and names.is_request_id(name):
+        return name
+    return f"{kind.id_prefix}-{hashlib.sha256(f'{kind.name}:{name}'.encode()).hexdigest()}"
 
 
-def read_request_id(request: Request, kind: AnswerKind[Any], tenant: str) -> tuple[str, bool]:
-    """Return the request's id, and whether the client has chosen it.
+def read_request_id(request: Request, kind: AnswerKind[Any]) -> tuple[str, bool]:
+    """Return the request's id without its tenant, and whether the client has chosen it.
 
     The same name from the same tenant means the same request. The id is stored in the scope of the
     HTTP request, so every later response has it in a header, also an error. Raises InvalidRequest.
     """
     identity: tuple[str, bool] | None = request.scope.get("request_id")
     if identity is None:
-        identity = request.scope["request_id"] = _find_request_id(request, kind, tenant)
+        identity = request.scope["request_id"] = _find_request_id(request, kind)
     return identity
 
 
-def _find_request_id(request: Request, kind: AnswerKind[Any], tenant: str) -> tuple[str, bool]:
+def _find_request_id(request: Request, kind: AnswerKind[Any]) -> tuple[str, bool]:
     name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
     if name is None:
         return f"{kind.id_prefix}-{secrets.token_hex(16)}", False
@@ -45,13 +50,13 @@ def _find_request_id(request: Request, kind: AnswerKind[Any], tenant: str) -> tu
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
         )
-    return named_request_id(kind, tenant, name), True
+    return named_request_id(kind, name), True
 
 
 def part_ids(request_id: str, record: RequestRecord) -> list[str]:
     """Return the ids of the request's parts on the bus, one for each prompt."""
     parts = record.num_parts
-    return [request_id] if parts == 1 else [f"{request_id}-{i}" for i in range(parts)]
+    return [request_id] if parts == 1 else [names.part_id(request_id, i) for i in range(parts)]
 
 
 def format_event_id(position: Sequence[int]) -> str:

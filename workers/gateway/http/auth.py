@@ -7,7 +7,7 @@ requests, so with two gateways a key may use twice its limit.
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.config.schema import ApiKey, Right
@@ -32,6 +32,14 @@ class Caller:
 
 
 ANONYMOUS = Caller("", "")
+
+
+def tenant_of_key(key: ApiKey) -> str:
+    return key.name if key.tenant is None else key.tenant
+
+
+def has_several_tenants(keys: Iterable[ApiKey]) -> bool:
+    return len({tenant_of_key(key) for key in keys}) > 1
 
 
 def make_key() -> str:
@@ -65,7 +73,7 @@ class Keyring:
                 match = key
         if match is None:
             raise InvalidKey("the API key is not valid")
-        return Caller(match.name, match.name if match.tenant is None else match.tenant, match)
+        return Caller(match.name, tenant_of_key(match), match)
 
 
 class _KeyUsage:

@@ -1,17 +1,18 @@
 """Request bodies: limits on size and time, and decoding of JSON."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from shared.config.schema import GatewayConfig
+from shared.config.schema import ApiKey, GatewayConfig
 from shared.errors import InvalidRequest, Overloaded
 from shared.protocol.value_limits import check_json, count_bytes
 from shared.tenants.fair_turns import FairTurns
 from shared.tenants.tenant_shares import TenantShares
+from workers.gateway.http.auth import has_several_tenants
 from workers.gateway.http.errors import (
     BodyTooLarge,
     RequestTimeout,
@@ -35,14 +36,19 @@ class BodyReader:
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._limits = limits
-        keys = limits.api_keys
-        has_tenants = len({key.name if key.tenant is None else key.tenant for key in keys}) > 1
-        num_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
-        self._memory = TenantShares(num_bytes, has_tenants=has_tenants)
+        self._memory = TenantShares(0, has_tenants=False)
+        self._unfinished = TenantShares(0, has_tenants=False)
+        self.set_keys(limits.api_keys)
+        self._thread = FairTurns(1, "bodies wait to be decoded")
+
+    def set_keys(self, keys: Iterable[ApiKey]) -> None:
+        """Divide memory and connections for the tenants of the configured keys."""
+        has_tenants = has_several_tenants(keys)
+        num_bytes = MAX_LARGEST * self._limits.max_body_mib * 2**20
+        self._memory.change(num_bytes, has_tenants=has_tenants)
         # At most half of the connections may send bodies at one time. The others stay free for
         # requests without a body, and for answers.
-        self._unfinished = TenantShares(limits.max_connections // 2, has_tenants=has_tenants)
-        self._thread = FairTurns(1, "bodies wait to be decoded")
+        self._unfinished.change(self._limits.max_connections // 2, has_tenants=has_tenants)
 
     async def read(self, request: Request) -> bytes:
         """Return the request's body. Its memory is reserved until `release`.

@@ -2,7 +2,8 @@
 
 A connection gets an error response and is closed when its headers arrive too slowly or are too
 large, when its body has too many chunks, or when there are too many connections. A connection whose
-client does not read its response is aborted.
+client does not read its response is aborted. An idle connection may close for a new one, as
+`places` decides.
 """
 
 import asyncio
@@ -10,25 +11,28 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from shared.config.schema import GatewayConfig
-from shared.errors import InvalidRequest, Overloaded, PagemillError
+from shared.errors import InvalidRequest, PagemillError
 from shared.protocol.encoding import to_json
 from shared.telemetry.metrics import Counter
 from workers.gateway.http import errors
+from workers.gateway.http.places import ConnectionPlaces, Place
 
 # Chunks per body. The largest allowed body needs fewer, unless its client is malicious.
 MAX_CHUNKS = 16_384
 # Time between an error response and the close. Closing while a client still sends resets the
 # connection, and the client would lose the response.
 LINGER_S = 2.0
-# Rejected connections linger too, so their number has a separate limit. Connections over it are
-# aborted without a response.
-MAX_REJECTED = 64
+# Limit on connections without a place that send their last response. Further ones are aborted.
+MAX_LINGERING = 64
+# Keep-alive time while places are scarce.
+SHORT_KEEP_ALIVE_S = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -36,21 +40,54 @@ class ConnectionLimits:
     """Limits and counters that all connections share."""
 
     config: GatewayConfig
-    max_connections: int
+    places: ConnectionPlaces
     refused: Counter
-    """Connections above the limit."""
+    """New connections for which no other one could close."""
+    displaced: Counter
+    """Idle connections that were closed for new ones."""
     slow: Counter
     """Connections whose clients did not read their responses."""
-    rejected: "set[LimitedHttpProtocol]" = field(default_factory=set)
-    """Connections above the limit that have got an error response and are not closed yet."""
+    lingering: set[Place] = field(default_factory=set)
+    """Places that connections have left before they are closed, to send their last response."""
+
+    def admit(self, place: Place) -> bool:
+        """Open the place of a new connection, and close another connection for it if necessary.
+
+        Return False if the new connection must be closed without a response.
+        """
+        closing = self.places.open(place)
+        if closing is place:
+            self.refused.add()
+            return self.may_linger(place)
+        if closing is not None:
+            self.displaced.add()
+            closing.close()
+        return True
+
+    def may_linger(self, place: Place) -> bool:
+        """Return whether a connection without a place may send its last response."""
+        if len(self.lingering) >= MAX_LINGERING:
+            return False
+        self.lingering.add(place)
+        return True
+
+    def leave(self, place: Place) -> None:
+        """Forget a closed connection."""
+        self.places.leave(place)
+        self.lingering.discard(place)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One HTTP connection."""
 
-    def __init__(self, limits: ConnectionLimits, config: Config, **kwargs: Any) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, config: Config, *, place: Place, **kwargs: Any
+    ) -> None:
         super().__init__(config, **kwargs)
         self._limits = limits
+        self._place = place
+        self._is_unsent = False
+        """Whether the place becomes idle only when the client has read most of its response."""
         self._in_head = True
         self._in_body = False
         self._is_refused = False
@@ -64,15 +101,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
-            self._reject()
+        if self._place.owner is None:
+            self.connections.discard(self)
+            self._refuse(errors.NoPlace("there are too many connections (gateway.max_connections)"))
         else:
+            self._place.close = self._give_way
             self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_send_timer()
-        self._limits.rejected.discard(self)
+        self._limits.leave(self._place)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -89,12 +128,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast(dict[str, Any], self.scope)["claim_place"] = self._claim_place
         self._in_head, self._num_chunks = True, 0
         self._start_head_timer()
 
     def on_headers_complete(self) -> None:
         self._in_head, self._in_body = False, True
         self._stop_timer()
+        self._limits.places.renew(self._place)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -103,6 +144,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
 
     def on_response_complete(self) -> None:
+        self._is_unsent = self.flow.write_paused
+        if not self._is_unsent:
+            self._limits.places.end(self._place)
+        is_scarce = self._limits.places.are_scarce
+        self.timeout_keep_alive = (
+            SHORT_KEEP_ALIVE_S if is_scarce else self.config.timeout_keep_alive
+        )
         super().on_response_complete()
         # With pipelining, the body that is being read may belong to the next request.
         if self._in_body and self.cycle.response_complete:
@@ -118,6 +166,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_send_timer()
+        if self._is_unsent:
+            self._is_unsent = False
+            self._limits.places.end(self._place)
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
@@ -131,15 +182,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _is_idle(self) -> bool:
         return not self._in_body and (self.cycle is None or self.cycle.response_complete)
 
-    def _reject(self) -> None:
-        """Close a connection that is above the limit."""
-        self.connections.discard(self)
-        self._limits.refused.add()
-        if len(self._limits.rejected) < MAX_REJECTED:
-            self._limits.rejected.add(self)
-            self._refuse(Overloaded("there are too many connections"))
+    def _claim_place(self, tenant: str) -> None:
+        """Count the request that begins for the tenant of its valid key. Raises NoPlace."""
+        self._is_unsent = False
+        if not self._limits.places.claim(self._place, tenant):
+            raise errors.NoPlace(
+                "this tenant has too many requests in progress at this gateway, which keeps places"
+                " for others (gateway.max_connections); try again when one of them has ended"
+            )
+
+    def _give_way(self) -> None:
+        """Close the connection for another one. A response that is not sent may end, within
+        limits."""
+        if self.transport.get_write_buffer_size() and self._limits.may_linger(self._place):
+            self.transport.close()
         else:
-            self._is_refused = True
             self.transport.abort()
 
     def _refuse(self, error: PagemillError) -> None:
@@ -199,3 +256,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def claim_place(scope: Scope, tenant: str) -> None:
+    """Count a request with a valid key for its tenant, until its end. Raises NoPlace."""
+    claim: Callable[[str], None] | None = scope.get("claim_place")
+    if claim is not None:
+        claim(tenant)

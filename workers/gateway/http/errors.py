@@ -8,7 +8,9 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import (
+    DiskFull,
     InvalidRequest,
+    Overloaded,
     PagemillError,
     RequestError,
     ToolFailure,
@@ -42,6 +44,12 @@ class RateLimited(RequestError):
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = wait_s
+
+
+class NoPlace(Overloaded):
+    """The gateway has no place for a connection, or for another request of a tenant."""
+
+    fault = "client"
 
 
 class UnknownParameter(RequestError):
@@ -177,6 +185,7 @@ STATUSES = {
     "grammar_not_tried": 503,
     Interrupted.code: 503,
     "deadline_exceeded": 504,
+    DiskFull.code: 507,
 }
 """HTTP status by error code. Any other code has 400 if the client caused the error, else 500."""
 
@@ -193,6 +202,8 @@ _MESSAGES = {
     "log_truncated": "the beginning of the answer is no longer stored",
     "poison": "the request was abandoned after workers had failed on it repeatedly",
 }
+# Internal errors whose own messages are sent to clients.
+_PUBLIC = (ToolFailure.code, ToolsUnavailable.code, DiskFull.code)
 _INTERNAL = "the request failed because of an internal error; it is safe to send it again"
 
 _TYPES = {
@@ -235,7 +246,7 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     client = error.fault == "client"
-    is_public = client or error.code in (ToolFailure.code, ToolsUnavailable.code)
+    is_public = client or error.code in _PUBLIC
     message = error.message if is_public else _MESSAGES.get(error.code, _INTERNAL)
     # `Unavailable` may name `X-Request-Id`, because a retry with another id is another request.
     field = error.field if client or error.code == Unavailable.code else None

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from shared.bus.streams import MEDIA_REUSE_S
-from shared.errors import InvalidRequest, NotFound, QuotaExceeded, Unavailable
+from shared.errors import DiskFull, InvalidRequest, NotFound, QuotaExceeded, Unavailable
 from shared.protocol.multimodal import MEDIA_SCHEME
 from shared.state import media_store
 from shared.state.media_store import MediaUpload, StoredFile
@@ -65,7 +65,7 @@ MAX_FILENAME_LEN = 255
     answer=FileObject,
     body=FileForm,
     file=FILE,
-    refuses=(QuotaExceeded, Unavailable),
+    refuses=(DiskFull, QuotaExceeded, Unavailable),
     counted=True,
 )
 async def upload_file(context: AppContext, request: Request, caller: Caller) -> Response:
@@ -144,8 +144,9 @@ async def _store(
 ) -> tuple[str, FileForm]:
     """Store the file of a form, and return its name and the form's fields.
 
-    Raises QuotaExceeded, also while the file arrives.
+    Raises DiskFull, and QuotaExceeded, also while the file arrives.
     """
+    await context.room.check()
     limit = max(context.config.renderer.max_bytes.values())
     values: dict[str, str] = {}
     filename: str | None = None

@@ -14,6 +14,7 @@ from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, Unavailab
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
+from shared.protocol.names import scoped_id
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Feature, GenerateRequest, Message, tenant_header
 from shared.state import request_registry
@@ -77,7 +78,7 @@ async def generate(call: Call, parsed: ParsedRequest) -> SubmitPlan[GenerateShap
     header = call.request.headers.get("x-request-id")
     name = header or body.request_id or secrets.token_hex(16)
     if header is None:
-        request_id, _ = read_request_id(call.request, GENERATE, tenant)
+        request_id, _ = read_request_id(call.request, GENERATE)
         await _record_alias(context, name, request_id, model, tenant)
     delivery = Delivery.EVENTS if body.stream else Delivery.WHOLE
     return SubmitPlan([rendered], parsed.sampling, shape_of(parsed, PREFIX + name), delivery)
@@ -130,15 +131,14 @@ async def _record_alias(
 async def _abort_one(context: AppContext, name: str, tenant: str) -> None:
     bus, name = context.bus, name.removeprefix(PREFIX)
     alias = await request_registry.find(bus, _alias_of(name, tenant))
-    request_id = (
-        named_request_id(GENERATE, tenant, name) if alias is None else alias.options[_ALIAS]
-    )
+    own_id = named_request_id(GENERATE, name) if alias is None else alias.options[_ALIAS]
+    request_id = scoped_id(own_id, tenant)
     if await request_registry.find(bus, request_id) is not None:
         await client.cancel(bus, request_id)
 
 
 def _alias_of(name: str, tenant: str) -> str:
-    return named_request_id(GENERATE, tenant, f"{_ALIAS}:{name}")
+    return scoped_id(named_request_id(GENERATE, f"{_ALIAS}:{name}"), tenant)
 
 
 def check_room(parsed: ParsedRequest, card: ModelCard) -> None:

@@ -24,12 +24,16 @@ class Health(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, omit_defaults=True):
-    status: Literal["ok", "not ready", "draining", "no broker", "broker does not store"]
+    status: Literal[
+        "ok", "not ready", "draining", "no broker", "broker does not store", "disk full"
+    ]
     models: dict[str, str] = {}
     """`ok`, or the stages without workers, such as `no engine` or `engine is starting`, by
     model."""
     responses: Literal["ok", "store is full"] = "ok"
     """Whether further responses can be stored."""
+    reason: str = ""
+    """Store of the broker with too little free space, and the numbers."""
 
 
 class Version(Struct, frozen=True):
@@ -54,6 +58,7 @@ async def ready(context: AppContext, _: Request, __: Caller) -> Response:
         pools = {model: await read_pools(context, model) for model in context.config.models}
         heartbeats = await context.heartbeats.read()
         is_full = await is_store_full(context)
+        disk_full = await context.room.find_error()
     except (PagemillError, TimeoutError):
         return Json(Ready("no broker"), 503)
     state: Any = "ok"
@@ -61,10 +66,13 @@ async def ready(context: AppContext, _: Request, __: Caller) -> Response:
         state = "draining"
     elif any(beat.load.get(REFUSING_STREAMS) for beat in heartbeats):
         state = "broker does not store"
+    elif disk_full is not None:
+        state = "disk full"
     elif not any(stages.accepts for stages in pools.values()):
         state = "not ready"
     models = {name: " and ".join(s.missing.values()) or "ok" for name, s in pools.items()}
-    body = Ready(state, models, "store is full" if is_full else "ok")
+    reason = "" if disk_full is None else disk_full.message
+    body = Ready(state, models, "store is full" if is_full else "ok", reason)
     return Json(body, 200 if state == "ok" else 503)
 
 

@@ -16,6 +16,7 @@ from shared.errors import (
     Unavailable,
     WorkerFailure,
 )
+from shared.protocol.reading import RequestStatus
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state import request_status
 from shared.state.log_records import is_final
@@ -197,7 +198,7 @@ def _state(
     last_records: list[LogRecord | None],
     ends: list[LogRecord],
     failure: Failure | None,
-    status: request_status.RequestStatus,
+    status: RequestStatus,
 ) -> State:
     if failure is not None:
         return "cancelled" if failure.error.code == "cancelled" else "failed"
@@ -206,7 +207,7 @@ def _state(
     return "running" if any(last_records) or status.state == "running" else "queued"
 
 
-def timeline_of(status: request_status.RequestStatus) -> list[TimelineEntry]:
+def timeline_of(status: RequestStatus) -> list[TimelineEntry]:
     """Return the stages that a request has left and its present stage, ordered by time."""
     entries = [
         TimelineEntry(span.stage, span.worker, span.attempt, span.received_ms, span.sent_ms)

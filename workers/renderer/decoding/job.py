@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.renderer.decoding import audio_file, formats, sandbox
+from shared.helpers.sandbox import confine
+from workers.renderer.decoding import audio_file, formats
 from workers.renderer.decoding.messages import (
     MAX_MESSAGE_BYTES,
     MEDIA,
@@ -27,6 +28,9 @@ from workers.renderer.decoding.messages import (
 from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.video_file import Pixels, VideoFile
 
+# The renderer's other requests have priority.
+NICENESS = 10
+
 _Samples = NDArray[np.float32]
 
 
@@ -36,7 +40,7 @@ def run(job: Job, channel: socket.socket, source: int, target: int) -> None:
     try:
         data = mmap.mmap(source, 0, access=mmap.ACCESS_READ)
         slots = memoryview(mmap.mmap(target, 0))
-        sandbox.confine(job.limits)
+        confine(job.limits.max_cpu_s, job.limits.max_memory_mib * 2**20, NICENESS)
         if job.kind == "frames":
             _serve_video(job, channel, data, slots)
         else:

@@ -9,8 +9,9 @@ decoder.
 import os
 import socket
 
+from shared.helpers import sandbox
 from shared.helpers.forking import ForkServer
-from workers.renderer.decoding import job, sandbox
+from workers.renderer.decoding import job
 from workers.renderer.decoding.messages import decode_job
 
 NUM_DESCRIPTORS = 3

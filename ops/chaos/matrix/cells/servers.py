@@ -124,7 +124,8 @@ async def _refusal(deployment: Deployment) -> float | None:
     async with deployment.bus("refusal") as bus:
         try:
             async with asyncio.timeout(20):
-                await bus.publish(subjects.request("demo"), to_json(request), f"full-{began:.0f}")
+                subject = subjects.request("demo", f"full-{began:.0f}")
+                await bus.publish_without_id(subject, to_json(request))
         except PagemillError as error:
             deployment.outcome.figures[f"refused_as_{error.code}"] = 1
             return now() - began
@@ -151,9 +152,8 @@ async def queue_at_its_limit(deployment: Deployment) -> None:
                 )
                 began = now()
                 try:
-                    await bus.publish(
-                        subjects.request("demo"), to_json(request), new_id(f"big-{number}")
-                    )
+                    subject = subjects.request("demo", new_id(f"big-{number}"))
+                    await bus.publish_without_id(subject, to_json(request))
                 except Overloaded:
                     refused_s.append(now() - began)
     if not refused_s:

@@ -1,0 +1,74 @@
+"""Pages of token logs, for clients that have missed records."""
+
+from msgspec import Raw
+
+from shared.bus.bus import Bus
+from shared.bus.reading import StoredMessage
+from shared.errors import LogTruncated
+from shared.protocol import subjects
+from shared.protocol.reading import MAX_RECORDS, LogPage
+from shared.protocol.records import AnyRecord
+from shared.state.log_records import UnknownRecord, decode_record, is_final
+
+
+async def read_page(
+    bus: Bus, request_id: str, output: str, start: int, max_bytes: int
+) -> LogPage | None:
+    """Return the records of a log from number `start` on; None for a log without any record.
+
+    They are at most MAX_RECORDS, and have at most `max_bytes` with a separator after each, unless
+    the first one has more. Raises LogTruncated if record `start` has been removed, and Unavailable.
+    """
+    subject = subjects.tokens(request_id, output)
+    batch, sequence = await _seek(bus, subject, start)
+    records: list[Raw] = []
+    last: AnyRecord | UnknownRecord | None = None
+    expected, num_bytes, more = start, 0, True
+    while True:
+        for message in batch:
+            record = decode_record(message.data)
+            if record is None or (isinstance(record, UnknownRecord) and record.index != expected):
+                continue
+            last = record
+            if record.index < expected:
+                continue
+            num_bytes += len(message.data) + 1
+            is_full = num_bytes > max_bytes or len(records) == MAX_RECORDS
+            if records and (is_full or record.index > expected):
+                return LogPage(records, expected, ended=False)
+            if record.index > expected:
+                raise LogTruncated(
+                    f"the records before {record.index} have been removed to make room: read from"
+                    f" {record.index}",
+                    field="from",
+                )
+            records.append(Raw(message.data))
+            expected += 1
+        if not more:
+            return None if last is None else LogPage(records, expected, ended=is_final(last))
+        batch, more = await bus.read_batch(subjects.TOKENS_STREAM, subject, sequence, max_bytes)
+        sequence = batch[-1].sequence + 1 if batch else sequence
+
+
+async def _seek(bus: Bus, subject: str, start: int) -> tuple[list[StoredMessage], int]:
+    """Search for record `start`. The sequences of a log's records rise with their numbers.
+
+    Return the latest earlier record that was read, if any, and a sequence after it that is not
+    after record `start`.
+    """
+    before: list[StoredMessage] = []
+    last = await bus.read_last(subjects.TOKENS_STREAM, subject) if start else None
+    low, high = 1, 1 if last is None else last.sequence
+    while low < high:
+        middle = (low + high) // 2
+        message = await bus.read_next(subjects.TOKENS_STREAM, middle, subject)
+        if message is not None and _is_before(message, start):
+            low, before = message.sequence + 1, [message]
+        else:
+            high = middle
+    return before, low
+
+
+def _is_before(message: StoredMessage, start: int) -> bool:
+    record = decode_record(message.data)
+    return isinstance(record, AnyRecord) and record.index < start

@@ -1,0 +1,220 @@
+"""Request ids in subjects: what the clients of two tenants get with a stock library and a key."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import structlog
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.js.errors import NoStreamResponseError, ServiceUnavailableError
+
+from shared.bus import request_queue
+from shared.bus.bus import Bus
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.errors import Cancelled
+from shared.protocol import subjects
+from shared.protocol.permissions import OPERATOR
+from shared.stage.runtime import Context
+from shared.state import dead_letters
+from shared.state.token_log import end_request
+from tests.security.test_bus import Site
+from tests.support.broker import running_broker
+from tests.support.waiting import until
+from workers.coordinator import worker as coordinator
+from workers.keyring import Keyring
+
+BODY = json.dumps({"model": "demo", "prompt": "a"}).encode()
+CONFIG = Config({model: ModelConfig("nowhere") for model in ("demo", "other")})
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    keyring = Keyring(folder / "keys")
+    keyring.complete(["a", "b"])
+    with running_broker(folder / "nats", accounts_file=keyring.accounts_file) as server:
+        yield Site(server, keyring)
+
+
+@pytest.fixture
+async def operator(site: Site) -> AsyncIterator[Bus]:
+    """The operator's connection, while a coordinator runs."""
+    buses = [await Bus.connect(site.login(name), "test") for name in (OPERATOR, "coordinator")]
+    for bus in buses:
+        await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+    context = Context("coordinator", "c-1", None, CONFIG, buses[1], structlog.get_logger())
+    serving = asyncio.create_task(coordinator.main(context))
+    yield buses[0]
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    for bus in buses:
+        await bus.close()
+
+
+@dataclass
+class Tenant:
+    """A client with the key of a tenant."""
+
+    nc: Client
+    name: str
+
+    async def publish(self, request_id: str, model: str = "demo") -> Any:
+        return await self.nc.jetstream().publish(f"pm.request.{model}.{request_id}", BODY)
+
+    async def log(self, request_id: str) -> Subscription:
+        log = await self.nc.subscribe(f"pm.tokens.{request_id}")
+        await self.nc.flush()
+        return log
+
+
+@pytest.fixture
+async def tenants(site: Site, operator: Bus) -> AsyncIterator[list[Tenant]]:
+    """Clients of the tenants `a` and `b`."""
+    clients = [Tenant((await site.attacker(name)).nc, name) for name in ("a", "b")]
+    yield clients
+    for client in clients:
+        await client.nc.close()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"order-{secrets.token_hex(4)}"
+
+
+async def until_admitted(bus: Bus, request_id: str) -> None:
+    await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of(request_id)))
+
+
+async def end(bus: Bus, request_id: str) -> None:
+    """End a request, and wait until it is no longer queued."""
+    await end_request(bus, request_id, 1, Cancelled("for the test"), [])
+    async for queued in request_queue.queued_requests(bus):
+        if queued.request_id == request_id:
+            await bus.delete(subjects.REQUESTS_STREAM, await sequence_of(bus, request_id))
+
+
+async def sequence_of(bus: Bus, request_id: str) -> int:
+    message = await bus.connection.js.get_last_msg(
+        subjects.REQUESTS_STREAM, subjects.request("demo", request_id)
+    )
+    return message.seq or 0
+
+
+async def error_in(log: Subscription) -> dict[str, Any]:
+    record = json.loads((await log.next_msg(60)).data)
+    assert record["type"] == "error"
+    return record["error"]  # type: ignore[no-any-return]
+
+
+async def test_two_tenants_use_one_id(operator: Bus, tenants: list[Tenant], name: str) -> None:
+    for tenant in tenants:
+        assert not (await tenant.publish(name)).duplicate
+    for tenant in tenants:
+        await until_admitted(operator, f"{name}@{tenant.name}")
+    logs = [await tenant.log(name) for tenant in tenants]
+    await end(operator, f"{name}@a")
+    assert (await error_in(logs[0]))["code"] == "cancelled"
+    await tenants[1].nc.flush()
+    assert not logs[1].pending_msgs
+
+
+@pytest.mark.parametrize(
+    "subject", ["pm.request.demo", "pm.request.demo.a.b", "pm.request.@b.demo.a"]
+)
+async def test_a_request_without_its_id_is_refused_at_its_publish(
+    site: Site, operator: Bus, subject: str
+) -> None:
+    tenant = await site.attacker("a")
+    await tenant.nc.publish(subject, BODY)
+    assert await tenant.is_refused()
+    await tenant.nc.close()
+    if subject == "pm.request.demo":
+        with pytest.raises(NoStreamResponseError):
+            await operator.connection.js.publish(subject, BODY)
+
+
+@pytest.mark.parametrize("bad", ["ü", "a=b", "a" * 129])
+async def test_an_invalid_id_is_answered(tenants: list[Tenant], bad: str) -> None:
+    log = await tenants[0].log(bad)
+    await tenants[0].publish(bad)
+    error = await error_in(log)
+    assert (error["code"], error["field"]) == ("invalid_request", "request_id")
+    assert "must be 1 to 128 letters" in error["message"]
+
+
+@pytest.mark.parametrize("foreign", ["item_x", "x@b", "*"])
+async def test_an_id_of_another_log_ends_no_request(
+    operator: Bus, tenants: list[Tenant], foreign: str
+) -> None:
+    """It becomes a dead letter."""
+    before, _ = await operator.figures.size(subjects.DEAD_STREAM)
+    await tenants[0].publish(foreign)
+
+    async def is_dead() -> bool:
+        return (await operator.figures.size(subjects.DEAD_STREAM))[0] > before
+
+    await until(is_dead)
+    ((letter_name, letter),) = [each async for each in dead_letters.read_newest(operator, 1)]
+    assert (letter.error.code, letter.request_id) == ("undecodable_message", None)
+    assert await dead_letters.find(operator, letter_name) == letter
+
+
+async def test_an_id_in_flight_is_refused_and_stays_in_flight(
+    operator: Bus, tenants: list[Tenant], name: str
+) -> None:
+    await tenants[0].publish(name)
+    await until_admitted(operator, f"{name}@a")
+    with pytest.raises(ServiceUnavailableError) as refused:
+        await tenants[0].publish(name)
+    assert refused.value.err_code == 10077
+    assert refused.value.description == "maximum messages per subject exceeded"
+    queued = [request.request_id async for request in request_queue.queued_requests(operator)]
+    assert queued.count(f"{name}@a") == 1
+
+
+async def test_an_id_in_flight_names_no_request_for_another_model(
+    operator: Bus, tenants: list[Tenant], name: str
+) -> None:
+    await tenants[0].publish(name)
+    await until_admitted(operator, f"{name}@a")
+    await tenants[0].publish(name, "other")
+
+    async def is_dropped() -> bool:
+        queued = [request async for request in request_queue.queued_requests(operator)]
+        return [r.subject for r in queued if r.request_id == f"{name}@a"] == [
+            subjects.request("demo", f"{name}@a")
+        ]
+
+    await until(is_dropped)
+
+
+async def test_an_id_that_has_ended_sends_its_end_again(
+    operator: Bus, tenants: list[Tenant], name: str
+) -> None:
+    await tenants[0].publish(name)
+    await until_admitted(operator, f"{name}@a")
+    await end(operator, f"{name}@a")
+    log = await tenants[0].log(name)
+    await tenants[0].publish(name)
+    assert (await error_in(log))["message"] == "for the test"
+    await tenants[0].nc.jetstream().publish(f"pm.cancel.{name}", b"")
+    assert (await error_in(log))["message"] == "for the test"
+    stored = await operator.read(subjects.TOKENS_STREAM, subjects.tokens(f"{name}@a"))
+    assert len(stored) == 1
+
+
+async def test_a_cancellation_before_its_request_is_answered_twice(
+    operator: Bus, tenants: list[Tenant], name: str
+) -> None:
+    log = await tenants[0].log(name)
+    await tenants[0].nc.jetstream().publish(f"pm.cancel.{name}", b"")
+    assert (await error_in(log))["code"] == "cancelled"
+    await tenants[0].publish(name)
+    assert (await error_in(log))["code"] == "cancelled"

@@ -1,0 +1,146 @@
+"""Replies to clients that read stored answers, the status of requests, and stored files.
+
+Tenants take turns, and calls beyond a limit are refused at once, so that many readers do not delay
+the queues of a coordinator. A tenant's clients reach only requests and files of their tenant,
+because the broker adds it to their subjects.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from shared.bus.bus import HEADER_BYTES, Bus
+from shared.bus.messaging import GroupResponder
+from shared.errors import InvalidRequest, MediaNotFound, NotFound
+from shared.helpers.validation import invalid_request
+from shared.protocol import names, subjects
+from shared.protocol.encoding import UNDECODABLE, to_json
+from shared.protocol.reading import (
+    MAX_REQUEST_BYTES,
+    FileRequest,
+    LogPage,
+    ReadRequest,
+    RequestStatus,
+    decode_file_request,
+    decode_read_request,
+)
+from shared.stage.calls import reply_of
+from shared.state import media_store, request_status
+from shared.state.log_pages import read_page
+from shared.tenants.fair_turns import FairTurns
+
+# A page and its messages take at most a few MiB of memory.
+MAX_RUNNING = 2
+# Limit on calls in flight. At some ten milliseconds each, the last call waits about a second.
+MAX_HELD = 64
+# A request has no task for a moment after a coordinator has received it.
+ADMISSION_S = 0.25
+
+Request = TypeVar("Request")
+Answer = Callable[[str, bytes], Awaitable[bytes]]
+"""Function from the name in a subject, with its tenant, and a request to the answer."""
+
+
+class Reading:
+    """Answers the calls of `shared.protocol.reading`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._turns = FairTurns(MAX_RUNNING, "reads wait for this coordinator")
+        self._responders: list[GroupResponder] = []
+
+    async def start(self) -> None:
+        answers: dict[str, Answer] = {
+            "read": self._read_log,
+            "state": self._find_state,
+            "file": self._read_file,
+        }
+        for call in subjects.READING_CALLS:
+            reply = partial(self._reply, answers[call])
+            responder = await self._bus.add_group_responder(
+                subjects.reading_filter(call), subjects.COORDINATORS_GROUP, reply
+            )
+            self._responders.append(responder)
+
+    async def stop(self, drain_s: float) -> None:
+        """Finish the calls that have arrived, for at most `drain_s`."""
+        await asyncio.gather(*(responder.stop(drain_s) for responder in self._responders))
+
+    async def _reply(self, answer: Answer, data: bytes, _: str | None, subject: str) -> bytes:
+        return await reply_of(self._answer(answer, subjects.id_in(subject), data))
+
+    async def _answer(self, answer: Answer, name: str, data: bytes) -> bytes:
+        _, tenant = names.split_id(name)
+        async with self._turns.turn(tenant, MAX_HELD):
+            return await answer(name, data)
+
+    async def _read_log(self, request_id: str, data: bytes) -> bytes:
+        _check_id(request_id)
+        request = _decode(decode_read_request, data) if data else ReadRequest()
+        if not names.is_name(request.output):
+            raise InvalidRequest(f"output {names.NAME_RULE}", field="output")
+        # Each record was stored as one message of at most this size. The rest of the page is small.
+        max_bytes = min(request.max_bytes, self._bus.max_payload - HEADER_BYTES)
+        read = partial(read_page, self._bus, request_id, request.output, request.start, max_bytes)
+        page = await read()
+        if page is None:
+            status = await self._find_admitted(request_id)
+            # The log may have been written since it was read.
+            page = await read() if status.has_ended else LogPage([], request.start, ended=False)
+        if page is None:
+            raise NotFound(f"this request has no output {request.output!r}", field="output")
+        return to_json(page)
+
+    async def _find_admitted(self, request_id: str) -> RequestStatus:
+        """Return the status of a request without records. Raises NotFound for an unknown one."""
+        status = await request_status.find(self._bus, request_id)
+        if status.state == "unknown":
+            await asyncio.sleep(ADMISSION_S)
+            status = await request_status.find(self._bus, request_id)
+        # Requests that no coordinator has received yet cannot be found by their ids.
+        if status.state == "unknown" and not status.num_unread:
+            raise NotFound(
+                "there is no request with this id, or it is so old that its log has been removed",
+                field="request_id",
+            )
+        return status
+
+    async def _find_state(self, request_id: str, data: bytes) -> bytes:
+        _check_id(request_id)
+        if data:
+            raise InvalidRequest(f"the request has {len(data)} bytes, and must be empty")
+        return to_json(await request_status.find(self._bus, request_id))
+
+    async def _read_file(self, name: str, data: bytes) -> bytes:
+        digest, tenant = names.split_id(name)
+        is_digest = media_store.parse_media_url(media_store.media_url(digest)) == digest
+        if not (is_digest and names.is_scoped_id(name)):
+            raise InvalidRequest(
+                "a file is named by the SHA-256 of its bytes, 64 hexadecimal digits in lower case",
+                field="sha256",
+            )
+        request = _decode(decode_file_request, data) if data else FileRequest()
+        # Base64 has four characters for three bytes.
+        max_bytes = min(request.max_bytes, (self._bus.max_payload - HEADER_BYTES) // 4 * 3)
+        page = await media_store.read_page(self._bus, digest, request.start, max_bytes, tenant)
+        if page is None:
+            raise MediaNotFound("this file is not stored, or not complete", field="sha256")
+        return to_json(page)
+
+
+def _check_id(request_id: str) -> None:
+    if not names.is_scoped_id(request_id):
+        raise InvalidRequest(
+            f"a request id {names.NAME_RULE}, and must not begin with {names.RESERVED_PREFIX!r}",
+            field="request_id",
+        )
+
+
+def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
+    if len(data) > MAX_REQUEST_BYTES:
+        raise InvalidRequest(f"the request has {len(data)} bytes, the limit is {MAX_REQUEST_BYTES}")
+    try:
+        return decode(data)
+    except UNDECODABLE as error:
+        raise invalid_request(error) from error
