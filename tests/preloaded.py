@@ -49,10 +49,14 @@ class ForkedCommand:
     """A running command; it is used like `subprocess.Popen`."""
 
     def __init__(self, report: socket.socket) -> None:
+        self._report = report
         self.pid = read_pid(report.recv(MAX_REPORT_BYTES))
         self.returncode: int | None = None
-        self._report = report
         self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        # Tests kill a command without waiting for its end. Its report is not read then.
+        self._report.close()
 
     def poll(self) -> int | None:
         with self._lock:

@@ -33,6 +33,8 @@ def _section(name: str, limit_s: int, question: str, num_processes: int = 1) -> 
     return Section(name, limit_s, question, f"ops.gpu.sections.{name}", num_processes)
 
 
+_PYTEST = ("-m", "pytest", "-q", "--timeout", "60", "-p", "no:cacheprovider", "-W", "default")
+
 # The most valuable sections come first. The limits up to `greedy_moe` add up to 380 s: with 20 s
 # for the installation of packages, that is the default budget.
 SECTIONS = (
@@ -53,10 +55,7 @@ SECTIONS = (
         "tests",
         90,
         "Do the CUDA tests pass?",
-        arguments=(
-            *("-m", "pytest", "-q", "--timeout", "60", "-p", "no:cacheprovider", "-W", "default"),
-            *CUDA_TESTS,
-        ),
+        arguments=(*_PYTEST, *CUDA_TESTS),
     ),
     Section(
         "sanitizer",

@@ -136,7 +136,7 @@ async def test_requests_end_once_in_another_cluster(tmp_path: Path) -> None:
         assert 0 < requests.num_written < len(await read_log(bus, requests.in_flight))
         assert [record async for record in follow(bus, requests.done)] == requests.answer
         assert "undecodable_message" in run(cluster, "dead", "show", requests.broken)
-        async with httpx.AsyncClient(base_url=gateway_url(cluster)) as http:
+        async with httpx.AsyncClient(base_url=gateway_url(cluster), timeout=60) as http:
             response = await http.get(f"/v1/responses/{requests.response_id}")
         assert response.json()["status"] == "completed"
 

@@ -232,9 +232,10 @@ async def test_ctrl_c_cancels(cluster: Cluster, client: Bus) -> None:
         await until(partial(in_engine, client, request_id), 20, "it does not come to the engine")
         process.send_signal(signal.SIGINT)
         _, stderr = await asyncio.wait_for(process.communicate(), 10)
+        # An engine that continues may end the request before a coordinator does.
+        records = [record async for record in follow(client, request_id)]
     assert process.returncode == 130
     assert stderr.decode().split() == ["request", request_id, "cancelled"]
-    records = [record async for record in follow(client, request_id)]
     assert code_of(records) == "cancelled"
 
 
