@@ -66,6 +66,9 @@ class Bus:
         self.figures = StreamFigures(connection, self.read_next)
         self.heartbeats = Heartbeats(self)
         self._live: set[LiveSubscription] = set()
+        self._publishing: set[asyncio.Timeout] = set()
+        self._unanswered: set[asyncio.Timeout] = set()
+        """Publishes of lost connections, which get no reply."""
         self._closing = False
 
     @classmethod
@@ -81,6 +84,7 @@ class Bus:
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
                 _log.warning("broker_disconnected", url=url)
+                bus._unanswered |= bus._publishing
 
         async def on_reconnect() -> None:
             if bus is not None:
@@ -98,6 +102,10 @@ class Bus:
 
     def _on_reconnect(self) -> None:
         self.queues.on_reconnect()
+        # They are repeated now, and not after the timeout of their replies.
+        for publishing in self._unanswered & self._publishing:
+            publishing.reschedule(0.0)
+        self._unanswered.clear()
         # Messages may have been published in the meantime.
         for live in self._live:
             live.wake()
@@ -213,7 +221,12 @@ class Bus:
 
         async def attempt() -> api.PubAck | None:
             try:
-                return await self._js.publish(subject, data, headers=headers)
+                async with asyncio.timeout(None) as publishing:
+                    self._publishing.add(publishing)
+                    try:
+                        return await self._js.publish(subject, data, headers=headers)
+                    finally:
+                        self._publishing.discard(publishing)
             except NoStreamResponseError:
                 self.queues.check()
                 raise
@@ -235,7 +248,7 @@ class Bus:
         return await retry_until(
             BROKER_DEADLINE_S,
             attempt,
-            (NatsError,),
+            (NatsError, TimeoutError),
             "the broker did not store a message",
             FIRST_RETRY_S,
         )

@@ -1,7 +1,9 @@
 """Publishing, consuming and settling messages on a real server."""
 
 import asyncio
+import os
 import secrets
+import signal
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from tests.support.broker import break_connection, subscriptions_of
+from tests.support.waiting import until
 
 
 async def consume(bus: Bus, model: str, capacity: int = 4, ack_wait_s: float = 1.0) -> Consumer:
@@ -275,3 +278,20 @@ async def test_bytes_that_are_no_heartbeat_are_skipped(bus: Bus, data: bytes) ->
     await bus.heartbeats.publish(beat.worker, to_json(beat))
     await bus.heartbeats.publish(f"foreign-{secrets.token_hex(4)}", data)
     assert beat in await bus.heartbeats.read()
+
+
+async def test_a_publish_whose_connection_is_lost_is_repeated_over_the_next_one(
+    own_bus: Bus, own_broker: EmbeddedServer
+) -> None:
+    """It does not wait for a reply, which comes only over its own connection."""
+    own_bus.connection.js._timeout = 60.0
+    subject = subjects.dead("engine", "r")
+    os.kill(int(own_broker.pid_file.read_text()), signal.SIGSTOP)
+    publishing = asyncio.create_task(own_bus.publish(subject, b"r", "r"))
+    await until(lambda: own_bus.connection.nc._resp_map)
+    own_broker.kill()
+    own_broker.start()
+    async with asyncio.timeout(30):
+        await publishing
+    (stored,) = await own_bus.read(subjects.DEAD_STREAM, subject)
+    assert stored.data == b"r"
