@@ -32,6 +32,7 @@ from shared.bus.messaging import GroupResponder, LiveSubscription, Responder
 from shared.bus.queues import Queues
 from shared.bus.reading import StoredMessage, answered, direct_get
 from shared.bus.stream_keeper import StreamKeeper
+from shared.bus.waits import ReplyLost
 from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable, UnsupportedVersion
 from shared.protocol.requests import tenant_header
 from shared.protocol.versions import OLDEST_VERSION, VERSION_HEADER, version_header
@@ -66,9 +67,6 @@ class Bus:
         self.figures = StreamFigures(connection, self.read_next)
         self.heartbeats = Heartbeats(self)
         self._live: set[LiveSubscription] = set()
-        self._publishing: set[asyncio.Timeout] = set()
-        self._unanswered: set[asyncio.Timeout] = set()
-        """Publishes of lost connections, which get no reply."""
         self._closing = False
 
     @classmethod
@@ -84,7 +82,6 @@ class Bus:
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
                 _log.warning("broker_disconnected", url=url)
-                bus._unanswered |= bus._publishing
 
         async def on_reconnect() -> None:
             if bus is not None:
@@ -102,10 +99,6 @@ class Bus:
 
     def _on_reconnect(self) -> None:
         self.queues.on_reconnect()
-        # They are repeated now, and not after the timeout of their replies.
-        for publishing in self._unanswered & self._publishing:
-            publishing.reschedule(0.0)
-        self._unanswered.clear()
         # Messages may have been published in the meantime.
         for live in self._live:
             live.wake()
@@ -215,12 +208,7 @@ class Bus:
 
         async def attempt() -> api.PubAck | None:
             try:
-                async with asyncio.timeout(None) as publishing:
-                    self._publishing.add(publishing)
-                    try:
-                        return await self._js.publish(subject, data, headers=headers)
-                    finally:
-                        self._publishing.discard(publishing)
+                return await self._js.publish(subject, data, headers=headers)
             except NoStreamResponseError:
                 self.queues.check()
                 raise
@@ -242,7 +230,7 @@ class Bus:
         return await retry_until(
             BROKER_DEADLINE_S,
             attempt,
-            (NatsError, TimeoutError),
+            (NatsError,),
             "the broker did not store a message",
             FIRST_RETRY_S,
         )
@@ -403,16 +391,23 @@ class Bus:
     ) -> bytes:
         """Return the reply of a responder on `subject` that reads `version`.
 
-        Raises TimeoutError, Unavailable at once if there is no responder, and UnsupportedVersion if
-        an older responder has received the request.
+        A request whose connection is lost is sent again. Raises TimeoutError, Unavailable at once
+        if there is no responder, and UnsupportedVersion if an older responder has received the
+        request.
         """
         headers = (tenant_header(tenant) | version_header(version)) or None
-        try:
-            msg = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
-        except NatsTimeoutError as error:
-            raise TimeoutError from error
-        except NatsError as error:
-            raise Unavailable(f"no responder on {subject}") from error
+        loop = asyncio.get_running_loop()
+        deadline_s, msg = loop.time() + timeout_s, None
+        while msg is None:
+            left_s = deadline_s - loop.time()
+            try:
+                msg = await self._nc.request(subject, data, timeout=left_s, headers=headers)
+            except ReplyLost:
+                continue
+            except NatsTimeoutError as error:
+                raise TimeoutError from error
+            except NatsError as error:
+                raise Unavailable(f"no responder on {subject}") from error
         # A worker without support for versions repeats the header.
         if VERSION_HEADER in (msg.headers or {}):
             refusal = UnsupportedVersion(

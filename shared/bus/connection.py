@@ -21,6 +21,7 @@ from nats.protocol.parser import PERMISSIONS_ERR
 
 from shared.bus.login import Login
 from shared.bus.replies import ReplyInbox
+from shared.bus.waits import ReplyWaits
 from shared.errors import Unavailable
 
 T = TypeVar("T")
@@ -45,11 +46,17 @@ _log = structlog.get_logger()
 _DENIED = re.compile(r'permissions violation for publish to "(\$js\.api\.stream\.[^"]+)"')
 
 
-class _CorrectedClient(NatsClient):
+class CorrectedClient(NatsClient):
+    """nats-py's client without the faults that affect workers."""
+
     denied: frozenset[str] = frozenset()
     """Subjects, in lower case, of requests about streams that the key does not permit.
 
     The server refuses them without a reply, so they look like requests that it cannot answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = ReplyWaits()
 
     def _connect_command(self) -> bytes:
         # After a key was replaced, nats-py would still send the public part of the old one.
@@ -109,7 +116,8 @@ class _CorrectedClient(NatsClient):
         await _keep_cancellation(super()._process_connect_init())
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        return await _keep_cancellation(super().request(*args, **kwargs))
+        async with self.waits.within():
+            return await _keep_cancellation(super().request(*args, **kwargs))
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         await _keep_cancellation(super().flush(*args, **kwargs))
@@ -121,10 +129,10 @@ class Connection:
     All deadlines are set by the broker's clock, because the clocks of workers may differ by hours.
     """
 
-    def __init__(self, nc: NatsClient) -> None:
+    def __init__(self, nc: CorrectedClient) -> None:
         self.nc = nc
         self.js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
-        self.inbox = ReplyInbox(nc)
+        self.inbox = ReplyInbox(nc, nc.waits)
         self._clock_offset_ms = 0.0
 
     async def sync_clock(self) -> None:
@@ -153,7 +161,7 @@ class Connection:
 
 def is_denied(nc: NatsClient, subject: str) -> bool:
     """Return whether the key of a connection does not permit a request about a stream."""
-    return isinstance(nc, _CorrectedClient) and subject.lower() in nc.denied
+    return isinstance(nc, CorrectedClient) and subject.lower() in nc.denied
 
 
 async def next_message(subscription: Subscription, timeout_s: float) -> Msg:
@@ -242,19 +250,27 @@ async def connect(
     timeout_s: float,
     on_disconnect: Callable[[], Awaitable[None]],
     on_reconnect: Callable[[], Awaitable[None]],
-) -> NatsClient:
+) -> CorrectedClient:
     """Open a connection that reconnects without a limit on attempts.
 
     Raises Unavailable if no server answers or accepts the login, and ConfigError for an unusable
     key or certificate.
     """
-    nc = _CorrectedClient()
+    nc = CorrectedClient()
     refused = False
 
     async def on_error(error: Exception) -> None:
         nonlocal refused
         refused |= "authorization" in str(error).lower()
         await _log_error(error)
+
+    async def disconnected() -> None:
+        nc.waits.on_disconnect()
+        await on_disconnect()
+
+    async def reconnected() -> None:
+        nc.waits.on_reconnect()
+        await on_reconnect()
 
     options: dict[str, Any] = {}
     if login.seed_file is not None:
@@ -266,8 +282,8 @@ async def connect(
         connecting = nc.connect(
             [part.strip() for part in login.url.split(",")],
             name=name,
-            disconnected_cb=on_disconnect,
-            reconnected_cb=on_reconnect,
+            disconnected_cb=disconnected,
+            reconnected_cb=reconnected,
             error_cb=on_error,
             ping_interval=PING_INTERVAL_S,
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,

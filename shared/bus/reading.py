@@ -1,6 +1,5 @@
 """Reading of streams: direct gets, and the messages that they return."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,13 @@ from typing import TypeVar
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, Connection
+from shared.bus.connection import (
+    BROKER_DEADLINE_S,
+    FIRST_RETRY_S,
+    REPLY_TIMEOUT_S,
+    Connection,
+    retry_until,
+)
 from shared.bus.replies import Replies
 from shared.errors import Unavailable
 from shared.protocol.stored_size import kept_headers
@@ -43,17 +48,19 @@ async def direct_get(
     connection: Connection, stream: str, query: dict[str, object]
 ) -> tuple[list[StoredMessage], bool]:
     """Return the messages of a direct get, and whether the stream has more after them."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + BROKER_DEADLINE_S
-    while True:
-        try:
-            subject, data = f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode()
-            async with connection.inbox.request(subject, data) as replies:
-                return await _collect_replies(replies, batched="batch" in query)
-        except (NatsError, ReadFailed) as error:
-            if loop.time() + MAX_RETRY_S > deadline:
-                raise Unavailable(f"the broker did not answer a read of {stream}") from error
-        await asyncio.sleep(MAX_RETRY_S)
+    subject, data = f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode()
+
+    async def attempt() -> tuple[list[StoredMessage], bool]:
+        async with connection.inbox.request(subject, data) as replies:
+            return await _collect_replies(replies, batched="batch" in query)
+
+    return await retry_until(
+        BROKER_DEADLINE_S,
+        attempt,
+        (NatsError, ReadFailed),
+        f"the broker did not answer a read of {stream}",
+        FIRST_RETRY_S,
+    )
 
 
 async def answered(reply: Awaitable[T], resource: str) -> T:

@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
-from nats.errors import TimeoutError as NatsTimeoutError
+
+from shared.bus.waits import ReplyWaits
 
 
 class Replies:
     """Replies to one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: ReplyWaits) -> None:
+        self._waits = waits
         self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
 
     def add(self, msg: Msg) -> None:
@@ -22,11 +24,8 @@ class Replies:
 
     async def next(self, timeout_s: float) -> Msg:
         """Return the next reply. Raises the TimeoutError of nats-py, which is also a NatsError."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._arrived.get()
-        except TimeoutError:
-            raise NatsTimeoutError from None
+        async with self._waits.within(timeout_s):
+            return await self._arrived.get()
 
 
 class ReplyInbox:
@@ -36,24 +35,25 @@ class ReplyInbox:
     would start a task for each message from it.
     """
 
-    def __init__(self, nc: NatsClient) -> None:
+    def __init__(self, nc: NatsClient, waits: ReplyWaits) -> None:
         self._nc = nc
+        self._waits = waits
         self._prefix = ""
         self._numbers = itertools.count()
-        self._waiting: dict[str, Replies] = {}
+        self._open: dict[str, Replies] = {}
 
     @contextlib.asynccontextmanager
     async def request(self, subject: str, data: bytes) -> AsyncIterator[Replies]:
         """Publish a request, and yield the replies to it. Raises NatsError."""
         if not self._prefix:
             await self._subscribe()
-        inbox, replies = f"{self._prefix}.{next(self._numbers)}", Replies()
-        self._waiting[inbox] = replies
+        inbox, replies = f"{self._prefix}.{next(self._numbers)}", Replies(self._waits)
+        self._open[inbox] = replies
         try:
             await self._nc.publish(subject, data, reply=inbox)
             yield replies
         finally:
-            del self._waiting[inbox]
+            del self._open[inbox]
 
     async def _subscribe(self) -> None:
         # nats-py queues the command before this task is suspended, so requests of other tasks are
@@ -67,5 +67,5 @@ class ReplyInbox:
 
     async def _receive(self, msg: Msg) -> None:
         # Replies to a request that has ended are dropped.
-        if (replies := self._waiting.get(msg.subject)) is not None:
+        if (replies := self._open.get(msg.subject)) is not None:
             replies.add(msg)

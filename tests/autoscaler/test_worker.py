@@ -132,7 +132,7 @@ async def test_a_request_is_not_forgotten_when_the_broker_fails(
     serving = asyncio.create_task(scaler.serve())
     await watches.wait()
     await bus.publish_without_id(subjects.request("demo", request_id), b"{}")
-    await until(is_planned)
+    await until(is_planned, within_s=30.0, message="the pool stays at zero")
     assert num_looks > 2
     shutdown.begin()
     await serving

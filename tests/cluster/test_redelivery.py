@@ -316,7 +316,7 @@ async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool])
 async def test_a_killed_preloader_costs_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its workers drain, and separate processes replace them."""
+    """The workers that it forked drain, and separate processes replace them."""
     # Their imports would take more processor time than any other test.
     preloaded.write_python(tmp_path / "python")
     monkeypatch.setenv(preloaded.PYTHON_OF, str(tmp_path / "python"))

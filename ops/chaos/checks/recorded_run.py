@@ -152,16 +152,21 @@ class RecordedRun:
         return {event.id: event for event in self.clients if isinstance(event, CancelSent)}
 
     @cached_property
-    def ended(self) -> dict[str, float]:
-        """Time at which a client first saw the final record of each request."""
-        times: dict[str, float] = {}
+    def ends(self) -> dict[str, tuple[float, float]]:
+        """Time at which a session first saw the final record of a request, and when it opened."""
+        times: dict[str, tuple[float, float]] = {}
         for id, sessions in self.sessions.items():
-            finals = [session.final.t for session in sessions if session.final is not None]
-            ends = (session.ended for session in self.http_sessions.get(id, []))
-            finals += [end for end in ends if end is not None]
+            finals = [(got.final.t, got.opened.t) for got in sessions if got.final is not None]
+            over_http = self.http_sessions.get(id, [])
+            finals += [(got.ended, got.opened.t) for got in over_http if got.ended is not None]
             if finals:
                 times[id] = min(finals)
         return times
+
+    @cached_property
+    def ended(self) -> dict[str, float]:
+        """Time at which a client first saw the final record of each request."""
+        return {id: ended for id, (ended, _) in self.ends.items()}
 
     @cached_property
     def outages(self) -> list[tuple[float, float]]:

@@ -53,20 +53,19 @@ def check_answered(run: RecordedRun, planned: Planned) -> Iterator[str]:
         return
     if _end(run, planned) is None:
         yield f"accepted, but its log of {len(_log(run, planned))} records has no end"
-    ended = run.ended.get(planned.id)
-    if ended is None:
+    if planned.id not in run.ends:
         yield "accepted, but no client ever saw its end"
         return
-    late_s = _late_s(run, accepted + planned.timeout_s, ended)
+    late_s = _late_s(run, planned.id, accepted + planned.timeout_s)
     if late_s > run.bounds.after_deadline_s:
         yield f"ended {late_s:.2f} s after its deadline"
 
 
 def check_cancelled(run: RecordedRun, planned: Planned) -> Iterator[str]:
-    cancel, ended = run.cancelled.get(planned.id), run.ended.get(planned.id)
-    if cancel is None or ended is None:
+    cancel = run.cancelled.get(planned.id)
+    if cancel is None or planned.id not in run.ends:
         return
-    late_s = _late_s(run, cancel.t, ended)
+    late_s = _late_s(run, planned.id, cancel.t)
     if cancel.gateway is not None and run.gateway_failed(
         cancel.gateway, cancel.t, cancel.t + run.bounds.after_cancel_s
     ):
@@ -81,8 +80,12 @@ def check_cancelled(run: RecordedRun, planned: Planned) -> Iterator[str]:
         yield f"ended {late_s:.2f} s after its cancellation"
 
 
-def _late_s(run: RecordedRun, due: float, ended: float) -> float:
-    """Return the delay without the time in which the broker was down."""
+def _late_s(run: RecordedRun, id: str, due: float) -> float:
+    """Return the delay of an end without the time in which the broker or its client was down."""
+    ended, opened = run.ends[id]
+    if not run.session_failures.get(id):
+        # No session has failed, so a session that was opened later follows the client's death.
+        due = max(due, opened)
     return ended - due - run.outage_within(due, ended)
 
 

@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -241,7 +242,7 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
 ) -> None:
     """nats-py loses a cancellation in one of the loop steps between the reply and the caller."""
     bus = await Bus.connect(broker.url, "test-cancelled")
-    nc, replies = bus.connection.nc, Replies()
+    nc, replies = bus.connection.nc, Replies(bus.connection.nc.waits)
     await nc.subscribe("test.cancelled")
 
     async def wait() -> None:
@@ -280,18 +281,37 @@ async def test_bytes_that_are_no_heartbeat_are_skipped(bus: Bus, data: bytes) ->
     assert beat in await bus.heartbeats.read()
 
 
-async def test_a_publish_whose_connection_is_lost_is_repeated_over_the_next_one(
-    own_bus: Bus, own_broker: EmbeddedServer
+async def publish_a_message(bus: Bus) -> None:
+    subject = subjects.dead("engine", "r")
+    await bus.publish(subject, b"r", "r")
+    (stored,) = await bus.read(subjects.DEAD_STREAM, subject)
+    assert stored.data == b"r"
+
+
+async def read_a_stream(bus: Bus) -> None:
+    assert await bus.read_last(subjects.DEAD_STREAM, subjects.dead("engine", "r")) is None
+
+
+async def request_a_reply(bus: Bus) -> None:
+    assert await bus.request("test.echo", b"r", 60.0) == b"r"
+
+
+@pytest.mark.parametrize("work", [publish_a_message, read_a_stream, request_a_reply])
+async def test_work_whose_connection_is_lost_continues_over_the_next_one(
+    own_bus: Bus,
+    own_broker: EmbeddedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[Bus], Coroutine[Any, Any, None]],
 ) -> None:
     """It does not wait for a reply, which comes only over its own connection."""
     own_bus.connection.js._timeout = 60.0
-    subject = subjects.dead("engine", "r")
+    monkeypatch.setattr("shared.bus.reading.REPLY_TIMEOUT_S", 60.0)
+    await own_bus.add_responder("test.echo", lambda data: data)
+    await read_a_stream(own_bus)  # Subscribes to replies.
     os.kill(int(own_broker.pid_file.read_text()), signal.SIGSTOP)
-    publishing = asyncio.create_task(own_bus.publish(subject, b"r", "r"))
-    await until(lambda: own_bus.connection.nc._resp_map)
+    working = asyncio.create_task(work(own_bus))
+    await until(lambda: own_bus.connection.nc.waits._open)
     own_broker.kill()
     own_broker.start()
     async with asyncio.timeout(30):
-        await publishing
-    (stored,) = await own_bus.read(subjects.DEAD_STREAM, subject)
-    assert stored.data == b"r"
+        await working

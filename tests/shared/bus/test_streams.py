@@ -20,6 +20,7 @@ from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
 from shared.bus.replies import ReplyInbox
 from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S, check_server
+from shared.bus.waits import ReplyWaits
 from shared.client import ask
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded
@@ -145,7 +146,7 @@ async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
     try:
         await servers.subscribe(SERVER_SETTINGS, cb=reply)
         await servers.flush()
-        await check_server(client, ReplyInbox(client), NatsConfig(replicas=3))
+        await check_server(client, ReplyInbox(client, ReplyWaits()), NatsConfig(replicas=3))
     finally:
         await servers.close()
         await client.close()
