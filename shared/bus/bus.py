@@ -391,9 +391,9 @@ class Bus:
     ) -> bytes:
         """Return the reply of a responder on `subject` that reads `version`.
 
-        A request whose connection is lost is sent again. Raises TimeoutError, Unavailable at once
-        if there is no responder, and UnsupportedVersion if an older responder has received the
-        request.
+        The request is sent again if its connection is lost. Raises TimeoutError, Unavailable at
+        once if there is no responder, and UnsupportedVersion if an older responder has received
+        the request.
         """
         headers = (tenant_header(tenant) | version_header(version)) or None
         loop = asyncio.get_running_loop()

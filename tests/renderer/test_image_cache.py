@@ -1,9 +1,11 @@
 """An image is decoded and processed once per machine, with one result for all requests."""
 
 import asyncio
+import gc
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +128,35 @@ async def test_a_bad_image_fails_for_each_by_its_own_field(
         "field 1",
         "field 2",
     ]
+
+
+async def test_a_bad_image_of_a_cancelled_request_leaves_no_error(
+    renderer: Start, processor: Processor
+) -> None:
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    runs, goes_on, failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def refuse(*_: object) -> Any:
+        runs.set()
+        await goes_on.wait()
+        failed.set()
+        raise InvalidMedia("no image", field="")
+
+    _, blobs = await renderer()
+    images = ImageCache(blobs, MediaDecoders(RendererConfig(), refuse), in_thread)
+    preparing = asyncio.create_task(images.prepare(processor, PART, png(), "", 60))
+    await runs.wait()
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    goes_on.set()
+    await failed.wait()
+    del preparing
+    for _ in range(10):  # More turns of the loop than the task needs to end.
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not errors
 
 
 async def test_without_room_it_goes_into_the_message(renderer: Start, processor: Processor) -> None:

@@ -1,6 +1,7 @@
 """Processes that are forked from a preloader: how they start, and how each of them may end."""
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,6 +163,24 @@ async def test_a_start_fails_when_the_preloader_dies_before_its_answer(served: S
     served.process.kill()
     with pytest.raises(ConnectionError):
         await starting
+
+
+async def test_a_cancelled_start_leaves_no_error(served: Served) -> None:
+    """Ctrl-C in a terminal ends the supervisor and its preloader at the same time."""
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    await (await served.start("exit", "0")).wait()
+    served.process.send_signal(signal.SIGSTOP)
+    starting = asyncio.create_task(served.start("wait"))
+    await asyncio.sleep(0)
+    starting.cancel()
+    served.process.kill()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await until(lambda: len(asyncio.all_tasks()) == 1)
+    del starting
+    gc.collect()
+    assert not errors
 
 
 async def test_everything_ends_with_the_supervisor(served: Served) -> None:

@@ -152,6 +152,8 @@ class ImageCache:
             self.counters.processed += 1
             task = self._processing[mm_hash] = asyncio.create_task(run())
             task.add_done_callback(lambda _: self._processing.pop(mm_hash))
+            # Retrieves the exception, because all requests that waited may have been cancelled.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             # A cancelled request does not cancel the task that other requests wait for.
             return await asyncio.shield(task)

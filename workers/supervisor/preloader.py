@@ -175,6 +175,7 @@ async def _watch(report: socket.socket, started: asyncio.Future[ForkedProcess]) 
             process = ForkedProcess(read_pid(await loop.sock_recv(report, MAX_REPORT_BYTES)))
         except OSError as error:
             started.set_exception(error)
+            started.exception()  # Retrieves it, because the caller may have been cancelled.
             return
         started.set_result(process)
         try:

@@ -308,9 +308,10 @@ async def test_work_whose_connection_is_lost_continues_over_the_next_one(
     monkeypatch.setattr("shared.bus.reading.REPLY_TIMEOUT_S", 60.0)
     await own_bus.add_responder("test.echo", lambda data: data)
     await read_a_stream(own_bus)  # Subscribes to replies.
+    stats = own_bus.connection.nc.stats
     os.kill(int(own_broker.pid_file.read_text()), signal.SIGSTOP)
-    working = asyncio.create_task(work(own_bus))
-    await until(lambda: own_bus.connection.nc.waits._open)
+    num_sent, working = stats["out_msgs"], asyncio.create_task(work(own_bus))
+    await until(lambda: stats["out_msgs"] > num_sent)
     own_broker.kill()
     own_broker.start()
     async with asyncio.timeout(30):
