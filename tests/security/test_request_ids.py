@@ -230,7 +230,7 @@ ODD_NAMES = {
     "a form feed": b"a\x0cb",
     "a form feed and a number": b"a\x0c7",
     "a zero": b"a\0b",
-    "very long": b"a" * 3900,
+    "very long": b"a" * 4050,
 }
 ODD_HEADERS = {
     "a description that is not UTF-8": b"NATS/1.0 503 a\xff\r\n\r\n",
