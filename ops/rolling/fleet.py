@@ -26,7 +26,6 @@ WORKERS = {
     "gateway": ("gateway",),
 }
 """The workers of a fleet: each one's role and options, in the order of a rolling upgrade."""
-MAKES_MEDIA = ("vocoder", "painter", "talker")
 _DEMO: dict[str, Any] = {
     "path": str(_OPS / "demo_model"),
     "max_model_len": 1024,
@@ -68,17 +67,12 @@ _PAINTER: dict[str, Any] = {
 }
 
 
-def config_of(makes_media: bool) -> dict[str, Any]:
-    """Return the configuration of a fleet, with or without a voice and a painter."""
-    models = {"demo": _DEMO}
-    if makes_media:
-        models = {"demo": _DEMO | {"stages": _VOICE}, "painter": _PAINTER}
-    return {
-        "models": models,
-        "nats": {"unchecked": True},
-        "blobs": {"inline_kib": 1},
-        "metrics": {"port": 0},
-    }
+_CONFIG: dict[str, Any] = {
+    "models": {"demo": _DEMO | {"stages": _VOICE}, "painter": _PAINTER},
+    "nats": {"unchecked": True},
+    "blobs": {"inline_kib": 1},
+    "metrics": {"port": 0},
+}
 
 
 def unpack(commit: str, folder: Path) -> Path:
@@ -116,11 +110,11 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def running(trees: dict[str, Path], *, makes_media: bool) -> AsyncIterator[Fleet]:
+async def running(trees: dict[str, Path]) -> AsyncIterator[Fleet]:
     """Run a separate broker, whose streams the first coordinator creates."""
     with tempfile.TemporaryDirectory(prefix="pagemill-rolling-") as name:
         folder = Path(name)
-        config = write_config(config_of(makes_media), folder)
+        config = write_config(_CONFIG, folder)
         async with (
             broker(folder) as server,
             processes(server.url, folder / "workers.log") as workers,

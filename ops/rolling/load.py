@@ -86,7 +86,7 @@ _QUESTION = "What can you do?"
 _IMAGE_PART = _part("image_url", _url("image/png", _IMAGE.read_bytes()))
 _VIDEO_PART = _part("video_url", _url("image/webp", _VIDEO.read_bytes()))
 
-PLAIN = (
+KINDS = (
     _chat(_QUESTION),
     # Longer than what a prefill worker leaves.
     _chat(f"{_QUESTION} " * 30, _stream_fault, stream=True),
@@ -100,9 +100,7 @@ PLAIN = (
         logprobs=True,
     ),
     _chat("Name a color.", response_format={"type": "json_object"}),
-)
-VIDEO = (_chat([_VIDEO_PART, {"type": "text", "text": "Which way does it move?"}]),)
-MEDIA = (
+    _chat([_VIDEO_PART, {"type": "text", "text": "Which way does it move?"}]),
     _chat(
         _QUESTION,
         _spoken_fault,
@@ -128,12 +126,12 @@ class Tally:
         return self.answered + self.failures.total()
 
 
-async def send_all(gateways: Sequence[str], number: int, kinds: Sequence[Kind]) -> Tally:
+async def send_all(gateways: Sequence[str], number: int) -> Tally:
     """Send requests to the gateways in turn, and wait for all answers."""
     tally = Tally()
     pairs = zip(range(number), itertools.cycle(gateways), strict=False)
     # A run of kinds at each gateway: otherwise one gateway would get the same kinds only.
-    work = iter([(url, kinds[n // len(gateways) % len(kinds)]) for n, url in pairs])
+    work = iter([(url, KINDS[n // len(gateways) % len(KINDS)]) for n, url in pairs])
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
 
         async def send() -> None:

@@ -68,8 +68,9 @@ class StoreRoom:
 
 
 def _refusal(store: FullStore) -> DiskFull:
+    # Clients get this message, so it does not name the folder or the server. The log does.
     return DiskFull.of(
-        f"the broker's store {store.name}",
+        "the broker's disk",
         store.free_bytes,
         store.min_free_bytes,
         "new requests, files and responses are refused until it has more"

@@ -19,6 +19,7 @@ MODEL_NAME_RULE = (
 _ENCODED = re.compile(r"[^A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 _FOREIGN = re.compile(r"[.*>@]")
+_MAX_LOG_NAME_LEN = 256
 TENANT_MARK = "@"
 """First character of a tenant's token, which model names and request ids of clients cannot have."""
 RESERVED_PREFIX = "item_"
@@ -76,9 +77,12 @@ def is_request_id(value: str) -> bool:
 def has_own_log(name: str) -> bool:
     """Return whether the log of a request with this name, which may be invalid, is its own.
 
-    A wildcard, another tenant's mark or the prefix of item tasks would lead to other logs.
+    A wildcard, another tenant's mark or the prefix of item tasks would lead to other logs. The
+    broker closes a connection for a command of more than 4,096 bytes, which contains the name.
     """
-    return _FOREIGN.search(name) is None and not name.startswith(RESERVED_PREFIX)
+    if len(name) > _MAX_LOG_NAME_LEN or name.startswith(RESERVED_PREFIX):
+        return False
+    return _FOREIGN.search(name) is None
 
 
 def scoped_id(name: str, tenant: str) -> str:

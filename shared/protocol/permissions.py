@@ -138,8 +138,8 @@ def permissions_of(identity: str) -> Permissions:
                     # The storage of tenants is measured by temporary consumers.
                     *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
                     *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
-                    # The status of a request may be in these streams.
-                    *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM),
+                    # The status of a request may be in these streams, and a response in the last.
+                    *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM, subjects.STEPS_STREAM),
                 ],
                 [subjects.reading_filter(call) for call in subjects.READING_CALLS],
             )

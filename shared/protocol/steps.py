@@ -262,10 +262,14 @@ def painting_id(tenant: str, response_id: str, turn: int, call: int) -> str:
     return scoped_id(f"{response_id}-i{turn - GIVEN_TURN}-{call}", tenant)
 
 
-_PART = re.compile(r".+-(t\d+|i\d+-\d+)")
+_PART = re.compile(r"(.+)-(?:t\d+|i\d+-\d+)")
 
 
-def is_part_of_response(request_id: str) -> bool:
-    """Return whether the name of a request has the form of `turn_id` or `painting_id`."""
+def response_of(request_id: str) -> str:
+    """Return the response in an id of `turn_id` or `painting_id`; "" for an id of another form.
+
+    A client may choose such an id for any request.
+    """
     name, _ = split_id(request_id)
-    return _PART.fullmatch(name) is not None
+    match = _PART.fullmatch(name)
+    return match[1] if match else ""

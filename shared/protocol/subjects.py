@@ -115,10 +115,19 @@ def _of_tenant(root: str, tenant: str, name: str) -> str:
     return f"{root}.{TENANT_MARK}{tenant}.{name}" if tenant else f"{root}.{name}"
 
 
+def request_id_of(subject: str) -> str | None:
+    """Return the request id in the subject of a request; None for a subject of another form.
+
+    The stream may still have requests of an older version, without an id in their subjects.
+    """
+    num_tokens = 5 if tenant_of(subject) else 4
+    has_form = is_request(subject) and subject.count(".") == num_tokens - 1
+    return id_in(subject) if has_form else None
+
+
 def model_of_request(subject: str) -> str:
     """Return the model of a request's subject; empty for a subject of another form."""
-    parts = subject.split(".")
-    return decode_model(parts[-2]) if is_request(subject) and len(parts) in (4, 5) else ""
+    return "" if request_id_of(subject) is None else decode_model(subject.split(".")[-2])
 
 
 def stage(name: str, model: str, lane: str, request_id: str, slot: int | None = None) -> str:

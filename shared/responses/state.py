@@ -33,6 +33,8 @@ from shared.protocol.steps import (
     Result,
     Sending,
     Step,
+    painting_id,
+    turn_id,
 )
 from shared.responses.calls import ServerCall
 from shared.responses.tools import (
@@ -133,6 +135,18 @@ class ResponseState:
     def pending(self) -> ServerCall | None:
         """The first call that has no result."""
         return next((call for call in self.calls.values() if call.is_pending), None)
+
+    @property
+    def open_requests(self) -> list[str]:
+        """Ids of the requests for a turn and for images that have no outcome yet."""
+        assert self.begun is not None
+        tenant, response_id = self.begun.tenant, self.response_id
+        turns = [turn.turn for turn in self.turns[len(self.answers) :]]
+        images = [call for call in self.calls.values() if call.paints and call.is_pending]
+        return [
+            *(turn_id(tenant, response_id, turn) for turn in turns),
+            *(painting_id(tenant, response_id, call.turn, call.number) for call in images),
+        ]
 
     @property
     def num_server_calls(self) -> int:

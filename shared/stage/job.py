@@ -192,11 +192,10 @@ class ClaimedJobs:
     def receive(self, job: Job) -> Job | None:
         """Return a new job, or None when this worker has claimed a job of the same request.
 
-        The new delivery then takes the place of the old one: the broker has restarted, or progress
-        was reported too late. This is also true of a lost task that was published again. A job that
-        hangs reports no progress for this delivery either, so
-        another worker gets it in the end. Another message about the request, such as the task of a
-        new round, is put off until the claimed job is over.
+        The new delivery then takes the place of the old one: the broker has restarted, progress was
+        reported too late, or a lost task was published again. A job that hangs reports no progress
+        for this delivery either, so another worker gets it in the end. Another message about the
+        request, such as the task of a new round, is put off until the claimed job is over.
         """
         claimed = self._jobs.get(job.request_id or "")
         if claimed is None:

@@ -1,13 +1,15 @@
 """Status of a response and the reason why it waits, read from the log of its steps."""
 
+import asyncio
 from typing import Literal
 
 from msgspec import Struct
 
 from shared.bus.bus import Bus
+from shared.bus.reading import STALE_READ_S, StoredMessage
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import names, subjects
-from shared.protocol.steps import Asked, decode_step, painting_id, turn_id
+from shared.protocol.steps import Asked, decode_step, painting_id, response_of, turn_id
 from shared.responses.state import ResponseState, state_of
 
 AGENT = "agent"
@@ -35,8 +37,7 @@ async def find_any_tenants(bus: Bus, response_id: str) -> FoundResponse | None:
     if not names.is_name(response_id):
         raise InvalidRequest(f"a response id {names.NAME_RULE}", field="request_id")
     stored = await bus.read(subjects.STEPS_STREAM, subjects.steps(None, response_id))
-    steps = [step for message in stored if (step := decode_step(message.data)) is not None]
-    state = state_of(response_id, steps)
+    state = _state_of(response_id, stored)
     if state.begun is None:
         return None
     call = state.pending
@@ -53,6 +54,30 @@ async def find_any_tenants(bus: Bus, response_id: str) -> FoundResponse | None:
         (bus.now_ms() - stored[-1].stored_ms) / 1000,
         await _why(bus, state),
     )
+
+
+async def is_awaited(bus: Bus, request_id: str) -> bool:
+    """Return whether a response that has not ended waits for this request. Raises Unavailable."""
+    if not response_of(request_id):
+        return False
+    if await _waits_for(bus, request_id):
+        return True
+    await asyncio.sleep(STALE_READ_S)
+    return await _waits_for(bus, request_id)
+
+
+async def _waits_for(bus: Bus, request_id: str) -> bool:
+    response_id, (_, tenant) = response_of(request_id), names.split_id(request_id)
+    stored = await bus.read(subjects.STEPS_STREAM, subjects.steps(tenant, response_id))
+    state = _state_of(response_id, stored)
+    if state.begun is None or state.ended is not None:
+        return False
+    return request_id in state.open_requests
+
+
+def _state_of(response_id: str, stored: list[StoredMessage]) -> ResponseState:
+    steps = [step for message in stored if (step := decode_step(message.data)) is not None]
+    return state_of(response_id, steps)
 
 
 async def _why(bus: Bus, state: ResponseState) -> str:

@@ -54,9 +54,7 @@ async def ask(nc: Client, body: dict[str, Any]) -> dict[str, Any]:
     """Publish a request as a tenant's client, and return the last record of its log."""
     request_id = f"r-{secrets.token_hex(6)}"
     log = await nc.subscribe(f"pm.tokens.{request_id}")
-    await nc.jetstream().publish(
-        "pm.request.demo", json.dumps(body).encode(), headers={"Nats-Msg-Id": request_id}
-    )
+    await nc.jetstream().publish(f"pm.request.demo.{request_id}", json.dumps(body).encode())
     record: dict[str, Any] = {"type": "tokens"}
     while record["type"] == "tokens":
         record = json.loads((await log.next_msg(timeout=60)).data)
@@ -100,8 +98,9 @@ async def test_new_work_is_refused_while_the_disk_is_nearly_full(
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (507, "disk_full"), answer.text
         assert int(answer.headers["retry-after"]) > 0
-        for part in ("data/nats", str(LIMIT_MIB * MIB), "nats.min_free_mib"):
+        for part in (str(LIMIT_MIB * MIB), "nats.min_free_mib"):
             assert part in error["message"]
+        assert "data/nats" not in error["message"]
     assert str(LIMIT_MIB * MIB) in ready.json()["reason"]
     record = await ask_until(nc, body, "error")
     assert (record["error"]["code"], record["error"]["retryable"]) == ("disk_full", True)

@@ -8,13 +8,14 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.config.schema import Config, ModelConfig
-from shared.protocol import names, subjects
+from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.full_stores import FullStore, FullStores
 from shared.protocol.records import Failure
 from shared.protocol.requests import GenerateRequest, encode_request
-from shared.protocol.steps import painting_id, turn_id
+from shared.protocol.steps import GIVEN_TURN, Begun, Ended, PaintTool, painting_id, turn_id
 from shared.stage.runtime import Context
+from shared.state.step_log import StepLog
 from shared.state.token_log import last_record
 from tests.support.waiting import until
 from workers.coordinator import worker as coordinator
@@ -34,16 +35,24 @@ async def coordinating(own_bus: Bus) -> AsyncIterator[Context]:
     await asyncio.gather(running, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("name", "tenant"), [("new", ""), ("new", "acme"), ("resp_1-t1", "acme")])
+async def begin(bus: Bus, tenant: str = "acme") -> StepLog:
+    """Begin a response with its first turn and an image."""
+    log = StepLog(bus, tenant, "resp_1")
+    painter = PaintTool("painter", "image", "90x90", prompt="a circle")
+    await log.append(Begun(0, 1, "demo", tenant, [], {}, asks=True, painter=painter))
+    return log
+
+
+@pytest.mark.parametrize("request_id", ["new", "new@acme"])
 async def test_a_new_request_ends_with_the_numbers(
-    name: str, tenant: str, own_bus: Bus, coordinating: Context
+    request_id: str, own_bus: Bus, coordinating: Context
 ) -> None:
-    request_id = names.scoped_id(name, tenant)
     await own_bus.publish_without_id(subjects.request("demo", request_id), REQUEST)
     record = await until(lambda: last_record(own_bus, request_id))
     assert isinstance(record, Failure)
     assert (record.error.code, record.error.retryable) == ("disk_full", True)
-    assert "n1 has 5 bytes free, and needs 1000" in record.error.message
+    assert "the broker's disk has 5 bytes free, and needs 1000" in record.error.message
+    assert "n1" not in record.error.message
 
     async def has_no_tasks() -> bool:
         return not await own_bus.figures.subjects_of(subjects.STAGES_STREAM, "pm.stage.>")
@@ -55,11 +64,45 @@ async def test_a_new_request_ends_with_the_numbers(
 
 
 @pytest.mark.parametrize(
-    "request_id", [turn_id("", "resp_1", 0), painting_id("acme", "resp_1", 0, 2)]
+    "request_id",
+    [
+        "other-t0@acme",
+        turn_id("acme", "resp_1", 1),
+        turn_id("evil", "resp_1", 0),
+        turn_id("", "resp_1", 0),
+        painting_id("acme", "resp_1", GIVEN_TURN, 1),
+    ],
+)
+async def test_a_name_like_a_part_of_a_response_is_not_enough(
+    request_id: str, own_bus: Bus, coordinating: Context
+) -> None:
+    """The response has not asked for this request."""
+    await begin(own_bus)
+    await own_bus.publish_without_id(subjects.request("demo", request_id), REQUEST)
+    record = await until(lambda: last_record(own_bus, request_id))
+    assert isinstance(record, Failure)
+    assert record.error.code == "disk_full"
+
+
+async def test_a_part_of_a_response_that_has_ended_is_refused(
+    own_bus: Bus, coordinating: Context
+) -> None:
+    log = await begin(own_bus)
+    await log.append(Ended(0, "cancelled", 1))
+    request_id = turn_id("acme", "resp_1", 0)
+    await own_bus.publish_without_id(subjects.request("demo", request_id), REQUEST)
+    record = await until(lambda: last_record(own_bus, request_id))
+    assert isinstance(record, Failure)
+    assert record.error.code == "disk_full"
+
+
+@pytest.mark.parametrize(
+    "request_id", [turn_id("acme", "resp_1", 0), painting_id("acme", "resp_1", GIVEN_TURN, 0)]
 )
 async def test_parts_of_a_response_in_flight_are_admitted(
     request_id: str, own_bus: Bus, coordinating: Context
 ) -> None:
+    await begin(own_bus)
     await own_bus.publish_without_id(subjects.request("demo", request_id), REQUEST)
 
     async def has_task() -> bool:

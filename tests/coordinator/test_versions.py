@@ -1,11 +1,13 @@
 """Versions of a coordinator's tasks: an older worker leaves those that it would misread."""
 
+import asyncio
 import secrets
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
+from nats.js import JetStreamContext
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
@@ -13,7 +15,7 @@ from shared.config.schema import Config, ModelConfig
 from shared.errors import InvalidRequest, RequestError, UnsupportedVersion
 from shared.protocol import subjects, versions
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import AttemptRecord
+from shared.protocol.messages import AttemptRecord, DeadLetter
 from shared.protocol.records import ErrorInfo, Failure
 from shared.protocol.requests import EmbeddingParams, GenerateRequest, encode_request
 from shared.protocol.task_messages import RenderBody
@@ -21,9 +23,14 @@ from shared.protocol.versions import VERSION_HEADER, version_header, version_of
 from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.runtime import Context
+from shared.state import dead_letters
+from tests.support.waiting import until
+from workers.coordinator import worker as coordinator
 from workers.coordinator.worker import Coordinator
 
 NEWER = 99
+CONFIG = Config({"demo": ModelConfig("nowhere")})
+REQUEST = encode_request(GenerateRequest("demo", prompt="a"), {})
 
 
 async def coordinate(bus: Bus, request_id: str, data: bytes, age_s: float, version: int) -> None:
@@ -46,8 +53,7 @@ async def coordinate(bus: Bus, request_id: str, data: bytes, age_s: float, versi
         ack=settle,
         abandon=lambda: None,
     )
-    config = Config({"demo": ModelConfig("nowhere")})
-    context = Context("coordinator", "coordinator-1", "", config, bus, structlog.get_logger())
+    context = Context("coordinator", "coordinator-1", "", CONFIG, bus, structlog.get_logger())
     await Coordinator(context).admit_or_end(Job(delivery, bus.now_ms(), request_id))
 
 
@@ -142,3 +148,30 @@ async def test_foreign_bytes_are_the_clients_error_at_once(bus: Bus, version: st
         await coordinate(bus, new_id(), b'{"model": "demo", "prompt": "a", "later": 1}', 0, 1)
     with pytest.raises(InvalidRequest, match="must be a number"):
         version_of({VERSION_HEADER: version})
+
+
+@pytest.mark.parametrize("subject", ["pm.request.demo", "pm.request.@acme.demo"])
+async def test_a_queued_request_of_a_version_without_ids_in_subjects_becomes_a_dead_letter(
+    own_bus: Bus, jetstream: JetStreamContext, subject: str
+) -> None:
+    """Its last token names no request, so it ends no log."""
+    config = (await jetstream.stream_info(subjects.REQUESTS_STREAM)).config
+    await jetstream.update_stream(config.evolve(subjects=[subjects.REQUESTS_FILTER]))
+    await jetstream.publish(subject, REQUEST, headers={"Nats-Msg-Id": "r-1"})
+    await jetstream.update_stream(config)
+    context = Context("coordinator", "coordinator-1", None, CONFIG, own_bus, structlog.get_logger())
+    running = asyncio.create_task(coordinator.main(context))
+
+    async def letters() -> list[DeadLetter]:
+        return [letter async for _, letter in dead_letters.read_newest(own_bus, 2)]
+
+    (letter,) = await until(letters)
+    assert (letter.request_id, letter.subject, letter.request) == (None, subject, REQUEST)
+
+    async def is_settled() -> bool:
+        return not (await own_bus.figures.size(subjects.REQUESTS_STREAM))[0]
+
+    await until(is_settled)
+    assert (await own_bus.figures.size(subjects.TOKENS_STREAM))[0] == 0
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

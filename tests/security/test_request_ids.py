@@ -43,19 +43,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture
-async def operator(site: Site) -> AsyncIterator[Bus]:
-    """The operator's connection, while a coordinator runs."""
+async def connections(site: Site) -> AsyncIterator[list[Bus]]:
+    """The connections of the operator and of a coordinator, which runs."""
     buses = [await Bus.connect(site.login(name), "test") for name in (OPERATOR, "coordinator")]
     for bus in buses:
         await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     context = Context("coordinator", "c-1", None, CONFIG, buses[1], structlog.get_logger())
     serving = asyncio.create_task(coordinator.main(context))
-    yield buses[0]
+    yield buses
     serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await serving
     for bus in buses:
         await bus.close()
+
+
+@pytest.fixture
+def operator(connections: list[Bus]) -> Bus:
+    return connections[0]
 
 
 @dataclass
@@ -218,3 +223,53 @@ async def test_a_cancellation_before_its_request_is_answered_twice(
     assert (await error_in(log))["code"] == "cancelled"
     await tenants[0].publish(name)
     assert (await error_in(log))["code"] == "cancelled"
+
+
+ODD_NAMES = {
+    "not UTF-8": b"\xff",
+    "a form feed": b"a\x0cb",
+    "a form feed and a number": b"a\x0c7",
+    "a zero": b"a\0b",
+    "very long": b"a" * 4050,
+}
+ODD_HEADERS = {
+    "a description that is not UTF-8": b"NATS/1.0 503 a\xff\r\n\r\n",
+    "a status that is not UTF-8": b"NATS/1.0 \xff\xff\xff\r\n\r\n",
+    "a name that is not UTF-8": b"NATS/1.0\r\n\xff: a\r\n\r\n",
+    "only a version": b"NATS/1.0",
+    "one byte": b"a",
+}
+KINDS = (b"pm.request.demo.", b"pm.cancel.", b"pm.read.")
+
+
+async def check_coordinator(connections: list[Bus], client: Client, command: bytes) -> None:
+    """Send a command three times, and then a request, which the coordinator must admit.
+
+    A message that ends the coordinator's connection would be delivered again and again.
+    """
+    for _ in range(3):
+        await client._send_command(command)
+    await client.flush()
+    sign = f"sign-{secrets.token_hex(4)}"
+    await client.jetstream().publish(f"pm.request.demo.{sign}", BODY)
+    await until_admitted(connections[0], f"{sign}@a")
+    assert connections[1].connection.nc.stats["reconnects"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("token", ODD_NAMES.values(), ids=ODD_NAMES)
+async def test_no_name_in_a_subject_ends_the_connection_of_a_coordinator(
+    connections: list[Bus], tenants: list[Tenant], kind: bytes, token: bytes
+) -> None:
+    command = b"PUB %b%b %d\r\n%b\r\n" % (kind, token, len(BODY), BODY)
+    await check_coordinator(connections, tenants[0].nc, command)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("headers", ODD_HEADERS.values(), ids=ODD_HEADERS)
+async def test_no_header_ends_the_connection_of_a_coordinator(
+    connections: list[Bus], tenants: list[Tenant], kind: bytes, headers: bytes, name: str
+) -> None:
+    sizes = len(headers), len(headers) + len(BODY)
+    command = b"HPUB %b%b %d %d\r\n%b%b\r\n" % (kind, name.encode(), *sizes, headers, BODY)
+    await check_coordinator(connections, tenants[0].nc, command)

@@ -29,7 +29,6 @@ from shared.protocol import names, subjects
 from shared.protocol.messages import decode_attempt
 from shared.protocol.pipeline import TEXT
 from shared.protocol.requests import OnLate
-from shared.protocol.steps import is_part_of_response
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
@@ -40,6 +39,7 @@ from shared.stage.stage import leave_queues, settle
 from shared.stage.worker_loop import WorkerLoop, create_queues
 from shared.state import output_ends
 from shared.state.log_records import is_final
+from shared.state.response_status import is_awaited
 from shared.state.token_log import close_outputs, cut_outputs, end_request, last_record, repeat_end
 from shared.tenants.storage_quotas import MEDIA_STREAMS, streams_filled_by
 from workers.coordinator.admission import (
@@ -125,8 +125,8 @@ class Coordinator:
         )
 
     def _request_of(self, delivery: Delivery) -> Job:
-        name = subjects.last_token(delivery.subject)
-        request_id = subjects.id_in(delivery.subject) if names.has_own_log(name) else None
+        has_own_log = names.has_own_log(subjects.last_token(delivery.subject))
+        request_id = subjects.request_id_of(delivery.subject) if has_own_log else None
         job = self._job(delivery, request_id)
         if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)
@@ -243,9 +243,10 @@ class Coordinator:
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request
+        disk_full = await self._room.find_error()
         # A response in flight needs its further turns and images.
-        if not is_part_of_response(request_id):
-            await self._room.check()
+        if disk_full is not None and not await is_awaited(self._context.bus, request_id):
+            raise disk_full
         streams = MEDIA_STREAMS if admitted.image is not None else ()
         await self._context.quotas.check(job.tenant, (*streams_filled_by(request), *streams))
         pipeline = self._context.pipelines[request.model]

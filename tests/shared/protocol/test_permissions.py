@@ -184,6 +184,7 @@ def test_ids_of_tenants_are_apart_and_found_in_subjects(request_id: str, tenant:
         assert subjects.id_in(subject) == scoped
         assert subjects.tenant_of(subject) == tenant
     assert subjects.model_of_request(subjects.request("org/m", scoped)) == "org/m"
+    assert subjects.request_id_of(subjects.request("org/m", scoped)) == scoped
     assert subjects.last_token(subjects.attempts(scoped)) == scoped
     assert subjects.id_in(subjects.stage("engine", "m", "batch", scoped)) == scoped
 
@@ -191,3 +192,9 @@ def test_ids_of_tenants_are_apart_and_found_in_subjects(request_id: str, tenant:
 @pytest.mark.parametrize("bad", ["r@", "@t", "r@t@u", "r@a.b", "r@*", "item_x@t", "r@t ", ""])
 def test_an_id_with_a_tenant_that_is_none_is_refused(bad: str) -> None:
     assert not names.is_scoped_id(bad)
+
+
+@pytest.mark.parametrize("subject", ["pm.request.m", "pm.request.@t.m", "pm.request.a.m.r"])
+def test_a_request_of_an_older_version_has_no_id(subject: str) -> None:
+    assert subjects.request_id_of(subject) is None
+    assert subjects.model_of_request(subject) == ""

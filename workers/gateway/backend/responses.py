@@ -258,14 +258,8 @@ async def cancel_response(context: AppContext, log: StepLog) -> None:
             await log.append(ended)
         except Fenced:
             continue
-        turns, answers = log.state.turns, log.state.answers
-        if len(turns) > len(answers):
-            name = turn_id(log.tenant, log.response_id, turns[-1].turn)
-            await client.cancel(context.bus, name)
-        for call in log.state.calls.values():
-            if call.paints and call.is_pending:
-                name = painting_id(log.tenant, log.response_id, call.turn, call.number)
-                await client.cancel(context.bus, name)
+        for request_id in log.state.open_requests:
+            await client.cancel(context.bus, request_id)
 
 
 async def delete_response(context: AppContext, log: StepLog) -> None:

@@ -33,7 +33,7 @@ class Ready(Struct, frozen=True, omit_defaults=True):
     responses: Literal["ok", "store is full"] = "ok"
     """Whether further responses can be stored."""
     reason: str = ""
-    """Store of the broker with too little free space, and the numbers."""
+    """Free and required bytes of the broker's disk, if new requests are refused for them."""
 
 
 class Version(Struct, frozen=True):
