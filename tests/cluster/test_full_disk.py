@@ -54,9 +54,7 @@ async def ask(nc: Client, body: dict[str, Any]) -> dict[str, Any]:
     """Publish a request as a tenant's client, and return the last record of its log."""
     request_id = f"r-{secrets.token_hex(6)}"
     log = await nc.subscribe(f"pm.tokens.{request_id}")
-    await nc.jetstream().publish(
-        "pm.request.demo", json.dumps(body).encode(), headers={"Nats-Msg-Id": request_id}
-    )
+    await nc.jetstream().publish(f"pm.request.demo.{request_id}", json.dumps(body).encode())
     record: dict[str, Any] = {"type": "tokens"}
     while record["type"] == "tokens":
         record = json.loads((await log.next_msg(timeout=60)).data)
