@@ -126,7 +126,8 @@ class Coordinator:
 
     def _request_of(self, delivery: Delivery) -> Job:
         name = subjects.last_token(delivery.subject)
-        request_id = subjects.id_in(delivery.subject) if names.has_own_log(name) else None
+        has_log = names.has_own_log(name, delivery.tenant)
+        request_id = subjects.id_in(delivery.subject) if has_log else None
         job = self._job(delivery, request_id)
         if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)
