@@ -5,7 +5,8 @@ import { connect, nkeyAuthenticator } from "@nats-io/transport-node";
 const { NATS_URL, NATS_NKEY, BODY, IDS } = process.env;
 const nc = await connect({
   servers: NATS_URL,
-  timeout: 60_000,
+  // On a busy machine, the server may close a connection before the login is computed.
+  waitOnFirstConnect: true,
   authenticator: nkeyAuthenticator(readFileSync(NATS_NKEY).subarray(0, 58)),
 });
 
