@@ -18,7 +18,7 @@ MODEL_NAME_RULE = (
 )
 _ENCODED = re.compile(r"[^A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
-_FOREIGN = re.compile(r"[.*>@]")
+_WILDCARD = re.compile(r"[.*>]")
 _MAX_LOG_NAME_LEN = 256
 TENANT_MARK = "@"
 """First character of a tenant's token, which model names and request ids of clients cannot have."""
@@ -74,15 +74,18 @@ def is_request_id(value: str) -> bool:
     return is_name(value) and not value.startswith(RESERVED_PREFIX)
 
 
-def has_own_log(name: str) -> bool:
+def has_own_log(name: str, tenant: str) -> bool:
     """Return whether the log of a request with this name, which may be invalid, is its own.
 
-    A wildcard, another tenant's mark or the prefix of item tasks would lead to other logs. The
-    broker closes a connection for a command of more than 4,096 bytes, which contains the name.
+    A wildcard would lead to other logs. Without a tenant, so would the mark of a tenant and the
+    prefix of item tasks. The broker closes a connection for a command of more than 4,096 bytes,
+    which contains the name.
     """
-    if len(name) > _MAX_LOG_NAME_LEN or name.startswith(RESERVED_PREFIX):
+    if len(name) > _MAX_LOG_NAME_LEN or _WILDCARD.search(name) is not None:
         return False
-    return _FOREIGN.search(name) is None
+    if tenant:
+        return is_name(tenant)
+    return TENANT_MARK not in name and not name.startswith(RESERVED_PREFIX)
 
 
 def scoped_id(name: str, tenant: str) -> str:
@@ -100,9 +103,12 @@ def part_id(request_id: str, part: int) -> str:
 
 
 def split_id(request_id: str) -> tuple[str, str]:
-    """Return the name and the tenant of a request id of `scoped_id`."""
-    name, _, tenant = request_id.partition(TENANT_MARK)
-    return name, tenant
+    """Return the name and the tenant of a request id of `scoped_id`.
+
+    The last mark counts, because an invalid name of a tenant's client may have one.
+    """
+    name, mark, tenant = request_id.rpartition(TENANT_MARK)
+    return (name, tenant) if mark else (request_id, "")
 
 
 def is_scoped_id(value: str) -> bool:

@@ -145,7 +145,7 @@ async def test_a_request_without_its_id_is_refused_at_its_publish(
             await operator.connection.js.publish(subject, BODY)
 
 
-@pytest.mark.parametrize("bad", ["ü", "a=b", "a" * 129])
+@pytest.mark.parametrize("bad", ["ü", "a=b", "a" * 129, "17@mail", "x@b", "item_x"])
 async def test_an_invalid_id_is_answered(tenants: list[Tenant], bad: str) -> None:
     log = await tenants[0].log(bad)
     await tenants[0].publish(bad)
@@ -154,13 +154,20 @@ async def test_an_invalid_id_is_answered(tenants: list[Tenant], bad: str) -> Non
     assert "must be 1 to 128 letters" in error["message"]
 
 
-@pytest.mark.parametrize("foreign", ["item_x", "x@b", "*"])
+@pytest.mark.parametrize(
+    ("publisher", "foreign"), [("tenant", "*"), ("gateway", "item_x"), ("gateway", "x@b")]
+)
 async def test_an_id_of_another_log_ends_no_request(
-    operator: Bus, tenants: list[Tenant], foreign: str
+    site: Site, operator: Bus, tenants: list[Tenant], publisher: str, foreign: str
 ) -> None:
     """It becomes a dead letter."""
     before, _ = await operator.figures.size(subjects.DEAD_STREAM)
-    await tenants[0].publish(foreign)
+    if publisher == "tenant":
+        await tenants[0].publish(foreign)
+    else:
+        gateway = await site.attacker(publisher)
+        await gateway.nc.jetstream().publish(f"pm.request.demo.{foreign}", BODY)
+        await gateway.nc.close()
 
     async def is_dead() -> bool:
         return (await operator.figures.size(subjects.DEAD_STREAM))[0] > before

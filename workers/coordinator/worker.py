@@ -125,8 +125,9 @@ class Coordinator:
         )
 
     def _request_of(self, delivery: Delivery) -> Job:
-        has_own_log = names.has_own_log(subjects.last_token(delivery.subject))
-        request_id = subjects.request_id_of(delivery.subject) if has_own_log else None
+        name = subjects.last_token(delivery.subject)
+        has_log = names.has_own_log(name, delivery.tenant)
+        request_id = subjects.request_id_of(delivery.subject) if has_log else None
         job = self._job(delivery, request_id)
         if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)

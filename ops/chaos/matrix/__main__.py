@@ -7,7 +7,7 @@ A deployment on which a cell failed is closed, so that the next cell starts with
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
@@ -15,10 +15,8 @@ from msgspec import Struct
 
 from ops.chaos.history import now
 from ops.chaos.matrix.cell import Cell
-from ops.chaos.matrix.deployment import Deployment
-from ops.chaos.matrix.deployments import DEPLOYMENTS
+from ops.chaos.matrix.deployments import DEPLOYMENTS, System
 from ops.chaos.matrix.table import CELLS
-from ops.chaos.plan import Settings
 from ops.chaos.processes import network
 from shared.telemetry import logs
 
@@ -57,7 +55,7 @@ async def run_matrix(seeds: Sequence[int], names: Sequence[str]) -> list[Result]
 
 async def _run_all(cells: Sequence[Cell], seed: int) -> AsyncIterator[Result]:
     for kind in dict.fromkeys(cell.on for cell in cells):
-        deployment: Deployment | None = None
+        deployment: System | None = None
         try:
             for cell in [cell for cell in cells if cell.on == kind]:
                 deployment = deployment or DEPLOYMENTS[kind]()
@@ -72,7 +70,7 @@ async def _run_all(cells: Sequence[Cell], seed: int) -> AsyncIterator[Result]:
                 deployment.remove()
 
 
-async def _run(cell: Cell, deployment: Deployment, seed: int) -> Result:
+async def _run(cell: Cell, deployment: System, seed: int) -> Result:
     assert cell.run is not None
     began = now()
     try:
@@ -87,7 +85,7 @@ async def _run(cell: Cell, deployment: Deployment, seed: int) -> Result:
     return Result(cell.name, seed, now() - began, bad, outcome.figures, folder)
 
 
-def _settings(cell: Cell, deployment: Deployment, seed: int) -> Settings:
+def _settings(cell: Cell, deployment: System, seed: int) -> Any:
     """Return the settings of the deployment, with the load of the cell."""
     load = {"requests": max(1, round(deployment.settings.rate * cell.load_s))} | cell.change
     return msgspec.structs.replace(

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from ops.chaos.matrix.deployment import Deployment, Disturb
 from ops.chaos.processes.pool import LOAD
 
 Run = TypeVar("Run", bound=Callable[..., Coroutine[Any, Any, None]])
+Disturb = Callable[[Any], Coroutine[Any, Any, None]]
+"""Function of a cell, which is called with the system of the kind that the cell names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def cell(
     """Register the decorated function as a cell that calls it with these arguments."""
 
     def register(run: Run) -> Run:
-        called: Callable[[Deployment], Coroutine[Any, Any, None]] = partial(run, **arguments)
+        called: Disturb = partial(run, **arguments)
         REGISTERED.append(
             Cell(name, how, bound, called, "", needs, on, load_s, change or {}, limit)
         )

@@ -10,15 +10,16 @@ import dataclasses
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ops.chaos.broker_contents import Store, shm_entries
-from ops.chaos.checks.checker import Verdict, check
+from ops.chaos.checks.checker import check
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.history import Fault, FinalState, Ready, now
+from ops.chaos.matrix.cell import Disturb
+from ops.chaos.matrix.outcome import Outcome
 from ops.chaos.plan import MODEL, Settings
 from ops.chaos.processes.brokers import OneBroker
 from ops.chaos.processes.pool import Slot
@@ -36,18 +37,6 @@ from shared.protocol.sampling import SamplingParams
 SPARE_S = 90.0
 CANCEL_S = 5.0
 PROBE_PATIENCE_S = 2.0
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Result of a cell: violations and figures of the cell, and the verdict of the checker."""
-
-    violations: list[str] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
-    verdict: Verdict | None = None
-
-    def note_largest(self, name: str, value: float) -> None:
-        self.figures[name] = max(value, self.figures.get(name, 0.0))
 
 
 class Deployment(WatchedDeployment):
@@ -85,7 +74,7 @@ class Deployment(WatchedDeployment):
 
     # -- one cell ---------------------------------------------------------------------------
 
-    async def run(self, settings: Settings, disturb: "Disturb") -> Outcome:
+    async def run(self, settings: Settings, disturb: Disturb) -> Outcome:
         """Run load and fault, wait for rest, and check. Raises TimeoutError if the cell hangs."""
         self.outcome = outcome = Outcome()
         self.rng = random.Random(f"cell:{settings.seed}")
@@ -103,12 +92,12 @@ class Deployment(WatchedDeployment):
         finally:
             await store.close()
         run = await asyncio.to_thread(self.record, final, began)
-        outcome.verdict = verdict = check(run)
+        verdict = check(run)
         outcome.violations += [str(violation) for violation in verdict.violations]
         outcome.figures |= {"longest_s": verdict.figures["max_s"]}
         return outcome
 
-    async def _under_load(self, settings: Settings, disturb: "Disturb") -> None:
+    async def _under_load(self, settings: Settings, disturb: Disturb) -> None:
         await self.run_load(settings, SPARE_S, disturb(self), all_faults=True)
 
     def is_own(self, id: str) -> bool:
@@ -214,6 +203,3 @@ class Deployment(WatchedDeployment):
         self.outcome.note_largest(name, took_s)
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
-
-
-Disturb = Callable[[Deployment], Coroutine[Any, Any, None]]

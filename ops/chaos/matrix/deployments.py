@@ -1,10 +1,15 @@
 """The kinds of deployments that cells need, by name."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from ops.chaos.matrix.cell import Disturb
 from ops.chaos.matrix.deployment import Deployment
+from ops.chaos.matrix.outcome import Outcome
+from ops.chaos.matrix.whole_system import Limits, WholeSystem
 from ops.chaos.plan import Mix, Settings
 
 DISK_MIB, MEMBER_DISK_MIB = 24, 256
@@ -22,7 +27,24 @@ BASE = Settings(
 )
 
 
-DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
+class System(Protocol):
+    """A system on which cells run, one after the other, each with a separate load."""
+
+    settings: Any
+    """Settings of the load: a Struct with the seed, the number of requests and their rate."""
+    folder: Path
+    outcome: Outcome
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+    async def run(self, settings: Any, disturb: Disturb) -> Outcome: ...
+
+
+DEPLOYMENTS: dict[str, Callable[[], System]] = {
     "single": lambda: Deployment(BASE),
     "cluster": lambda: Deployment(replace(BASE, brokers=3), disk_mib=MEMBER_DISK_MIB),
     # Every engine waits at every queue, so a change of leaders loses many pulls.
@@ -52,4 +74,9 @@ DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
     # Most requests go through gateways.
     "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
     "disk": lambda: Deployment(BASE, disk_mib=DISK_MIB),
+    # `pagemill up` with clients of tenants that share no code with it.
+    "up": lambda: WholeSystem(),
+    # nats-server takes at most half of the descriptors for connections.
+    "up, few files": lambda: WholeSystem(Limits(max_files=1024)),
+    "up, small disk": lambda: WholeSystem(Limits(disk_mib=96, min_free_mib=32)),
 }

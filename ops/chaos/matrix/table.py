@@ -13,6 +13,8 @@ from ops.chaos.matrix.cells import (  # noqa: F401
     poison,
     processes,
     servers,
+    tenants,
+    whole_systems,
     workplaces,
 )
 
@@ -33,5 +35,7 @@ GROUPS = (
     "partition",
     "poison",
     "overload",
+    "tenants",
+    "up",
 )
 CELLS = sorted(REGISTERED, key=lambda cell: GROUPS.index(cell.name.partition(":")[0]))

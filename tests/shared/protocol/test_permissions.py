@@ -171,6 +171,24 @@ def test_each_tenant_subject_is_mapped_to_a_subject_of_the_tenant() -> None:
             assert subjects.tenant_of(subject.mapped.format(token)) == "tenant"
 
 
+@pytest.mark.parametrize("name", ["17@mail", "17@t", "item_17", "\u00fc"])
+def test_the_log_of_an_invalid_name_is_the_tenants_own(name: str) -> None:
+    scoped = names.scoped_id(name, "t")
+    assert names.has_own_log(name, "t")
+    assert not names.is_scoped_id(scoped)
+    assert names.split_id(scoped) == (name, "t")
+    assert subjects.append(scoped) == f"pm.append.@t.{name}"
+    assert subjects.id_of_log(subjects.tokens(scoped)) == scoped
+
+
+@pytest.mark.parametrize(
+    ("name", "tenant"),
+    [("17@t", ""), ("item_17", ""), ("*", ""), ("*", "t"), (">", "t"), ("r", "a@t")],
+)
+def test_a_name_that_leads_to_another_log_has_none(name: str, tenant: str) -> None:
+    assert not names.has_own_log(name, tenant)
+
+
 @pytest.mark.parametrize("request_id", ["r", "a-b_1"])
 @pytest.mark.parametrize("tenant", ["", "t", "a_b-c"])
 def test_ids_of_tenants_are_apart_and_found_in_subjects(request_id: str, tenant: str) -> None:

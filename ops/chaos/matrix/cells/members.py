@@ -1,17 +1,21 @@
 """Cells in which members of a cluster of three fail."""
 
 import asyncio
+import signal
 from functools import partial
 from pathlib import Path
 
+from ops.chaos.history import ProcessExited, read_events
 from ops.chaos.matrix.cell import cell
-from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, fill, wait_for_load
+from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, fill, one_of_each, wait_for_load
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
 from ops.chaos.processes import network
 from ops.chaos.processes.brokers import ThreeBrokers
 from shared.protocol import subjects
 
+# Longer than a worker needs to connect and to ask for the streams.
+STARTING_S = 8.0
 _cell = partial(cell, on="cluster", load_s=20.0)
 _cell_of_slots = partial(cell, on="slots", load_s=20.0)
 
@@ -64,6 +68,38 @@ async def members_down(deployment: Deployment, count: int, lasts_s: float = 6.0)
         took_s = await brokers.cluster.wait_current()
         deployment.outcome.figures["current_after_s"] = took_s
     await deployment.probe("after_majority", LEADER_S)
+
+
+@_cell(
+    "cluster: start during an election",
+    "two of three members down, one worker of each role replaced",
+    "10 s",
+)
+async def started_in_an_election(deployment: Deployment) -> None:
+    """Start workers that reach only a server without a leader. They wait until there is one."""
+    brokers = _brokers(deployment)
+    await wait_for_load(deployment)
+    leader = await _leader(deployment)
+    slots = one_of_each(deployment)
+    old = {slot: slot.pid for slot in slots}
+    with deployment.outage("no-majority"):
+        brokers.held = True
+        for number in (leader, (leader + 1) % 3):
+            brokers.cluster.kill(number)
+        for slot in slots:
+            deployment.signal(slot, "replace", signal.SIGKILL)
+        await asyncio.sleep(STARTING_S)
+        started = {slot.pid for slot in slots} - set(old.values())
+        brokers.held = False
+        await brokers.cluster.wait_current()
+    for slot, pid in old.items():
+        await deployment.replaced(slot, pid)
+    deployment.outcome.figures["started"] = len(started)
+    events = read_events(deployment.folder / "pool.jsonl")
+    for event in events:
+        if isinstance(event, ProcessExited) and event.pid in started:
+            deployment.note(f"{event.role}: ended with {event.code} instead of waiting")
+    await deployment.probe("after_election", LEADER_S)
 
 
 @_cell(
