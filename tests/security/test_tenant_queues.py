@@ -132,7 +132,7 @@ async def test_large_requests_of_one_tenant_fill_its_own_queue(
     assert [getattr(refusal, "description", "") for refusal in refusals] == [
         "maximum bytes exceeded"
     ]
-    await publish(b, "pm.request.demo.large")
+    await publish(b, "pm.request.demo.large", bytes(2**20))
 
 
 async def test_a_flood_of_cancellations_leaves_those_of_others(
