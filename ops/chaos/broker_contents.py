@@ -103,24 +103,31 @@ class Store:
         return not waiting and all(not beat.load.get("held") for beat in beats)
 
     async def messages(self) -> dict[str, int]:
-        return {name: (await self._js.stream_info(name)).state.messages for name in COUNTED}
+        counts = {name: (await self._js.stream_info(name)).state.messages for name in COUNTED}
+        for name in await self._queues_of_tenants():
+            counts[subjects.REQUESTS_STREAM] += (await self._js.stream_info(name)).state.messages
+        return counts
+
+    async def _queues_of_tenants(self) -> list[str]:
+        query = json.dumps({"subject": subjects.REQUESTS_FILTER}).encode()
+        reply = await self._nc.request("$JS.API.STREAM.NAMES", query, timeout=ANSWER_S)
+        names = json.loads(reply.data).get("streams") or []
+        return [name for name in names if name != subjects.REQUESTS_STREAM]
 
     async def queued_ids(self) -> list[str]:
         """Return the ids of the first requests that are still queued."""
         ids: list[str] = []
-        sequence = 0
-        while len(ids) < MAX_LEFT:
-            try:
-                message = await self._js.get_msg(
-                    subjects.REQUESTS_STREAM,
-                    seq=sequence + 1,
-                    subject=subjects.REQUESTS_FILTER,
-                    next=True,
-                )
-            except NotFoundError:
-                break
-            ids.append(subjects.id_in(message.subject or "?"))
-            sequence = message.seq or 0
+        for stream in (subjects.REQUESTS_STREAM, *await self._queues_of_tenants()):
+            sequence = 0
+            while len(ids) < MAX_LEFT:
+                try:
+                    message = await self._js.get_msg(
+                        stream, seq=sequence + 1, subject=subjects.REQUESTS_FILTER, next=True
+                    )
+                except NotFoundError:
+                    break
+                ids.append(subjects.id_in(message.subject or "?"))
+                sequence = message.seq or 0
         return ids
 
     async def consumers(self) -> dict[str, int]:

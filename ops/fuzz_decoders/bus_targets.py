@@ -154,7 +154,7 @@ def _subject(data: bytes) -> None:
     tenant = subjects.tenant_of(f"pm.request.{subject}")
     subjects.model_of_request(f"pm.request.{subject}")
     subjects.id_in(f"pm.cancel.{subject}")
-    subjects.sequence_of(subject, tenant)
+    subjects.place_of(subject, tenant)
     subjects.model_of_stage(f"pm.request.{subject}")
     if len(tokens) == 4:
         subjects.parts_of_stage(f"pm.stage.{subject}")

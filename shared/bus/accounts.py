@@ -7,6 +7,7 @@ from shared.config.schema import NatsConfig
 from shared.protocol.names import TENANT_MARK
 from shared.protocol.permissions import (
     ACCOUNT,
+    SERVER_ACCOUNTS,
     SERVER_LIMITS,
     SERVER_SETTINGS,
     TENANT_SUBJECTS,
@@ -22,7 +23,7 @@ from shared.protocol.permissions import (
 MAX_SUBSCRIPTIONS = 4096
 
 # Exports services with the server's settings, which ordinary accounts cannot read.
-_SERVICES = (SERVER_SETTINGS, SERVER_LIMITS)
+_SERVICES = (SERVER_SETTINGS, SERVER_LIMITS, SERVER_ACCOUNTS)
 _EXPORTS = ", ".join(f'{{ service: "{name}", response_type: stream }}' for name in _SERVICES)
 _SYSTEM = f"""\
 system_account: SYS

@@ -59,6 +59,11 @@ class Delivery:
         """Reply subject. With it, any worker can acknowledge the message by `Bus.acknowledge`."""
 
     @property
+    def place(self) -> subjects.RequestPlace:
+        """Place of the message in its stream."""
+        return subjects.RequestPlace(self._puller.stream, self.sequence)
+
+    @property
     def is_lost(self) -> bool:
         """Whether the broker has lost the message with its memory."""
         return self.sequence < self._puller.first_sequence
@@ -258,7 +263,7 @@ class Consumer(Puller):
         self, nc: NatsClient, stream: str, durable: str, capacity: int, outages: Outages
     ) -> None:
         super().__init__(nc, stream, capacity, outages)
-        self._durable = durable
+        self.durable = durable
         self._acks = AckBatcher(nc)
         self._subject = pull_subject(stream, durable)
         # Pull request number → (outstanding messages, loop time at which the request has lapsed).
@@ -274,12 +279,12 @@ class Consumer(Puller):
             # A status ends the pull request, even if messages are outstanding.
             self._pulls.pop(msg.subject.rpartition(".")[2], None)
             if status not in ("404", "408"):
-                self.outages.add_refusal(self.stream, self._durable, status)
+                self.outages.add_refusal(self.stream, self.durable, status)
                 await asyncio.sleep(PULL_REFUSED_PAUSE_S)
             else:
-                self.outages.add_answer(self.stream, self._durable)
+                self.outages.add_answer(self.stream, self.durable)
         else:
-            self.outages.add_answer(self.stream, self._durable)
+            self.outages.add_answer(self.stream, self.durable)
             self.num_in_flight += 1
             self._count_delivery()
             self._ready.put_nowait(Delivery(msg, self, self._acks))
@@ -315,7 +320,7 @@ class Consumer(Puller):
         self._pulls[number] = (batch, now + PULL_EXPIRES_S + 1.0)
         request: dict[str, object] = {"batch": batch}
         # After a refusal, a pull that does not wait shows at once whether the outage has ended.
-        is_refused = self.outages.is_refused(self.stream, self._durable)
+        is_refused = self.outages.is_refused(self.stream, self.durable)
         request |= {"no_wait": True} if is_refused else {"expires": int(PULL_EXPIRES_S * 1e9)}
         try:
             await self._nc.publish(

@@ -59,6 +59,23 @@ class StreamFigures:
         replicas = cluster.replicas or [] if cluster else []
         return [peer.name or "" for peer in replicas if peer.offline or not peer.current]
 
+    async def streams_with(self, subject: str) -> list[str]:
+        """Return the names of the streams that store subjects which `subject` matches."""
+        names: list[str] = []
+        total = 1
+        while len(names) < total:
+            query = json.dumps({"subject": subject, "offset": len(names)}).encode()
+            reply = await answered(
+                self._nc.request("$JS.API.STREAM.NAMES", query, timeout=REPLY_TIMEOUT_S),
+                "the names of its streams",
+            )
+            page = json.loads(reply.data)
+            if not page.get("streams"):
+                break
+            names += page["streams"]
+            total = page["total"]
+        return sorted(names)
+
     async def subjects_of(self, stream: str, subject: str) -> list[str]:
         """Return the subjects of a stream that match `subject`, which has wildcards.
 

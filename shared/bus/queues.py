@@ -160,6 +160,13 @@ class Queues:
         await self.create(stream, durable, subject, ack_wait_s, feeds_tasks=feeds_tasks)
         return await self._start(Consumer(self._nc, stream, durable, capacity, self.outages))
 
+    async def leave(self, consumer: Consumer) -> None:
+        """Stop pulling from a queue whose stream was removed, and do not create it again."""
+        self._consumers.remove(consumer)
+        self._queues.pop((consumer.stream, consumer.durable), None)
+        self.outages.forget(consumer.stream, consumer.durable)
+        await consumer.stop()
+
     async def create_slots(
         self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
     ) -> None:

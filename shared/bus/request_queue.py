@@ -1,5 +1,10 @@
-"""The queue of clients' requests. A request stays in it until it has ended."""
+"""The queues of clients' requests. A request stays in its queue until it has ended.
 
+Trusted publishers, such as gateways, share the queue REQUESTS. The clients with a tenant's key have
+a queue for this tenant alone, see `subjects.queues_of_tenant`.
+"""
+
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -10,6 +15,7 @@ from nats.js.errors import NotFoundError
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.protocol import subjects
+from shared.protocol.subjects import RequestPlace
 from shared.protocol.versions import version_of
 
 
@@ -21,6 +27,7 @@ class QueuedRequest:
     subject: str
     version: int
     """Version that a reader needs."""
+    place: RequestPlace
 
     @property
     def request_id(self) -> str:
@@ -32,32 +39,85 @@ class QueuedRequest:
         return subjects.tenant_of(self.subject)
 
 
-async def queued_request(bus: Bus, sequence: int) -> QueuedRequest | None:
+async def queued_request(bus: Bus, place: RequestPlace) -> QueuedRequest | None:
     """Return a client's request that has not ended; None if it is no longer queued."""
-    message = await _get_request(bus, sequence, is_next=False)
-    return None if message is None else _to_queued_request(message)
+    message = await _get_request(bus, place, is_next=False)
+    return None if message is None else _to_queued_request(message, place.stream)
 
 
 async def queued_requests(bus: Bus) -> AsyncIterator[QueuedRequest]:
     """Yield all clients' requests that have not ended. Raises Unavailable."""
-    sequence = 1
-    while (message := await _get_request(bus, sequence, is_next=True)) is not None:
-        yield _to_queued_request(message)
-        sequence = (message.seq or 0) + 1
+    for stream in await streams(bus):
+        sequence = 1
+        while message := await _get_request(bus, RequestPlace(stream, sequence), is_next=True):
+            yield _to_queued_request(message, stream)
+            sequence = (message.seq or 0) + 1
 
 
-async def _get_request(bus: Bus, sequence: int, *, is_next: bool) -> api.RawStreamMsg | None:
+async def streams(bus: Bus) -> list[str]:
+    """Return the streams of all queues. Raises Unavailable."""
+    return await bus.figures.streams_with(subjects.REQUESTS_FILTER)
+
+
+async def streams_of_tenants(bus: Bus) -> list[str]:
+    """Return the queues of tenants, for requests and for cancellations. Raises Unavailable."""
+    both = [await bus.figures.streams_with(subjects.CANCELS_FILTER), await streams(bus)]
+    return [stream for names in both for stream in names if subjects.tenant_of_queue(stream)]
+
+
+async def remove_unused(bus: Bus) -> list[str]:
+    """Remove the empty queues of tenants that have no key any more, and return them.
+
+    Raises Unavailable.
+    """
+    await bus.streams.find_tenants()
+    removed = []
+    for stream in await streams_of_tenants(bus):
+        if stream in bus.streams.queues_of_tenants or (await bus.figures.size(stream))[0]:
+            continue
+        try:
+            await bus.connection.js.delete_stream(stream)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not remove stream {stream}: {error}") from error
+        removed.append(stream)
+    return removed
+
+
+async def size(bus: Bus) -> tuple[int, float | None]:
+    """Return the number of requests in all queues, and the oldest storage time in Unix ms."""
+    sizes = await asyncio.gather(*(bus.figures.size(stream) for stream in await streams(bus)))
+    oldest_ms = min((ms for _, ms in sizes if ms is not None), default=None)
+    return sum(number for number, _ in sizes), oldest_ms
+
+
+async def depth(bus: Bus) -> tuple[int, int]:
+    """Return the numbers of undelivered and delivered requests in all queues.
+
+    Raises NotFound before the first coordinator has run.
+    """
+    depths = await asyncio.gather(
+        *(bus.figures.depth(stream, subjects.REQUESTS_CONSUMER) for stream in await streams(bus))
+    )
+    return sum(each.num_pending for each in depths), sum(each.num_in_flight for each in depths)
+
+
+async def _get_request(bus: Bus, place: RequestPlace, *, is_next: bool) -> api.RawStreamMsg | None:
     # Unlike a direct get, this reads from the leader of the stream.
     subject = subjects.REQUESTS_FILTER if is_next else None
     try:
         return await bus.connection.js.get_msg(
-            subjects.REQUESTS_STREAM, sequence, subject=subject, next=is_next
+            place.stream, place.sequence, subject=subject, next=is_next
         )
     except NotFoundError:
         return None
     except NatsError as error:
-        raise Unavailable(f"the broker did not return request {sequence}") from error
+        raise Unavailable(f"the broker did not return request {place.sequence}") from error
 
 
-def _to_queued_request(message: api.RawStreamMsg) -> QueuedRequest:
-    return QueuedRequest(message.data or b"", message.subject or "", version_of(message.headers))
+def _to_queued_request(message: api.RawStreamMsg, stream: str) -> QueuedRequest:
+    return QueuedRequest(
+        message.data or b"",
+        message.subject or "",
+        version_of(message.headers),
+        RequestPlace(stream, message.seq or 0),
+    )

@@ -13,7 +13,8 @@ from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.replies import ReplyInbox
 from shared.config.schema import NatsConfig
 from shared.errors import ConfigError, Unavailable
-from shared.protocol.permissions import SERVER_LIMITS, SERVER_SETTINGS
+from shared.protocol.names import TENANT_MARK
+from shared.protocol.permissions import SERVER_ACCOUNTS, SERVER_LIMITS, SERVER_SETTINGS
 
 MIN_SERVER_VERSION = (2, 14, 3)
 MIN_MAX_PAYLOAD = 2**20
@@ -125,6 +126,16 @@ async def check_limits(inbox: ReplyInbox, config: NatsConfig) -> None:
         for setting, reason in find_unsuitable_limits(server.get("data", {})).items():
             name = server["server"]["name"]
             _log.warning("broker_limit_unsuitable", server=name, setting=setting, reason=reason)
+
+
+async def read_tenants(inbox: ReplyInbox, replicas: int) -> list[str]:
+    """Return the tenants that have an account on any server of the cluster.
+
+    Empty if the broker has no such service. Raises an error of nats-py if no server answers.
+    """
+    servers = await _ask_servers(inbox, SERVER_ACCOUNTS, b"", replicas)
+    accounts = {name for server in servers for name in server.get("data", {}).get("accounts", [])}
+    return sorted(name[1:] for name in accounts if name.startswith(TENANT_MARK))
 
 
 def find_unsuitable_limits(limits: Mapping[str, int]) -> dict[str, str]:

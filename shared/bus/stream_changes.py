@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_replicas": 1,
     "max_msgs": -1,
     "max_bytes": -1,
+    "max_msg_size": -1,
     "max_age": 0.0,
     "max_msgs_per_subject": -1,
     "duplicate_window": 0.0,
@@ -126,7 +127,7 @@ def words_of(setting: str, value: Any) -> str:
             return f"{source} → {target}"
         case int() if setting.startswith("max_") and setting != "max_age" and value < 0:
             return "unlimited"
-        case int() if setting == "max_bytes":
+        case int() if setting in ("max_bytes", "max_msg_size"):
             return f"{value / 2**20:,.6g} MiB"
         case int() | float() if setting == "max_age":
             return f"{value:,.6g} s" if value else "unlimited"

@@ -10,7 +10,7 @@ from nats.js import api
 
 from shared.bus import stream_changes, streams
 from shared.bus.connection import FIRST_RETRY_S, Connection, retry_until
-from shared.bus.server_settings import check_limits, check_server
+from shared.bus.server_settings import check_limits, check_server, read_tenants
 from shared.bus.store_probes import Refusal, probe_streams
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
@@ -22,6 +22,10 @@ PREPARE_DEADLINE_S = 60.0
 # A broker that starts, ends or frees the space of a stream answers as one without JetStream or
 # without space. A refusal that lasts for longer is a fault of the settings.
 PASSING_S = 3.0
+# In a cluster each stream elects a leader first.
+CREATED_AT_ONCE = 16
+# In a cluster each probe is a message to all replicas.
+PROBED_AT_ONCE = 8
 HOW_TO_CHANGE = "`pagemill migrate` changes streams"
 NOT_CHANGED = "only a new stream can have it"
 
@@ -53,6 +57,14 @@ class StreamKeeper:
         """Whether this identity may create streams. Otherwise it waits for them."""
         self._durable: list[api.StreamConfig] = []
         self._volatile: list[api.StreamConfig] = []
+        self._of_tenants: list[api.StreamConfig] = []
+        self._existing: list[api.StreamConfig] = []
+        """The streams among `_of_tenants` that exist."""
+        self._next_probed = 0
+        """Position in `_existing`."""
+        self._suspects: set[str] = set()
+        """Streams that have failed their last probe."""
+        self._settings = NatsConfig(), DeliveryConfig()
         self.tasks = TaskStream()
 
     @property
@@ -96,9 +108,44 @@ class StreamKeeper:
 
     def configure(self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig) -> None:
         """Set the configuration of the streams."""
+        self._settings = nats, delivery
         self._durable = streams.durable_streams(delivery, agent, nats.replicas)
         is_alone = not self._nc._server_info.get("cluster")
         self._volatile = streams.volatile_streams(delivery, nats.replicas, is_alone=is_alone)
+
+    async def find_tenants(self) -> None:
+        """Configure queues for the tenants that have an account at the broker now.
+
+        Raises Unavailable.
+        """
+        nats, delivery = self._settings
+        try:
+            tenants = await read_tenants(self._connection.inbox, nats.replicas)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not list its accounts: {error}") from error
+        of_tenants = (streams.streams_of_tenant(tenant, nats, delivery) for tenant in tenants)
+        self._of_tenants = [config for configs in of_tenants for config in configs]
+
+    async def create_for_tenants(self, existing: Iterable[str]) -> list[str]:
+        """Create the queues of tenants that are not among the `existing` streams; return them.
+
+        A failure of one leaves the others. Raises the first one: ConfigError, Unavailable or an
+        error of nats-py.
+        """
+        names: set[str | None] = {*existing}
+        self._existing = [config for config in self._of_tenants if config.name in names]
+        missing = [config for config in self._of_tenants if config.name not in names]
+        outcomes: list[list[str] | BaseException] = []
+        for first in range(0, len(missing), CREATED_AT_ONCE):
+            batch = missing[first : first + CREATED_AT_ONCE]
+            creating = (self._create_missing([config]) for config in batch)
+            outcomes += await asyncio.gather(*creating, return_exceptions=True)
+        created: list[str] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            created += outcome
+        return created
 
     async def restore(self) -> None:
         """Create the streams that a single broker has lost with its memory, and lost queues.
@@ -133,8 +180,10 @@ class StreamKeeper:
 
         Raises Unavailable.
         """
+        await self.find_tenants()
         try:
-            return await stream_changes.find_changes(self._nc, self.configs, now_ms)
+            configs = self.configs + self._of_tenants
+            return await stream_changes.find_changes(self._nc, configs, now_ms)
         except NatsError as error:
             raise Unavailable(f"the broker did not describe its streams: {error}") from error
 
@@ -143,22 +192,38 @@ class StreamKeeper:
 
         Raises ConfigError for a change that the broker refuses, and Unavailable.
         """
-        changes = list(changes)
+        changes, configs = list(changes), self.configs + self._of_tenants
         try:
-            if any(not change.difference.setting for change in changes):
-                await self._create_missing(self.configs)
             others = [change for change in changes if change.difference.setting]
-            await stream_changes.apply_changes(self._nc, self.configs, others)
+            await stream_changes.apply_changes(self._nc, configs, others)
+            # A new stream may have subjects that another one has had before its change.
+            if any(not change.difference.setting for change in changes):
+                await self._create_missing(configs)
         except NatsError as error:
             raise Unavailable(f"the broker did not change its streams: {error}") from error
 
     async def probe(self) -> dict[str, Refusal]:
-        """Return the streams on disk that refuse to store, see `store_probes`."""
-        return await probe_streams(self._nc, self.configs)
+        """Return the streams on disk that refuse to store, see `store_probes`.
+
+        The queues of tenants are probed in turns, PROBED_AT_ONCE of them in each call. A probe that
+        has failed is repeated in the next call.
+        """
+        end = self._next_probed + PROBED_AT_ONCE
+        due = {config.name for config in self._existing[self._next_probed : end]} | self._suspects
+        self._next_probed = end if end < len(self._existing) else 0
+        of_tenants = [config for config in self._existing if config.name in due]
+        refusals = await probe_streams(self._nc, self.configs + of_tenants)
+        self._suspects = {*refusals}
+        return refusals
+
+    @property
+    def queues_of_tenants(self) -> set[str]:
+        """Names of the queues of the tenants that `find_tenants` has found."""
+        return {config.name or "" for config in self._of_tenants}
 
     @property
     def configs(self) -> list[api.StreamConfig]:
-        """The configured streams."""
+        """The configured streams, without the queues of tenants."""
         return self._durable + self._volatile
 
 

@@ -1,6 +1,7 @@
 """Configurations of Pagemill's streams in the broker."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from nats.aio.client import Client as NatsClient
@@ -8,13 +9,13 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
-from shared.config.schema import AgentConfig, DeliveryConfig
+from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
 # The server recognises a message that is published again within this window, by its id.
 DUPLICATE_WINDOW_S = 120.0
-# Clients of all tenants publish to these streams. A stream compares the message ids of all
+# Gateways publish to these streams for all tenants. A stream compares the message ids of all
 # publishers, so one tenant's id would make another tenant's message a duplicate. The server gives
 # each stream a window, except one that has sources. No message matches the filter of this source.
 # The subjects of these streams contain the request id, and each subject has at most one message.
@@ -25,6 +26,9 @@ _SOURCE_OF_NOTHING = api.StreamSource(
 MEDIA_REUSE_S = 600.0
 # Limit on the attempt records of one request.
 MAX_ATTEMPT_RECORDS = 64
+
+# A cancellation has no content. Without a limit, its publisher could store some.
+MAX_CANCEL_BYTES = 4096
 
 MIB = 2**20
 
@@ -47,30 +51,58 @@ def durable_streams(
     return [config.evolve(num_replicas=replicas) for config in configs]
 
 
+def streams_of_tenant(
+    tenant: str, nats: NatsConfig, delivery: DeliveryConfig
+) -> list[api.StreamConfig]:
+    """Return the configurations of the queues for what a tenant's clients publish with its key."""
+    (requests, of_requests), (cancels, of_cancels) = subjects.queues_of_tenant(tenant).items()
+    configs = (
+        _requests(requests, [of_requests], nats.tenant_queued, nats.tenant_request_mib),
+        _cancels(cancels, [of_cancels], nats.tenant_queued, delivery),
+    )
+    return [config.evolve(num_replicas=nats.replicas) for config in configs]
+
+
 def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
     return [
-        _work_queue(
+        _requests(
             subjects.REQUESTS_STREAM,
-            *subjects.REQUESTS_SUBJECTS,
-            max_msgs_per_subject=1,
-            discard_new_per_subject=True,
-            max_msgs=delivery.max_queued,
-            max_bytes=delivery.max_request_mib * MIB,
-            sources=[_SOURCE_OF_NOTHING],
+            subjects.REQUESTS_SUBJECTS,
+            delivery.max_queued,
+            delivery.max_request_mib,
         ),
         _work_queue(
-            subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER, max_msgs=delivery.max_queued
+            subjects.RESPONSES_STREAM, [subjects.RESPONSES_FILTER], max_msgs=delivery.max_queued
         ),
-        _work_queue(
-            subjects.CANCELS_STREAM,
-            subjects.CANCELS_FILTER,
-            max_msgs_per_subject=1,
-            discard_new_per_subject=True,
-            max_msgs=2 * delivery.max_queued,
-            max_age=delivery.max_timeout_s,
-            sources=[_SOURCE_OF_NOTHING],
-        ),
+        _cancels(subjects.CANCELS_STREAM, subjects.CANCELS_SUBJECTS, delivery.max_queued, delivery),
     ]
+
+
+def _requests(name: str, filters: Sequence[str], max_queued: int, max_mib: int) -> api.StreamConfig:
+    return _work_queue(
+        name,
+        filters,
+        max_msgs_per_subject=1,
+        discard_new_per_subject=True,
+        max_msgs=max_queued,
+        max_bytes=max_mib * MIB,
+        sources=[_SOURCE_OF_NOTHING],
+    )
+
+
+def _cancels(
+    name: str, filters: Sequence[str], max_queued: int, delivery: DeliveryConfig
+) -> api.StreamConfig:
+    return _work_queue(
+        name,
+        filters,
+        max_msgs_per_subject=1,
+        discard_new_per_subject=True,
+        max_msgs=2 * max_queued,
+        max_msg_size=MAX_CANCEL_BYTES,
+        max_age=delivery.max_timeout_s,
+        sources=[_SOURCE_OF_NOTHING],
+    )
 
 
 def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
@@ -158,7 +190,7 @@ def volatile_streams(
         # Tasks can be published again from the requests, which are on disk until they have ended.
         _work_queue(
             subjects.STAGES_STREAM,
-            subjects.STAGES_FILTER,
+            [subjects.STAGES_FILTER],
             max_bytes=delivery.max_stage_mib * MIB,
             # After this time every request has ended, also for a model without workers.
             max_age=delivery.max_timeout_s,
@@ -203,7 +235,7 @@ def volatile_streams(
     return [config.evolve(num_replicas=replicas, storage=storage) for config in configs]
 
 
-def _work_queue(name: str, *filters: str, **settings: Any) -> api.StreamConfig:
+def _work_queue(name: str, filters: Sequence[str], **settings: Any) -> api.StreamConfig:
     return _with_window(
         api.StreamConfig(
             name=name,

@@ -156,6 +156,12 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     tenant_payload_mib: Positive = 8
     """Limit on one message from a client with a tenant's key, written by `pagemill keys`. A lower
     `max_payload` of the server applies as well."""
+    tenant_queued: Positive = 5_000
+    """Limit on accepted requests of clients with one tenant's key that have not ended. Further
+    requests of this tenant's clients are refused."""
+    tenant_request_mib: Positive = 32
+    """Limit on the total size of these requests with their media. Coordinators reserve it on the
+    broker's disk for each tenant with a key."""
     tls_ca: str | None = None
     """Certificates of the authorities that sign the server's certificate, in PEM format. They
     enable encryption."""

@@ -21,6 +21,8 @@ SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 """Service of the system account that reports whether acknowledged messages are synced."""
 SERVER_LIMITS = "$SYS.REQ.SERVER.PING.VARZ"
 """Service of the system account that reports the server's limits, for coordinators."""
+SERVER_ACCOUNTS = "$SYS.REQ.SERVER.PING.ACCOUNTZ"
+"""Service of the system account that lists the accounts of tenants, for coordinators."""
 
 # The broker answers this to every identity, with its clock.
 _USER_INFO = "$SYS.REQ.USER.INFO"
@@ -32,14 +34,15 @@ _AUDIT_CHANGES = tuple(
     for change in ("DELETE", "PURGE", "MSG.DELETE", "UPDATE")
 )
 _GATEWAY = "gateway"
+_NAMES = "$JS.API.STREAM.NAMES"
 
-# The streams that may be on disk, without the audit log, which must not be purged.
-_PROBED_STREAMS = (
-    subjects.REQUESTS_STREAM, subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM,
-    subjects.STAGES_STREAM, subjects.ATTEMPTS_STREAM, subjects.RESULTS_STREAM,
-    subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM,
-    subjects.JOBS_STREAM, subjects.DEAD_STREAM, subjects.SCALE_STREAM,
-    subjects.KV_STREAM, subjects.WORKERS_STREAM,
+# The streams other than the queues of requests. A subject cannot match part of a token, so the
+# permissions for `REQUESTS_<tenant>` include all streams, with exceptions for these.
+_OTHER_STREAMS = (
+    subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM, subjects.STAGES_STREAM,
+    subjects.ATTEMPTS_STREAM, subjects.RESULTS_STREAM, subjects.TOKENS_STREAM,
+    subjects.STEPS_STREAM, subjects.MEDIA_STREAM, subjects.JOBS_STREAM, subjects.DEAD_STREAM,
+    subjects.SCALE_STREAM, subjects.KV_STREAM, subjects.WORKERS_STREAM, subjects.AUDIT_STREAM,
 )  # fmt: skip
 
 # Identities that may create streams. Only the operator may change them, with `pagemill migrate`.
@@ -56,7 +59,8 @@ class Permissions:
     """Exceptions from `publish`, which are refused."""
 
     def with_(self, publish: Iterable[str] = (), subscribe: Iterable[str] = ()) -> "Permissions":
-        return Permissions((*self.publish, *publish), (*self.subscribe, *subscribe))
+        allowed = (*self.publish, *publish), (*self.subscribe, *subscribe)
+        return Permissions(*allowed, self.never_publish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,8 @@ class TenantSubject:
 _DIRECT_GET = f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}"
 
 TENANT_SUBJECTS = (
-    TenantSubject("pm.request.*.*", "pm.request.{}.*.*"),
-    TenantSubject("pm.cancel.*", "pm.cancel.{}.*"),
+    TenantSubject("pm.request.*.*", f"pm.request.{{}}.{subjects.WITH_KEY}.*.*"),
+    TenantSubject("pm.cancel.*", f"pm.cancel.{{}}.{subjects.WITH_KEY}.*"),
     TenantSubject("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
     # For the last record of a log, which contains the end of a request.
     TenantSubject(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
@@ -125,15 +129,17 @@ def permissions_of(identity: str) -> Permissions:
     base = _worker(identity)
     match identity:
         case "coordinator":
-            return _stage_worker(base).with_(
+            coordinator = _stage_worker(base).with_(
                 [
                     SERVER_LIMITS,
+                    SERVER_ACCOUNTS,
                     *_creates_streams(),
-                    *_consumes(subjects.REQUESTS_STREAM, subjects.CANCELS_STREAM),
+                    _NAMES,
+                    *_consumes("*", subjects.REQUESTS_CONSUMER),
                     # The probe of a stream is a purge of a subject that no message has.
-                    *_purges(*_PROBED_STREAMS),
+                    *_purges("*"),
                     # All requests must be delivered again when their tasks are lost.
-                    f"$JS.API.CONSUMER.RESET.{subjects.REQUESTS_STREAM}.*",
+                    f"$JS.API.CONSUMER.RESET.*.{subjects.REQUESTS_CONSUMER}",
                     f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
                     # The storage of tenants is measured by temporary consumers.
                     *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
@@ -143,6 +149,8 @@ def permissions_of(identity: str) -> Permissions:
                 ],
                 [subjects.reading_filter(call) for call in subjects.READING_CALLS],
             )
+            never = *coordinator.never_publish, *_purges(subjects.AUDIT_STREAM)
+            return replace(coordinator, never_publish=never)
         case "gateway":
             return _gateway(base)
         case "agent":
@@ -188,17 +196,18 @@ def _worker(identity: str) -> Permissions:
 
 def _stage_worker(base: Permissions) -> Permissions:
     """Add the permissions of stages: to claim tasks, write logs, forward, and settle requests."""
-    requests, results = subjects.REQUESTS_STREAM, subjects.RESULTS_STREAM
+    stages, results = subjects.STAGES_STREAM, subjects.RESULTS_STREAM
     logs, attempts = subjects.TOKENS_STREAM, subjects.ATTEMPTS_STREAM
-    return base.with_(
+    stage_worker = base.with_(
         [
-            *_consumes(subjects.STAGES_STREAM),
-            *_reads(subjects.STAGES_STREAM, logs, attempts, results, subjects.MEDIA_STREAM),
+            f"$JS.API.CONSUMER.LIST.{stages}",
+            *_consumes(stages),
+            *_reads(stages, logs, attempts, results, subjects.MEDIA_STREAM),
             *_purges(logs, attempts),
-            *_deletes(requests, results, subjects.STAGES_STREAM),
-            f"$JS.API.STREAM.MSG.GET.{requests}",
+            *_deletes("*"),
+            _get("*"),
             # The last worker of a request acknowledges it in place of the coordinator.
-            f"$JS.ACK.{requests}.>",
+            f"$JS.ACK.*.{subjects.REQUESTS_CONSUMER}.>",
             subjects.STAGES_FILTER, subjects.APPEND_FILTER, subjects.ATTEMPTS_FILTER,
             subjects.RESULTS_FILTER, subjects.DEAD_FILTER, subjects.MEDIA_FILTER,
             subjects.ENDED_FILTER, subjects.blob("*"),
@@ -207,11 +216,14 @@ def _stage_worker(base: Permissions) -> Permissions:
             *_LOGS[:1], subjects.ENDED_FILTER, subjects.RESULTS_FILTER, subjects.blob("*"),
         ],
     )  # fmt: skip
+    kept = [stream for stream in _OTHER_STREAMS if stream not in (stages, results)]
+    never = *_deletes(*kept), *map(_get, _OTHER_STREAMS)
+    return replace(stage_worker, never_publish=never)
 
 
 def _gateway(base: Permissions) -> Permissions:
     logs, steps, media = subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM
-    stages, requests = subjects.STAGES_STREAM, subjects.REQUESTS_STREAM
+    stages = subjects.STAGES_STREAM
     return base.with_(
         [
             *_asks(),
@@ -220,8 +232,11 @@ def _gateway(base: Permissions) -> Permissions:
             *_reads(logs, steps, media, stages, subjects.JOBS_STREAM, subjects.ATTEMPTS_STREAM),
             *_reads(subjects.SCALE_STREAM, subjects.DEAD_STREAM),
             *_purges(logs, steps, media),
-            *(f"$JS.API.CONSUMER.LIST.{stream}" for stream in (stages, requests)),
-            *(f"$JS.API.CONSUMER.INFO.{stream}.*" for stream in (stages, requests)),
+            f"$JS.API.CONSUMER.LIST.{stages}",
+            f"$JS.API.CONSUMER.INFO.{stages}.*",
+            # The depths of the queues of requests.
+            _NAMES,
+            f"$JS.API.CONSUMER.INFO.*.{subjects.REQUESTS_CONSUMER}",
             f"$JS.API.CONSUMER.INFO.{subjects.RESPONSES_STREAM}.*",
             # The responses and media of tenants are measured by temporary consumers.
             *_measures(steps, media),
@@ -237,6 +252,7 @@ def _agent(base: Permissions) -> Permissions:
             subjects.STEP_FILTER,
             subjects.DEAD_FILTER,
             subjects.ATTEMPTS_FILTER,
+            f"$JS.API.CONSUMER.LIST.{subjects.RESPONSES_STREAM}",
             *_consumes(subjects.RESPONSES_STREAM),
             *_reads(subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM),
             *_reads(subjects.ATTEMPTS_STREAM),
@@ -248,7 +264,7 @@ def _agent(base: Permissions) -> Permissions:
 def _asks() -> list[str]:
     """Return the subjects for requests, cancellations and calls in the name of any tenant."""
     calls = [f"pm.{call}.*" for call in (*subjects.RENDERER_CALLS, *subjects.READING_CALLS)]
-    return [*subjects.REQUESTS_SUBJECTS, subjects.CANCELS_FILTER, *calls]
+    return [*subjects.REQUESTS_SUBJECTS, *subjects.CANCELS_SUBJECTS, *calls]
 
 
 def _reads(*streams: str) -> list[str]:
@@ -276,18 +292,18 @@ def _deletes(*streams: str) -> list[str]:
     return [f"$JS.API.STREAM.MSG.DELETE.{stream}" for stream in streams]
 
 
-def _consumes(*streams: str) -> list[str]:
+def _get(stream: str) -> str:
+    """Return the subject of reads from the leader of a stream."""
+    return f"$JS.API.STREAM.MSG.GET.{stream}"
+
+
+def _consumes(stream: str, consumer: str = "*") -> list[str]:
     """Return the subjects to create and use the consumers of queues, and to settle messages."""
     return [
-        subject
-        for stream in streams
-        for subject in (
-            f"$JS.API.CONSUMER.INFO.{stream}.*",
-            f"$JS.API.CONSUMER.LIST.{stream}",
-            f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.*",
-            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
-            f"$JS.ACK.{stream}.>",
-        )
+        f"$JS.API.CONSUMER.INFO.{stream}.{consumer}",
+        f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{consumer}",
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}",
+        f"$JS.ACK.{stream}.{consumer}.>",
     ]
 
 

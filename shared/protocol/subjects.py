@@ -5,12 +5,14 @@
 
 import hashlib
 import re
+from typing import NamedTuple
 
 from shared.protocol.names import (
     RESERVED_PREFIX,
     TENANT_MARK,
     decode_model,
     encode_model,
+    is_name,
     scoped_id,
     split_id,
 )
@@ -34,14 +36,19 @@ WORKERS_STREAM = "KV_pm_workers"
 SCALE_STREAM = "KV_pm_scale"
 
 REQUESTS_FILTER = "pm.request.>"
-# Subjects of requests without and with a tenant. No stream stores a message with another number of
-# tokens, such as one without an id.
+# Subjects of the requests of trusted publishers, without and with a tenant. No stream stores a
+# message with another number of tokens, such as one without an id.
 REQUESTS_SUBJECTS = ("pm.request.*.*", "pm.request.*.*.*")
 STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
 AUDIT_FILTER = "pm.audit.*"
 JOBS_FILTER = "pm.job.*"
 CANCELS_FILTER = "pm.cancel.>"
+# Subjects of the cancellations of trusted publishers, without and with a tenant.
+CANCELS_SUBJECTS = ("pm.cancel.*", "pm.cancel.*.*")
+# Token after the tenant in the subjects of requests and cancellations that a client has published
+# with the key of its tenant. They are in queues of this tenant, see `queues_of_tenant`.
+WITH_KEY = "key"
 ATTEMPTS_FILTER = "pm.attempt.*"
 RESULTS_FILTER = "pm.result.*"
 MEDIA_FILTER = "pm.media.>"
@@ -81,7 +88,17 @@ LANES = ("interactive", "batch")
 
 MAX_CONSUMER_LEN = 255
 """The server's limit on the name of a durable consumer, which has a stage, a model and a lane."""
-_STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:]+:[0-9]+")
+_STAGE_MSG_ID = re.compile(
+    rf"(?P<request_id>[^:]+):(?P<stream>{REQUESTS_STREAM}(?:_[A-Za-z0-9_-]{{1,128}})?)"
+    r":(?P<sequence>[0-9]{1,19}):[^:]+:[0-9]+"
+)
+
+
+class RequestPlace(NamedTuple):
+    """Place of a queued request."""
+
+    stream: str
+    sequence: int
 
 
 def tenant_of(subject: str) -> str:
@@ -100,10 +117,36 @@ def request(model: str, request_id: str) -> str:
     return _of_tenant("pm.request", tenant, f"{encode_model(model)}.{name}")
 
 
-def requests_of_model(model: str) -> tuple[str, str]:
-    """Filters for the requests for a model, without and with a tenant."""
+def without_key(subject: str) -> str:
+    """Return the subject of a request as `request` returns it, also for one with a tenant's key."""
+    parts = subject.split(".")
+    if len(parts) == 6 and parts[3] == WITH_KEY:
+        del parts[3]
+    return ".".join(parts)
+
+
+def requests_of_model(model: str) -> tuple[str, str, str]:
+    """Filters for the requests for a model: without and with a tenant, and with a tenant's key."""
     token = encode_model(model)
-    return f"pm.request.{token}.*", f"pm.request.*.{token}.*"
+    return f"pm.request.{token}.*", f"pm.request.*.{token}.*", f"pm.request.*.{WITH_KEY}.{token}.*"
+
+
+def queues_of_tenant(tenant: str) -> dict[str, str]:
+    """Return the streams of what the clients with a tenant's key publish, each with its filter.
+
+    A tenant that fills its queues, or reads sequences in acknowledgements, meets no other tenant.
+    """
+    root = f"{TENANT_MARK}{tenant}.{WITH_KEY}"
+    return {
+        f"{REQUESTS_STREAM}_{tenant}": f"pm.request.{root}.*.*",
+        f"{CANCELS_STREAM}_{tenant}": f"pm.cancel.{root}.*",
+    }
+
+
+def tenant_of_queue(stream: str) -> str:
+    """Return the tenant of a stream of `queues_of_tenant`; "" for any other stream."""
+    kind, _, tenant = stream.partition("_")
+    return tenant if kind in (REQUESTS_STREAM, CANCELS_STREAM) and is_name(tenant) else ""
 
 
 def scale_report(pool: str) -> str:
@@ -121,7 +164,7 @@ def request_id_of(subject: str) -> str | None:
     The stream may still have requests of an older version, without an id in their subjects.
     """
     num_tokens = 5 if tenant_of(subject) else 4
-    has_form = is_request(subject) and subject.count(".") == num_tokens - 1
+    has_form = is_request(subject) and without_key(subject).count(".") == num_tokens - 1
     return id_in(subject) if has_form else None
 
 
@@ -143,15 +186,17 @@ def _queue(lane: str, slot: int | None) -> str:
     return lane if slot is None else f"{lane}-{slot}"
 
 
-def stage_msg_id(stage: str, request_id: str, sequence: int, round: int) -> str:
-    """Message id of a task. `sequence` is the request's sequence in its queue."""
-    return f"{request_id}:{sequence}:{stage}:{round}"
+def stage_msg_id(stage: str, request_id: str, place: RequestPlace, round: int) -> str:
+    """Message id of a task, with the place of its request."""
+    return f"{request_id}:{place.stream}:{place.sequence}:{stage}:{round}"
 
 
-def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
-    """Return the sequence of a task's request in its queue; None if the id is not a task's."""
+def place_of(stage_msg_id: str, request_id: str) -> RequestPlace | None:
+    """Return the place of a task's request; None if the id does not belong to a task."""
     match = _STAGE_MSG_ID.fullmatch(stage_msg_id)
-    return int(match["sequence"]) if match and match["request_id"] == request_id else None
+    if match is None or match["request_id"] != request_id:
+        return None
+    return RequestPlace(match["stream"], int(match["sequence"]))
 
 
 def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> str:

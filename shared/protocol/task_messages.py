@@ -4,6 +4,7 @@ from typing import Annotated, Generic, TypeVar
 
 from msgspec import Struct
 
+from shared.protocol import subjects
 from shared.protocol.encoding import Versioned
 from shared.protocol.images import PaintParams
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
@@ -23,7 +24,7 @@ class RequestTicket(Struct, frozen=True, array_like=True):
     accepted_ms: float
     deadline_ms: float
     sequence: int
-    """Sequence of the request in the stream REQUESTS."""
+    """Sequence of the request in `stream`."""
     receipt: str
     tenant: str = ""
     """Part of the keys of all caches; see TENANT_HEADER."""
@@ -31,6 +32,12 @@ class RequestTicket(Struct, frozen=True, array_like=True):
     """Another part of these keys, chosen by the client."""
     prompt_cache_key: str = ""
     """Key from the client that determines the slot of the request's tasks; may be empty."""
+    stream: Annotated[str, since(3)] = subjects.REQUESTS_STREAM
+    """Queue of the request: REQUESTS, or `REQUESTS_<tenant>` for a client with a tenant's key."""
+
+    @property
+    def place(self) -> subjects.RequestPlace:
+        return subjects.RequestPlace(self.stream, self.sequence)
 
     @property
     def cache_scope(self) -> str:

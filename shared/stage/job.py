@@ -22,6 +22,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import StageSpan
+from shared.protocol.subjects import RequestPlace
 from shared.protocol.task_messages import RequestTicket, TaskBody, TaskHeader
 from shared.stage import retry, tasks
 from shared.stage.retry import NO_HISTORY, History
@@ -86,13 +87,13 @@ class Job:
         return tenant if names.is_name(tenant) else ""
 
     @property
-    def request_sequence(self) -> int | None:
-        """Sequence of the request in its queue, also for a task that cannot be decoded."""
+    def request_place(self) -> RequestPlace | None:
+        """Place of the request in its queue, also for a task that cannot be decoded."""
         if self.ticket is not None:
-            return self.ticket.sequence
+            return self.ticket.place
         if self.request_id is None or not subjects.is_stage(self.delivery.subject):
             return None
-        return subjects.sequence_of(self.delivery.msg_id or "", self.request_id)
+        return subjects.place_of(self.delivery.msg_id or "", self.request_id)
 
     def identify(self, header: TaskHeader, body: TaskBody | None = None) -> None:
         """Set the header and the body of the decoded message."""
@@ -148,8 +149,8 @@ async def request_is_settled(bus: Bus, job: Job) -> bool:
     ticket = job.ticket
     if ticket is None:
         # Without a receipt, the request can only be deleted.
-        if job.request_sequence is not None:
-            await bus.delete(subjects.REQUESTS_STREAM, job.request_sequence)
+        if job.request_place is not None:
+            await bus.delete(*job.request_place)
         return True
     if ticket.receipt == job.delivery.receipt:
         return True
@@ -158,7 +159,7 @@ async def request_is_settled(bus: Bus, job: Job) -> bool:
     # A server that was cut off may have issued a receipt that its successor does not know. If the
     # request is still in the queue, it is delivered to a coordinator again, which settles it.
     try:
-        return await request_queue.queued_request(bus, ticket.sequence) is None
+        return await request_queue.queued_request(bus, ticket.place) is None
     except Unavailable:
         return False
 

@@ -230,7 +230,7 @@ class Stage:
         header, pipeline = job.header, self._pipeline_of(job)
         if header is None or header.ticket is None or pipeline is None:
             raise lost
-        request = await request_queue.queued_request(self.bus, header.ticket.sequence)
+        request = await request_queue.queued_request(self.bus, header.ticket.place)
         edges = pipeline.restart_edges(self.name)
         if request is None or not edges or header.round >= self.policy.max_deliver:
             raise lost
@@ -372,10 +372,8 @@ class Stage:
 
         The letter has neither if the tenant's letters take too much of their stream.
         """
-        delivery, sequence = job.delivery, job.request_sequence
-        queued = (
-            None if sequence is None else await request_queue.queued_request(self.bus, sequence)
-        )
+        delivery, place = job.delivery, job.request_place
+        queued = None if place is None else await request_queue.queued_request(self.bus, place)
         if queued is not None:
             request = queued.data
         else:
@@ -471,13 +469,13 @@ async def _remove(bus: Bus, job: Job) -> list[StoredMessage]:
     assert request_id is not None
     stored = await bus.read(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     removed = [task for task in stored if task.subject != held.subject]
-    sequences = {subjects.sequence_of(task.msg_id or "", request_id) for task in removed}
+    places = {subjects.place_of(task.msg_id or "", request_id) for task in removed}
     if subjects.is_request(held.subject):
-        sequences.discard(held.sequence)
+        places.discard(held.place)
     # The tasks come last, so that they are found again if this worker dies here.
-    for sequence in sequences:
-        if sequence is not None:
-            await bus.delete(subjects.REQUESTS_STREAM, sequence)
+    for place in places:
+        if place is not None:
+            await bus.delete(*place)
     for task in removed:
         await bus.delete(subjects.STAGES_STREAM, task.sequence)
     return removed

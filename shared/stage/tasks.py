@@ -96,13 +96,12 @@ def _message_of(
 ) -> tuple[str, bytes, str]:
     """Return the subject, the content and the message id of the target's task."""
     assert header.ticket is not None
-    sequence, round = header.ticket.sequence, header.round
     body = function_of(edge)(source)
     slot = slot_of_task(header, body, num_slots)
     return (
         subjects.stage(edge.target, header.model, header.lane, header.request_id, slot),
         encode(header, body, tensors),
-        subjects.stage_msg_id(edge.target, header.request_id, sequence, round),
+        subjects.stage_msg_id(edge.target, header.request_id, header.ticket.place, header.round),
     )
 
 

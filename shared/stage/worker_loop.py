@@ -83,6 +83,8 @@ class WorkerLoop:
         self._context = context
         self._stage = context.stage
         self._serving: list[tuple[Puller, HandleDelivery]] = []
+        self._running: asyncio.TaskGroup | None = None
+        """Tasks that serve the consumers, until the drain is over."""
         self._background = TaskSet()
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -146,7 +148,8 @@ class WorkerLoop:
     ) -> None:
         """Serve a queue of other messages than tasks. `handle` settles the job itself.
 
-        `job_of` returns None for another delivery of a job that this worker has.
+        `job_of` returns None for another delivery of a job that this worker has. A queue may be
+        added while this worker runs.
         """
 
         async def on_delivery(delivery: Delivery) -> None:
@@ -154,6 +157,8 @@ class WorkerLoop:
                 await self._run(job, handle)
 
         self._serving.append((consumer, on_delivery))
+        if self._running is not None:
+            self._serve(self._running, consumer, on_delivery)
 
     def start(self, work: Coroutine[None, None, None]) -> None:
         """Run `work` in the background until the drain is over."""
@@ -168,14 +173,18 @@ class WorkerLoop:
 
     async def run(self) -> None:
         """Handle deliveries until a shutdown has begun and the drain is over."""
-        drain_s = self._context.config.delivery.drain_s
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as self._running:
             for consumer, handle in self._serving:
-                group.create_task(serve(consumer, handle, self._context.shutdown, drain_s))
+                self._serve(self._running, consumer, handle)
+        self._running = None
         for task in [*self._background]:
             task.cancel()
         if self._crash.done():
             self._crash.result()
+
+    def _serve(self, group: asyncio.TaskGroup, consumer: Puller, handle: HandleDelivery) -> None:
+        drain_s = self._context.config.delivery.drain_s
+        group.create_task(serve(consumer, handle, self._context.shutdown, drain_s))
 
     async def _run(self, job: Job, handle: HandleJob) -> None:
         try:

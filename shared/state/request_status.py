@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
 from shared.codec import envelope
@@ -127,20 +128,20 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
         return replace(status, state="queued", why=why)
     # Requests that wait for a coordinator are counted, because they cannot be read by id.
     try:
-        queue = await bus.figures.depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+        num_pending, _ = await request_queue.depth(bus)
     except NotFound:
-        num_unread, _ = await bus.figures.size(subjects.REQUESTS_STREAM)
+        num_unread, _ = await request_queue.size(bus)
         why = f"no stage has it, no coordinator has ever run here, and {num_unread} requests wait"
         return replace(status, num_unread=num_unread, why=why)
     why = (
         "it has never been asked for, or is so old that its log has been removed"
-        if queue.num_pending == 0
-        else f"no stage has it: it is one of {queue.num_pending} requests that wait for a"
+        if num_pending == 0
+        else f"no stage has it: it is one of {num_pending} requests that wait for a"
         " coordinator, has never been asked for, or is so old that its log has been removed"
     )
     if names.TENANT_MARK not in status.request_id:
         why += "; the id of a tenant's request is <id>@<tenant>"
-    return replace(status, num_unread=queue.num_pending, why=why)
+    return replace(status, num_unread=num_pending, why=why)
 
 
 async def _with_pool(bus: Bus, status: RequestStatus, work: StoredMessage) -> RequestStatus:

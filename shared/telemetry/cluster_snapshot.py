@@ -7,6 +7,7 @@ the number of workers and models, not on their load.
 import asyncio
 from collections.abc import Iterable
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.figures import QueueDepth
 from shared.errors import NotFound
@@ -32,7 +33,8 @@ BROKER_DOWN = MetricSeries("broker_up", {}, 0)
 async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     """Take a snapshot. Raises Unavailable without a broker, or without Pagemill's streams."""
     # These reads come first, because they fail at once without the streams.
-    in_flight, oldest_ms = await bus.figures.size(subjects.REQUESTS_STREAM)
+    shared_in_flight, _ = await bus.figures.size(subjects.REQUESTS_STREAM)
+    in_flight, oldest_ms = await request_queue.size(bus)
     dead_letters, _ = await bus.figures.size(subjects.DEAD_STREAM)
     beats = await bus.heartbeats.read()
     starting = await bus.heartbeats.read_starts()
@@ -49,6 +51,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
             *_merge(await asyncio.gather(*(_stage_queue(bus, queue) for queue in queues))),
         ],
         in_flight=in_flight,
+        shared_in_flight=shared_in_flight,
         oldest_ms=oldest_ms,
         dead_letters=dead_letters,
         pools=await _pools(bus),
@@ -66,17 +69,16 @@ async def _pools(bus: Bus) -> dict[str, PoolPlan]:
 
 
 async def _coordinator_queue(bus: Bus) -> list[StageQueue]:
-    """Return the coordinators' queue, if there is one.
+    """Return the coordinators' queues as one queue, if there are any.
 
     The age of its oldest message is omitted, because the message would have to be read and may have
     megabytes.
     """
     try:
-        stream, consumer = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
-        depth = await bus.figures.depth(stream, consumer)
+        num_pending, num_in_flight = await request_queue.depth(bus)
     except NotFound:
         return []
-    return [StageQueue("coordinator", "", "", depth.num_pending, depth.num_in_flight, None)]
+    return [StageQueue("coordinator", "", "", num_pending, num_in_flight, None)]
 
 
 async def _stage_queue(bus: Bus, depth: QueueDepth) -> StageQueue:
@@ -138,6 +140,7 @@ def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
         *(_up(snapshot, beat) for beat in snapshot.beats),
         *(series for queue in snapshot.queues for series in _queue_series(snapshot, queue)),
         MetricSeries("requests_in_flight", {}, snapshot.in_flight),
+        MetricSeries("shared_requests_in_flight", {}, snapshot.shared_in_flight),
         MetricSeries("oldest_request_age_seconds", {}, _age_s(snapshot, snapshot.oldest_ms)),
         MetricSeries("dead_letters", {}, snapshot.dead_letters),
         MetricSeries("broker_up", {}, 1),

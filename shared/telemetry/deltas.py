@@ -42,6 +42,8 @@ class ClusterSnapshot:
     queues: list[StageQueue]
     in_flight: int
     """Number of requests that have not ended."""
+    shared_in_flight: int
+    """Number of these requests in the queue of trusted publishers."""
     oldest_ms: float | None
     """Acceptance time of the oldest of these requests: Unix ms of the broker's clock."""
     dead_letters: int

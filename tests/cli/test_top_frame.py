@@ -47,6 +47,7 @@ def survey(
         metrics={metrics.worker: metrics for metrics in snapshots},
         queues=list(queues),
         in_flight=4,
+        shared_in_flight=4,
         oldest_ms=1000 * (at_s - 1.5),
         dead_letters=1,
     )

@@ -254,6 +254,8 @@ def test_the_subject_of_a_model_has_its_encoded_name() -> None:
     body = json.dumps(GOOD | {"model": name}).encode()
     request, *_ = admit("pm.request.org=2Fdemo=2Ev1.r1", "r1", body, models, pipelines)
     assert request.model == name
+    with_key = "pm.request.@acme.key.org=2Fdemo=2Ev1.r1"
+    assert admit(with_key, "r1@acme", body, models, pipelines).request.model == name
     for wrong in (
         "pm.request.org/demo.v1.r1", "pm.request.org=2fdemo=2Ev1.r1", "pm.request.demo.r1",
         "pm.request.org=2Fdemo=2Ev1.r2", "pm.request.@acme.org=2Fdemo=2Ev1.r1",

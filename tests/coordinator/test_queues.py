@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import structlog
-from nats.js import JetStreamContext
 
 from shared.bus import request_queue
 from shared.bus.bus import Bus
@@ -22,6 +21,7 @@ from shared.errors import Unavailable
 from shared.protocol import subjects
 from shared.protocol.names import scoped_id, split_id
 from shared.protocol.requests import GenerateRequest, encode_request
+from shared.protocol.subjects import RequestPlace
 from shared.protocol.task_messages import EngineBody, RenderBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
@@ -132,12 +132,13 @@ async def test_requests_of_a_tenant_with_the_same_key_have_the_same_slot(
     assert slots["none"] is None
 
 
-async def admit_first(bus: Bus, subject: str, data: bytes) -> int:
-    """Publish the request `r`, and return its sequence when it has its first task."""
+async def admit_first(bus: Bus, subject: str, data: bytes) -> RequestPlace:
+    """Publish the request `r`, and return its place when it has its first task."""
     await bus.publish_without_id(subject, data)
     tasks = subjects.stages_of("r")
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, tasks))
-    return (await bus.figures.sequence_range(subjects.REQUESTS_STREAM))[1]
+    _, last = await bus.figures.sequence_range(subjects.REQUESTS_STREAM)
+    return RequestPlace(subjects.REQUESTS_STREAM, last)
 
 
 async def test_a_request_that_is_published_again_takes_one_place(
@@ -168,25 +169,26 @@ async def test_a_task_without_its_request_stops_no_later_request(
     subject = subjects.request("demo", "r")
     data = encode_request(GenerateRequest("demo", prompt="a"))
     first = await admit_first(bus, subject, data)
-    await bus.delete(subjects.REQUESTS_STREAM, first)
+    await bus.delete(*first)
     await bus.publish_without_id(subject, data)
     queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
 
     async def is_delayed() -> bool:
         """Whether a coordinator has the request until its deadline."""
         depth = await bus.figures.depth(*queue)
-        return depth.last_delivered == first + 1 and depth.num_in_flight == 1
+        return depth.last_delivered == first.sequence + 1 and depth.num_in_flight == 1
 
     await until(is_delayed)
     await bus.publish_without_id(subjects.request("demo", "last"), data)
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of("last")))
-    assert await request_queue.queued_request(bus, first + 1) is not None
+    second = first._replace(sequence=first.sequence + 1)
+    assert await request_queue.queued_request(bus, second) is not None
     serving.cancel()
 
 
 @pytest.mark.parametrize("stream", [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM])
 async def test_streams_that_are_deleted_under_workers_come_back(
-    monitored: tuple[Bus, int], stream: str, jetstream: JetStreamContext
+    monitored: tuple[Bus, int], stream: str
 ) -> None:
     """A request that has lost its tasks is queued for its stages again."""
     bus, _ = monitored
@@ -206,6 +208,6 @@ async def test_streams_that_are_deleted_under_workers_come_back(
 
         await bus.publish_without_id(subjects.request("demo", "before"), data)
         await until_rendered("before")
-        await jetstream.delete_stream(stream)
+        await bus.connection.js.delete_stream(stream)
         await bus.publish_without_id(subjects.request("demo", "after"), data)
         await until_rendered("before", "after")

@@ -253,7 +253,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
         await bus.publish(
             subjects.stage("engine", model, "interactive", request_id),
             b"garbage",
-            subjects.stage_msg_id("engine", request_id, accepted.sequence, 0),
+            subjects.stage_msg_id("engine", request_id, accepted.place, 0),
         )
         async with asyncio.timeout(20):
             (record,) = [record async for record in follow(bus, request_id)]
@@ -262,7 +262,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
                 await asyncio.sleep(0.01)
         assert isinstance(record, Failure)
         assert record.error.code == "undecodable_message"
-        assert await request_queue.queued_request(bus, accepted.sequence) is None
+        assert await request_queue.queued_request(bus, accepted.place) is None
         letter = await dead_letters.find(bus, request_id)
         assert letter.request == b"what the client wrote"
         assert all(consumer.num_in_flight == 0 for consumer in rig.loop.consumers.values())

@@ -25,7 +25,7 @@ from shared.protocol.reading import MAX_PAGE_BYTES, LogPage
 from shared.protocol.records import ChoiceDelta, OutputSummary, Usage
 from shared.state import log_pages, media_store, request_status
 from shared.state.token_log import LogWriter
-from tests.support.broker import running_broker
+from tests.support.broker import create_tenant_queues, running_broker
 from workers.coordinator import reading
 from workers.coordinator.reading import Reading
 from workers.keyring import Keyring
@@ -65,6 +65,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
             for name in (OPERATOR, "coordinator")
         ]
         await operator.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+        await create_tenant_queues(operator)
         clients = [
             await nats.connect(server.url, nkeys_seed=str(keyring.file_of_tenant(name)))
             for name in ("a", "b")

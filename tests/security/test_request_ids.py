@@ -24,7 +24,7 @@ from shared.stage.runtime import Context
 from shared.state import dead_letters
 from shared.state.token_log import end_request
 from tests.security.test_bus import Site
-from tests.support.broker import running_broker
+from tests.support.broker import create_tenant_queues, running_broker
 from tests.support.waiting import until
 from workers.coordinator import worker as coordinator
 from workers.keyring import Keyring
@@ -48,6 +48,7 @@ async def connections(site: Site) -> AsyncIterator[list[Bus]]:
     buses = [await Bus.connect(site.login(name), "test") for name in (OPERATOR, "coordinator")]
     for bus in buses:
         await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+    await create_tenant_queues(buses[0])
     context = Context("coordinator", "c-1", None, CONFIG, buses[1], structlog.get_logger())
     serving = asyncio.create_task(coordinator.main(context))
     yield buses
@@ -102,14 +103,7 @@ async def end(bus: Bus, request_id: str) -> None:
     await end_request(bus, request_id, 1, Cancelled("for the test"), [])
     async for queued in request_queue.queued_requests(bus):
         if queued.request_id == request_id:
-            await bus.delete(subjects.REQUESTS_STREAM, await sequence_of(bus, request_id))
-
-
-async def sequence_of(bus: Bus, request_id: str) -> int:
-    message = await bus.connection.js.get_last_msg(
-        subjects.REQUESTS_STREAM, subjects.request("demo", request_id)
-    )
-    return message.seq or 0
+            await bus.delete(*queued.place)
 
 
 async def error_in(log: Subscription) -> dict[str, Any]:
@@ -200,9 +194,8 @@ async def test_an_id_in_flight_names_no_request_for_another_model(
 
     async def is_dropped() -> bool:
         queued = [request async for request in request_queue.queued_requests(operator)]
-        return [r.subject for r in queued if r.request_id == f"{name}@a"] == [
-            subjects.request("demo", f"{name}@a")
-        ]
+        own = [r.subject for r in queued if r.request_id == f"{name}@a"]
+        return [subjects.model_of_request(subject) for subject in own] == ["demo"]
 
     await until(is_dropped)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 
@@ -18,6 +19,12 @@ def running_broker(folder: Path, **settings: Any) -> Iterator[EmbeddedServer]:
         yield server
     finally:
         server.stop()
+
+
+async def create_tenant_queues(bus: Bus) -> None:
+    """Create the queues of the broker's tenants, as a coordinator does."""
+    await bus.streams.find_tenants()
+    await bus.streams.create_for_tenants(await request_queue.streams_of_tenants(bus))
 
 
 def break_connection(bus: Bus) -> None:

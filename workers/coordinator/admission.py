@@ -67,7 +67,8 @@ def admit(
         raise _invalid(error) from error
     except UNDECODABLE as error:
         raise invalid_request(error) from error
-    if subject != (right := subjects.request(request.model, request_id)):
+    subject, right = subjects.without_key(subject), subjects.request(request.model, request_id)
+    if subject != right:
         raise InvalidRequest(
             f"the subject of model {request.model!r} is {right}, not {subject}", field="model"
         )

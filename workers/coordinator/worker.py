@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from shared.bus import request_queue
 from shared.bus.bus import Bus
-from shared.bus.consumer import Consumer, Delivery
+from shared.bus.consumer import Delivery
 from shared.bus.store_probes import REFUSING_STREAMS
 from shared.bus.store_room import StoreRoom, measure_servers, report_room
 from shared.errors import (
@@ -49,6 +49,7 @@ from workers.coordinator.admission import (
     latest_deadline_ms,
     most_tokens,
 )
+from workers.coordinator.intake import Intake
 from workers.coordinator.reading import Reading
 from workers.coordinator.replica_watch import ReplicaWatch
 from workers.coordinator.stage_waits import StageWaits
@@ -57,12 +58,6 @@ from workers.coordinator.store_watch import StoreWatch
 from workers.coordinator.token_limits import TokenLimits
 from workers.coordinator.turns import Turns
 
-# Few, because a request may have megabytes, and a request that waits here longer than the ack wait
-# is delivered again.
-CAPACITY = 8
-# The coordinator's work takes milliseconds and may be done twice: when one dies at a deadline or a
-# cancellation, the next must still be in time.
-ACK_WAIT_S = 1.0
 ID_RULE = (
     f"the id of a request, the last token of its subject, {names.NAME_RULE}, and must not begin"
     f" with {names.RESERVED_PREFIX!r}"
@@ -91,12 +86,10 @@ class Coordinator:
     async def serve(self) -> None:
         await create_queues(self._context)
         loop = WorkerLoop(self._context)
-        queue = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
-        requests = await self._consume(*queue, feeds_tasks=True)
-        queue = subjects.CANCELS_STREAM, subjects.CANCELS_CONSUMER, subjects.CANCELS_FILTER
-        cancels = await self._consume(*queue)
-        loop.add_queue(requests, self._request_of, self.admit_or_end)
-        loop.add_queue(cancels, self._cancellation_of, self._cancel)
+        handlers = (self._request_of, self.admit_or_end), (self._cancellation_of, self._cancel)
+        intake = Intake(self._context, loop, *handlers)
+        await intake.start()
+        loop.start(intake.follow())
         loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
@@ -115,14 +108,6 @@ class Coordinator:
         )
         await loop.run()
         await reading.stop(self._delivery.drain_s)
-
-    async def _consume(
-        self, stream: str, durable: str, subject: str, *, feeds_tasks: bool = False
-    ) -> Consumer:
-        ack_wait_s = min(ACK_WAIT_S, self._delivery.ack_wait_s)
-        return await self._context.bus.queues.consume(
-            stream, durable, subject, CAPACITY, ack_wait_s, feeds_tasks=feeds_tasks
-        )
 
     def _request_of(self, delivery: Delivery) -> Job:
         name = subjects.last_token(delivery.subject)
@@ -164,8 +149,7 @@ class Coordinator:
             # The client may have published its request again.
             await repeat_end(bus, request_id)
             return
-        # If two requests with the same id name different models, the later one is dropped.
-        if 0 < await self._sequence_in_flight(request_id) < delivery.sequence:
+        if await self._is_repeated(delivery, request_id):
             await delivery.ack()
             return
         if await self._has_expired_unread(job):
@@ -185,6 +169,7 @@ class Coordinator:
             tenant=tenant,
             cache_salt=request.cache_salt or "",
             prompt_cache_key=request.prompt_cache_key or "",
+            stream=delivery.place.stream,
         )
         has_expired = await self._has_expired(job, ticket, request.on_late)
         if has_expired or await self._is_put_off(delivery, ticket):
@@ -229,18 +214,19 @@ class Coordinator:
         await delivery.retry((until_ms - bus.now_ms()) / 1000)
         return True
 
-    async def _sequence_in_flight(self, request_id: str) -> int:
-        """Return the sequence of the request with this id that has tasks; 0 if none is queued.
+    async def _is_repeated(self, delivery: Delivery, request_id: str) -> bool:
+        """Return whether an earlier request with the same id is queued and has tasks.
 
-        The stream refuses a second request with the same id only if it names the same model.
+        The broker refuses a second request with an id only if it names the same model and comes to
+        the same queue. Of two queues, the request with tasks counts as the earlier one.
         """
         bus = self._context.bus
         task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
-        sequence = task and subjects.sequence_of(task.msg_id or "", request_id)
-        queued = await request_queue.queued_request(bus, sequence) if sequence else None
-        if not sequence or queued is None:
-            return 0
-        return sequence if queued.request_id == request_id else 0
+        place = task and subjects.place_of(task.msg_id or "", request_id)
+        if not place or (place.stream == delivery.place.stream and place >= delivery.place):
+            return False
+        queued = await request_queue.queued_request(bus, place)
+        return queued is not None and queued.request_id == request_id
 
     async def _check_limits(self, job: Job, request_id: str, admitted: Admitted, lane: str) -> None:
         request = admitted.request

@@ -120,6 +120,26 @@ async def test_messages_keep_subject_sequence_and_time(
     assert (first, last) == (queued_from, queued_from + 2)
 
 
+async def test_the_requests_of_a_tenant_with_a_key_are_part_of_a_backup(
+    source: Bus, target: Bus, tmp_path: Path
+) -> None:
+    subject = f"pm.request.@acme.{subjects.WITH_KEY}.demo.r1"
+    for bus in (source, target):
+        for config in streams.streams_of_tenant("acme", NatsConfig(), DeliveryConfig()):
+            await bus.connection.js.add_stream(config)
+    await source.publish_without_id(subject, b"{}")
+    await target.publish_without_id(subject, b"{}")
+    await begin_log(source, "r1@acme")
+    manifest = await back_up(source, tmp_path / "backup")
+    # An empty queue needs no backup.
+    assert {part.stream for part in manifest.parts} == {*ORDER, "REQUESTS_acme"}
+    await restore(target, tmp_path / "backup", replace=True)
+    (queued,) = [request async for request in request_queue.queued_requests(target)]
+    assert (queued.place.stream, queued.request_id) == ("REQUESTS_acme", "r1@acme")
+    assert len(await target.read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER)) == 1
+    assert await request_queue.streams_of_tenants(target) == ["REQUESTS_acme"]
+
+
 @pytest.mark.parametrize("name", ["backup", "backup.zip"])
 async def test_only_its_owner_reads_a_backup(source: Bus, tmp_path: Path, name: str) -> None:
     await back_up(source, tmp_path / name)

@@ -162,4 +162,4 @@ async def test_positions_in_a_queue_that_was_deleted_are_not_given_again(
     assert new.sequence > lost.sequence
     await nats_client.publish(lost.receipt, b"+ACK")
     await bus.delete(subjects.REQUESTS_STREAM, lost.sequence)
-    assert await request_queue.queued_request(bus, new.sequence) is not None
+    assert await request_queue.queued_request(bus, new.place) is not None

@@ -122,7 +122,7 @@ async def test_the_streams_of_an_older_version_work_until_they_are_changed(
         await own_bus.streams.prepare(NATS, DeliveryConfig())
     assert [
         (e["stream"], e["cluster_value"], e["value"]) for e in logs if "cluster_value" in e
-    ] == [("CANCELS", "pm.cancel.*", "pm.cancel.>")]
+    ] == [("CANCELS", "pm.cancel.*", "pm.cancel.*, pm.cancel.*.*")]
     await own_bus.publish_without_id(subjects.cancel("r-1"), b"")
     (change,) = await changes_to(own_bus, DeliveryConfig())
     await own_bus.streams.change([change])

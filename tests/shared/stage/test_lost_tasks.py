@@ -50,7 +50,7 @@ async def put(bus: Bus, name: str, accepted_ms: float, receipt: str = "") -> Non
     ticket = RequestTicket(accepted_ms, accepted_ms + 60_000, 1, receipt)
     task = Task(TaskHeader(name, name, "interactive", ticket), EngineBody([1], []))
     subject = subjects.stage("engine", name, "interactive", name)
-    msg_id = subjects.stage_msg_id("engine", name, 1, 0)
+    msg_id = subjects.stage_msg_id("engine", name, ticket.place, 0)
     await bus.publish(subject, envelope.encode(task, []), msg_id)
 
 

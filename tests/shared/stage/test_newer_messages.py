@@ -53,7 +53,7 @@ def in_newer_envelope(header: TaskHeader) -> bytes:
 
 async def put(bus: Bus, header: TaskHeader, data: bytes) -> None:
     assert header.ticket is not None
-    msg_id = subjects.stage_msg_id("engine", header.request_id, header.ticket.sequence, 0)
+    msg_id = subjects.stage_msg_id("engine", header.request_id, header.ticket.place, 0)
     subject = subjects.stage("engine", header.model, header.lane, header.request_id)
     await bus.publish(subject, data, msg_id)
 

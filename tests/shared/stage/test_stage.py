@@ -225,7 +225,7 @@ async def test_our_own_error_is_retried_then_stored_and_answered(
     assert "secret" in letter.traceback
     await assert_nothing_more(inbox)
     # Whoever ends a request acknowledges it where it was accepted.
-    assert await request_queue.queued_request(bus, accepted.sequence) is None
+    assert await request_queue.queued_request(bus, accepted.place) is None
 
 
 async def test_an_unreadable_task_ends_its_request_at_once(
@@ -236,13 +236,13 @@ async def test_an_unreadable_task_ends_its_request_at_once(
     accepted, request = await accept(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     subject = subjects.stage("renderer", model, "interactive", request_id)
-    msg_id = subjects.stage_msg_id("renderer", request_id, accepted.sequence, 0)
+    msg_id = subjects.stage_msg_id("renderer", request_id, accepted.place, 0)
     await bus.publish(subject, b"garbage", msg_id)
     await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
     (record,) = await read_log(bus, request_id)
     assert isinstance(record, Failure)
     assert record.error.code == "undecodable_message"
-    assert await request_queue.queued_request(bus, accepted.sequence) is None
+    assert await request_queue.queued_request(bus, accepted.place) is None
     letter = await dead_letter(bus, request_id)
     assert letter is not None
     assert (letter.request, letter.tenant, letter.input) == (request, "somebody", b"garbage")
@@ -255,10 +255,10 @@ async def test_an_unreadable_task_ends_no_other_request(
     accepted, _ = await accept(bus, model, f"{request_id}-other")
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     subject = subjects.stage("renderer", model, "interactive", request_id)
-    msg_id = subjects.stage_msg_id("renderer", f"{request_id}-other", accepted.sequence, 0)
+    msg_id = subjects.stage_msg_id("renderer", f"{request_id}-other", accepted.place, 0)
     await bus.publish(subject, b"garbage", msg_id)
     await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
-    assert await request_queue.queued_request(bus, accepted.sequence) is not None
+    assert await request_queue.queued_request(bus, accepted.place) is not None
     assert await bus.acknowledge(accepted.receipt)
 
 
@@ -352,7 +352,7 @@ async def test_a_request_that_has_ended_is_not_claimed(
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     assert await stage.claim(await next_job(stage, inbox, accepted)) is None
     await assert_nothing_more(inbox)
-    assert await request_queue.queued_request(bus, accepted.sequence) is None
+    assert await request_queue.queued_request(bus, accepted.place) is None
 
 
 async def test_a_request_in_flight_at_two_deaths_is_poison(

@@ -102,7 +102,7 @@ async def accept(bus: Bus, model: str, request_id: str) -> RequestTicket:
 async def put(bus: Bus, stage: str, header: TaskHeader, body: TaskBody | None = None) -> None:
     assert header.ticket is not None
     task = Task(header, EngineBody([1], []) if body is None else body)
-    msg_id = subjects.stage_msg_id(stage, header.request_id, header.ticket.sequence, header.round)
+    msg_id = subjects.stage_msg_id(stage, header.request_id, header.ticket.place, header.round)
     subject = subjects.stage(stage, header.model, header.lane, header.request_id)
     await bus.publish(subject, envelope.encode(task, []), msg_id)
 
@@ -120,7 +120,7 @@ async def settled(bus: Bus, header: TaskHeader) -> None:
     async def is_gone() -> bool:
         if await is_queued(bus, header.request_id):
             return False
-        return await request_queue.queued_request(bus, ticket.sequence) is None
+        return await request_queue.queued_request(bus, ticket.place) is None
 
     await until(is_gone)
 

@@ -57,6 +57,7 @@ def survey(at_s: float, **counters: tuple[float, float]) -> ClusterSnapshot:
         },
         queues=[],
         in_flight=0,
+        shared_in_flight=0,
         oldest_ms=None,
         dead_letters=0,
     )

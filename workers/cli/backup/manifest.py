@@ -1,5 +1,6 @@
 """Manifest of a backup: its streams, their order, and the checksum of each part."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -41,6 +42,16 @@ DERIVED = (
 # Logs of queued requests and responses. Their last messages may belong to requests that were
 # accepted after the queue was copied.
 LOGS = (subjects.TOKENS_STREAM, subjects.STEPS_STREAM)
+
+
+def kind_of(stream: str) -> str:
+    """Return the name in `ORDER` for a stream, which may be the queue of a tenant."""
+    return stream.partition("_")[0] if subjects.tenant_of_queue(stream) else stream
+
+
+def in_order(queues: Iterable[str]) -> list[str]:
+    """Return the streams of a backup with these queues of tenants, in their order."""
+    return sorted((*ORDER, *queues), key=lambda stream: ORDER.index(kind_of(stream)))
 
 
 class StreamPart(Struct, frozen=True):
@@ -88,7 +99,7 @@ def decode_manifest(data: bytes) -> Manifest:
             field="format",
         )
     for part in manifest.parts:
-        if part.stream not in ORDER or part.file != file_of(part.stream):
+        if kind_of(part.stream) not in ORDER or part.file != file_of(part.stream):
             raise InvalidRequest(
                 f"{MANIFEST_FILE}: stream {part.stream!r} in {part.file!r} is not part of a backup",
                 field="parts",

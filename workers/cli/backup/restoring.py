@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.heartbeats import DEAD_AFTER_S
 from shared.bus.snapshots import StreamSnapshots
@@ -20,8 +21,9 @@ from workers.cli.backup.manifest import (
 from workers.cli.backup.partners import Mended, mend
 from workers.cli.backup.taking import Progress
 
-# Far more than the configurations of a few streams, the longest part of a manifest.
-MAX_MANIFEST_BYTES = 2**20
+# Far more than the configurations of the streams, the longest part of a manifest. Each tenant with
+# queued requests has two streams.
+MAX_MANIFEST_BYTES = 8 * 2**20
 MAX_NAMED = 5
 
 
@@ -47,7 +49,8 @@ def check_archive(archive: Archive) -> Manifest:
 async def check_target(bus: Bus, *, replace: bool) -> list[str]:
     """Return the streams to remove first. Raises InvalidRequest for a broker in use."""
     # A restore must not remove records of the audit log.
-    removable = [stream for stream in (*ORDER, *DERIVED) if stream != subjects.AUDIT_STREAM]
+    ours = *ORDER, *DERIVED, *await request_queue.streams_of_tenants(bus)
+    removable = [stream for stream in ours if stream != subjects.AUDIT_STREAM]
     existing = await StreamSnapshots(bus).streams_among(removable)
     if subjects.WORKERS_STREAM in existing and (living := await _living(bus)):
         names = ", ".join(living[:MAX_NAMED])

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.snapshots import StreamSnapshots
 from shared.errors import NotFound
@@ -13,11 +14,12 @@ from workers.cli.backup.manifest import (
     FORMAT,
     LOGS,
     MANIFEST_FILE,
-    ORDER,
     QUEUES,
     Manifest,
     StreamPart,
     file_of,
+    in_order,
+    kind_of,
 )
 
 Progress = Callable[[str, int, int], None]
@@ -31,7 +33,12 @@ async def take_backup(bus: Bus, archive: Archive, progress: Progress) -> Manifes
     """
     began_s = int(bus.now_ms() / 1000)
     snapshots = StreamSnapshots(bus)
-    streams = await snapshots.streams_among(ORDER)
+    queues = [
+        stream
+        for stream in await request_queue.streams_of_tenants(bus)
+        if (await bus.figures.size(stream))[0]
+    ]
+    streams = await snapshots.streams_among(in_order(queues))
     if not streams:
         raise NotFound("the broker has no streams of Pagemill: nothing to back up")
     log_ends = {
@@ -48,7 +55,9 @@ async def _take(
     snapshots: StreamSnapshots, archive: Archive, stream: str, progress: Progress
 ) -> StreamPart:
     digest, size, name = hashlib.sha256(), 0, file_of(stream)
-    async with snapshots.open_snapshot(stream, with_consumers=stream not in QUEUES) as snapshot:
+    async with snapshots.open_snapshot(
+        stream, with_consumers=kind_of(stream) not in QUEUES
+    ) as snapshot:
         num_bytes = int(snapshot.state["bytes"])
         with archive.write(name) as file:
             async for chunk in snapshot.chunks:

@@ -11,9 +11,12 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from shared.bus import request_queue
+from shared.errors import PagemillError
 from shared.protocol.audit import Action
 from workers import settings
 from workers.cli.audited import audited_if_possible
+from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, find_login, load
 from workers.cli.terminal import errors, print_line
 from workers.keyring import Keyring
@@ -65,6 +68,8 @@ async def remove_tenant(
 ) -> int:
     """Remove the key of a tenant. The server then disconnects the tenant's clients.
 
+    The queues of the tenant are removed when they are empty, here or by `pagemill migrate`.
+
     Parameters
     ----------
     name
@@ -72,6 +77,9 @@ async def remove_tenant(
     """
     async with _changing("keys.remove-tenant", name, directory, config) as keyring:
         keyring.remove_tenant(name)
+    with contextlib.suppress(PagemillError):  # Without a broker, nothing more is removed.
+        async with connected(find_login(config, None), "keys") as bus:
+            await request_queue.remove_unused(bus)
     return 0
 
 

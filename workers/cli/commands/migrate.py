@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from shared.bus import request_queue
 from shared.bus.stream_changes import StreamChange
 from shared.errors import ConfigError
 from workers import settings
@@ -26,7 +27,7 @@ async def migrate(
     """Show the differences between the broker's streams and the configuration, and apply them.
 
     Workers create missing streams, but never change existing ones. The exit code is 1 if any
-    difference remains.
+    difference remains. Empty queues of tenants without a key are removed.
 
     Parameters
     ----------
@@ -46,6 +47,8 @@ async def migrate(
             for change in changes:
                 print_json(_row(change))
             return 0
+        for stream in await request_queue.remove_unused(bus):
+            print_line(f"removed: {stream}, which was empty; its tenant has no key")
         if not changes:
             print_line("all streams are as configured")
             return 0
