@@ -6,7 +6,9 @@ raises. `run` returns after the drain.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +28,12 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context, Shutdown
 from shared.stage.slot_queues import SlotOwner
 from shared.state import item_results
+from shared.tenants.fair_turns import FairTurns
 from shared.tenants.storage_quotas import LOG_STREAMS
+
+BATCH_AT_ONCE = 4
+"""Limit on jobs of the batch lane that one worker claims or settles at one time. The messages of
+all jobs wait for one event loop, so those of many batch jobs would delay interactive jobs."""
 
 _log = structlog.get_logger()
 
@@ -86,6 +93,7 @@ class WorkerLoop:
         self._running: asyncio.TaskGroup | None = None
         """Tasks that serve the consumers, until the drain is over."""
         self._background = TaskSet()
+        self._batch_turns = FairTurns(BATCH_AT_ONCE, "")
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -204,21 +212,48 @@ class WorkerLoop:
         task, tensors = tasks.decode(job.delivery.data, body)
         job.identify(task.header, task.body)
         job.inputs = task.body.blobs()
-        if task.header.ticket is None and job.delivery.attempt == 1:
-            await item_results.reset_failures(stage.bus, task.header.request_id)
-        log = await stage.claim(job)
-        if log is None:
+        # While the job waits for its turn, it may be delivered again.
+        stage.claims.add(job)
+        async with self._turn(job):
+            is_claimed = await self._claim(job)
+        if not is_claimed:
             return
-        log.before_first = lambda: stage.start_followers(job)
-        if log.output == TEXT and not log.records:
-            # Many requests may have been admitted before any of them had stored a record.
-            await self._context.quotas.check(job.tenant, LOG_STREAMS)
         try:
             outcome = await handle(task, tensors, job)
         except BlobLost as lost:
             await stage.rerender(job, lost)
             return
-        await self._settle(job, outcome)
+        async with self._turn(job):
+            await self._settle(job, outcome)
+
+    @asynccontextmanager
+    async def _turn(self, job: Job) -> AsyncIterator[None]:
+        """Wait for a turn if the job is in the batch lane, in which tenants take turns."""
+        if job.header is None or job.header.lane != "batch":
+            yield
+            return
+        claims = self._stage.claims
+        job.waiting = True
+        async with self._batch_turns.turn(job.tenant, max_held=sys.maxsize):
+            job.waiting = False
+            # Jobs that wait advance with this one, so other workers must not get them.
+            claims.progressed(claims.waiting)
+            yield
+
+    async def _claim(self, job: Job) -> bool:
+        """Claim a job and open its log. Return whether it may run; otherwise it is settled."""
+        stage = self._stage
+        assert job.header is not None
+        if job.ticket is None and job.delivery.attempt == 1:
+            await item_results.reset_failures(stage.bus, job.header.request_id)
+        log = await stage.claim(job)
+        if log is None:
+            return False
+        log.before_first = lambda: stage.start_followers(job)
+        if log.output == TEXT and not log.records:
+            # Many requests may have been admitted before any of them had stored a record.
+            await self._context.quotas.check(job.tenant, LOG_STREAMS)
+        return True
 
     async def _settle(self, job: Job, outcome: Outcome) -> None:
         stage = self._stage

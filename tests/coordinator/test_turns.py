@@ -18,6 +18,7 @@ from shared.protocol.sampling import SamplingParams
 from shared.stage.job import Job
 from shared.stage.pipelines import pipeline_of
 from shared.stage.runtime import Context
+from workers.coordinator import turns as turns_module
 from workers.coordinator.admission import Admitted, admit
 from workers.coordinator.turns import FACTOR, HALF_LIFE_S, MANY_CLAIMED, TenantUse, Turns
 from workers.coordinator.worker import Coordinator
@@ -122,6 +123,24 @@ async def test_tasks_of_all_stages_make_a_model_busy(bus: Bus) -> None:
     await turns.lane_of(admitted(model), "steady", 100)
     long = admitted(model, sampling_params=SamplingParams(max_tokens=1000))
     assert await turns.lane_of(long, "flood", 100) == "batch"
+
+
+async def test_a_model_stays_busy_between_two_tasks(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns_module, "READ_S", 0.0)
+    monkeypatch.setattr(turns_module, "BUSY_S", 1e9)
+    model = f"m-{secrets.token_hex(4)}"
+    await fill(bus, model, MANY_CLAIMED)
+    turns = Turns(bus, {})
+    await turns.lane_of(admitted(model), "steady", 100)
+    long = admitted(model, sampling_params=SamplingParams(max_tokens=1000))
+    assert await turns.lane_of(long, "flood", 100) == "batch"
+    durable = subjects.stage_consumer("engine", model, "batch")
+    await bus.connection.js.delete_consumer(subjects.STAGES_STREAM, durable)
+    assert await turns.lane_of(long, "flood", 100) == "batch"
+    monkeypatch.setattr(turns_module, "BUSY_S", 0.0)
+    assert await turns.lane_of(long, "flood", 100) == "interactive"
 
 
 async def test_requests_of_the_batch_lane_stay_there(bus: Bus) -> None:

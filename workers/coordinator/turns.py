@@ -18,6 +18,9 @@ RETRY_S = 30.0
 """Pause after a failed reading, for example when the keys of the coordinator do not permit it."""
 MANY_CLAIMED = 4
 """Number of claimed tasks that makes a model busy: further tasks share the workers' time."""
+BUSY_S = 2.0
+"""Time for which a model counts as busy. A flood of short requests has few claimed tasks at most
+moments."""
 BYTES, TOKENS, MEDIA = 2**16, 64, 8
 """Weights of a request's cost: it is 1, plus 1 for each `BYTES` bytes and each `TOKENS` tokens that
 it may write, plus `MEDIA` for each medium."""
@@ -66,8 +69,8 @@ class Turns:
     def __init__(self, bus: Bus, weights: Mapping[str, float]) -> None:
         self._bus = bus
         self._use: defaultdict[str, TenantUse] = defaultdict(lambda: TenantUse(weights))
-        self._busy: set[str] = set()
-        """Models with waiting tasks, or with at least `MANY_CLAIMED` claimed ones."""
+        self._busy_s: dict[str, float] = {}
+        """Time when each model last had waiting tasks, or at least `MANY_CLAIMED` claimed ones."""
         self._read_s = float("-inf")
 
     async def lane_of(self, admitted: Admitted, tenant: str, num_bytes: int) -> str:
@@ -79,11 +82,11 @@ class Turns:
         request = admitted.request
         use = self._use[request.model]
         use.add(tenant, _cost(admitted, num_bytes), time.monotonic())
-        if use.exceeds_share(tenant) and request.model in await self._busy_models():
+        if use.exceeds_share(tenant) and await self._is_busy(request.model):
             return subjects.LANES[-1]
         return request.lane
 
-    async def _busy_models(self) -> set[str]:
+    async def _is_busy(self, model: str) -> bool:
         if time.monotonic() - self._read_s >= READ_S:
             self._read_s = time.monotonic()
             try:
@@ -91,13 +94,15 @@ class Turns:
             except Unavailable as error:
                 self._read_s += RETRY_S
                 _log.warning("queues_not_read", reason=error.message)
-                return self._busy
+                depths = []
             claimed: Counter[str] = Counter()
             for depth in depths:
                 many = MANY_CLAIMED if depth.num_pending else depth.num_in_flight
                 claimed[subjects.model_of_stage(depth.subject)] += many
-            self._busy = {model for model, number in claimed.items() if number >= MANY_CLAIMED}
-        return self._busy
+            for name, number in claimed.items():
+                if number >= MANY_CLAIMED:
+                    self._busy_s[name] = time.monotonic()
+        return time.monotonic() - self._busy_s.get(model, float("-inf")) < BUSY_S
 
 
 def _cost(admitted: Admitted, num_bytes: int) -> float:

@@ -33,7 +33,7 @@ from shared.protocol.task_messages import (
 )
 from shared.stage.job import Job
 from shared.stage.runtime import Context
-from shared.stage.worker_loop import Done, Outcome, WorkerLoop
+from shared.stage.worker_loop import BATCH_AT_ONCE, Done, Outcome, WorkerLoop
 from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
@@ -61,11 +61,11 @@ def make_context(bus: Bus, model: str, stage: str) -> Context:
 
 @contextlib.asynccontextmanager
 async def serving(
-    bus: Bus, model: str, stage: str, body: type[TaskBody], handle: Handle
+    bus: Bus, model: str, stage: str, body: type[TaskBody], handle: Handle, capacity: int = 4
 ) -> AsyncIterator[Context]:
     context = make_context(bus, model, stage)
     loop = WorkerLoop(context)
-    await loop.add_stage([model], 4, body, handle)
+    await loop.add_stage([model], capacity, body, handle)
     running = asyncio.create_task(loop.run())
     try:
         yield context
@@ -310,3 +310,35 @@ async def test_a_second_signal_requeues_what_still_runs(
         await settled(bus, header)
     *_, finish = await read_log(bus, header.request_id)
     assert isinstance(finish, Finish)
+
+
+async def test_an_interactive_job_does_not_wait_for_claims_of_the_batch_lane(
+    bus: Bus, model: str, header: TaskHeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claiming: list[str] = []
+
+    async def check(tenant: str, _: object) -> None:
+        """Part of a claim. It does not end for jobs of the flood."""
+        if tenant == "flood":
+            claiming.append(tenant)
+            await asyncio.Event().wait()
+
+    num_jobs = 3 * BATCH_AT_ONCE
+    async with serving(bus, model, "engine", EngineBody, write_text, num_jobs) as context:
+        monkeypatch.setattr(context.quotas, "check", check)
+        assert header.ticket is not None
+        ticket = msgspec.structs.replace(header.ticket, tenant="flood")
+        for number in range(num_jobs):
+            name = f"{header.request_id}-{number}"
+            job = msgspec.structs.replace(header, request_id=name, lane="batch", ticket=ticket)
+            await put(bus, "engine", job)
+
+        async def are_claimed() -> bool:
+            return len(claiming) >= BATCH_AT_ONCE
+
+        await until(are_claimed)
+        await put(bus, "engine", header)
+        await settled(bus, header)
+        assert len(claiming) == BATCH_AT_ONCE
+        # The end of the block is the second signal, which cancels the jobs of the flood.
+        context.shutdown.signal()
