@@ -38,6 +38,26 @@ async def queued_request(bus: Bus, sequence: int) -> QueuedRequest | None:
     return None if message is None else _to_queued_request(message)
 
 
+async def queued_models(bus: Bus, request_id: str) -> list[str]:
+    """Return the models of the queued requests with this id; none if no such request is queued.
+
+    The leader of the stream answers, so each request with an acknowledged publish is found. Raises
+    Unavailable.
+    """
+    queued = await bus.figures.subjects_of(
+        subjects.REQUESTS_STREAM, subjects.requests_with_id(request_id)
+    )
+    return [subjects.model_of_request(subject) for subject in queued]
+
+
+async def tenants_ids(bus: Bus, name: str) -> set[str]:
+    """Return the ids of the queued requests of all tenants with this name. Raises Unavailable."""
+    queued = await bus.figures.subjects_of(
+        subjects.REQUESTS_STREAM, subjects.tenants_requests(name)
+    )
+    return {subjects.id_in(subject) for subject in queued}
+
+
 async def queued_requests(bus: Bus) -> AsyncIterator[QueuedRequest]:
     """Yield all clients' requests that have not ended. Raises Unavailable."""
     sequence = 1

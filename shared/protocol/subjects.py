@@ -106,6 +106,17 @@ def requests_of_model(model: str) -> tuple[str, str]:
     return f"pm.request.{token}.*", f"pm.request.*.{token}.*"
 
 
+def requests_with_id(request_id: str) -> str:
+    """Filter for the requests with an id, which may name different models."""
+    name, tenant = split_id(request_id)
+    return _of_tenant("pm.request", tenant, f"*.{name}")
+
+
+def tenants_requests(name: str) -> str:
+    """Filter for the requests of all tenants with a name; see `shared.protocol.names.scoped_id`."""
+    return f"pm.request.*.*.{name}"
+
+
 def scale_report(pool: str) -> str:
     """Subject of the actuator's report on a pool, with one token, as `SCALE_FILTER` needs."""
     return f"$KV.pm_scale.report-{encode_model(pool)}"
@@ -241,6 +252,11 @@ def tokens(request_id: str, output: str = TEXT) -> str:
     a writer that was fenced off.
     """
     return _log_subject("pm.tokens", request_id, output)
+
+
+def tenants_logs(name: str) -> str:
+    """Filter for the logs of all tenants' requests with a name, and for outputs with this name."""
+    return f"pm.tokens.*.{name}"
 
 
 def logs_beside_text(request_id: str) -> str:

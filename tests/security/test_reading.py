@@ -124,7 +124,10 @@ async def test_a_request_that_waits_has_an_empty_page(site: Site) -> None:
     await site.a.jetstream().publish("pm.request.demo.waits", b"{}")
     page = await call(site.a, "pm.read.waits")
     assert page == {"records": [], "next": 0, "ended": False}
-    assert (await call(site.a, "pm.state.waits"))["num_unread"] == 1
+    state = await call(site.a, "pm.state.waits")
+    assert (state["state"], state["model"]) == ("queued", "demo")
+    assert state["why"] == "no coordinator is alive"
+    assert await code_of(site.b, "pm.read.waits") == "not_found"
 
 
 async def test_another_output_has_a_separate_log(site: Site) -> None:

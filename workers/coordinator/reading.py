@@ -21,7 +21,6 @@ from shared.protocol.reading import (
     FileRequest,
     LogPage,
     ReadRequest,
-    RequestStatus,
     decode_file_request,
     decode_read_request,
 )
@@ -34,8 +33,6 @@ from shared.tenants.fair_turns import FairTurns
 MAX_RUNNING = 2
 # Limit on calls in flight. At some ten milliseconds each, the last call waits about a second.
 MAX_HELD = 64
-# A request has no task for a moment after a coordinator has received it.
-ADMISSION_S = 0.25
 
 Request = TypeVar("Request")
 Answer = Callable[[str, bytes], Awaitable[bytes]]
@@ -85,26 +82,16 @@ class Reading:
         read = partial(read_page, self._bus, request_id, request.output, request.start, max_bytes)
         page = await read()
         if page is None:
-            status = await self._find_admitted(request_id)
+            status = await request_status.find(self._bus, request_id)
+            if status.state == "unknown":
+                raise NotFound(
+                    f"there is no request with this id: {status.why}", field="request_id"
+                )
             # The log may have been written since it was read.
             page = await read() if status.has_ended else LogPage([], request.start, ended=False)
         if page is None:
             raise NotFound(f"this request has no output {request.output!r}", field="output")
         return to_json(page)
-
-    async def _find_admitted(self, request_id: str) -> RequestStatus:
-        """Return the status of a request without records. Raises NotFound for an unknown one."""
-        status = await request_status.find(self._bus, request_id)
-        if status.state == "unknown":
-            await asyncio.sleep(ADMISSION_S)
-            status = await request_status.find(self._bus, request_id)
-        # Requests that no coordinator has received yet cannot be found by their ids.
-        if status.state == "unknown" and not status.num_unread:
-            raise NotFound(
-                "there is no request with this id, or it is so old that its log has been removed",
-                field="request_id",
-            )
-        return status
 
     async def _find_state(self, request_id: str, data: bytes) -> bytes:
         _check_id(request_id)
