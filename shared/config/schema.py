@@ -530,6 +530,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Port of the gateway; 0 selects a free port, which the log and the heartbeat contain."""
     api_keys: list[ApiKey] = []
     """API keys. Without keys, every client that can connect may use the gateway."""
+    tenant: TenantName | None = None
+    """Tenant of all requests to a gateway without keys; by default none. They share their ids,
+    answers and files with the clients of this tenant that use NATS."""
     allow_anonymous: bool = False
     """Permit an address other than loopback without keys."""
     hosts: list[Annotated[str, Meta(pattern="^[a-z0-9.:-]+$")]] = []
