@@ -62,6 +62,7 @@ models:
         output: {{name: image, kind: image}}
         sizes: [120x120, 90x90, 150x120, 120x150]
         sampling_defaults: {{steps: 24, guidance: 1.5}}
+gateway: {{tenant: local}}
 """
 
 

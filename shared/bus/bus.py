@@ -257,7 +257,12 @@ class Bus:
         return messages
 
     async def read_batch(
-        self, stream: str, subject: str, first: int, max_bytes: int = READ_BATCH_BYTES
+        self,
+        stream: str,
+        subject: str,
+        first: int,
+        max_bytes: int = READ_BATCH_BYTES,
+        max_messages: int = READ_BATCH,
     ) -> tuple[list[StoredMessage], bool]:
         """Return messages of `subject` from sequence `first` on, and whether more follow.
 
@@ -266,7 +271,7 @@ class Bus:
         query = {
             "seq": first,
             "next_by_subj": subject,
-            "batch": READ_BATCH,
+            "batch": max_messages,
             "max_bytes": max_bytes,
         }
         return await direct_get(self.connection, stream, query)

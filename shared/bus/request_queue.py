@@ -5,7 +5,7 @@ a queue for this tenant alone, see `subjects.queues_of_tenant`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from nats.errors import Error as NatsError
@@ -43,6 +43,22 @@ async def queued_request(bus: Bus, place: RequestPlace) -> QueuedRequest | None:
     """Return a client's request that has not ended; None if it is no longer queued."""
     message = await _get_request(bus, place, is_next=False)
     return None if message is None else _to_queued_request(message, place.stream)
+
+
+async def queued_models(bus: Bus, request_id: str) -> list[str]:
+    """Return the models of the queued requests with this id; none if no such request is queued.
+
+    The leader of each stream answers, so each request with an acknowledged publish is found. Raises
+    Unavailable.
+    """
+    queued = await _queued_subjects(bus, subjects.requests_with_id(request_id))
+    return [subjects.model_of_request(subject) for subject in queued]
+
+
+async def tenants_ids(bus: Bus, name: str) -> set[str]:
+    """Return the ids of the queued requests of all tenants with this name. Raises Unavailable."""
+    queued = await _queued_subjects(bus, subjects.tenants_requests(name))
+    return {subjects.id_in(subject) for subject in queued}
 
 
 async def queued_requests(bus: Bus) -> AsyncIterator[QueuedRequest]:
@@ -99,6 +115,15 @@ async def depth(bus: Bus) -> tuple[int, int]:
         *(bus.figures.depth(stream, subjects.REQUESTS_CONSUMER) for stream in await streams(bus))
     )
     return sum(each.num_pending for each in depths), sum(each.num_in_flight for each in depths)
+
+
+async def _queued_subjects(bus: Bus, filters: Iterable[str]) -> list[str]:
+    """Return the subjects of the queued requests that match one of `filters`."""
+    queued: list[str] = []
+    for subject in filters:
+        for stream in await bus.figures.streams_with(subject):
+            queued += await bus.figures.subjects_of(stream, subject)
+    return queued
 
 
 async def _get_request(bus: Bus, place: RequestPlace, *, is_next: bool) -> api.RawStreamMsg | None:

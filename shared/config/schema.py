@@ -232,6 +232,9 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     request records and dead letters is its weight times the space that the other tenants and a
     reserve of a tenth leave free. Its share of a busy model is its weight times the mean use of all
     tenants; beyond it, its requests are served in the batch lane."""
+    tenant_reads: Positive = 32
+    """Limit on the reads (`pm.read`, `pm.state`, `pm.file`) of one tenant that each coordinator has
+    in flight. Further reads are refused."""
     token_log_age_s: Seconds = 3600.0
     """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"
@@ -536,6 +539,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Port of the gateway; 0 selects a free port, which the log and the heartbeat contain."""
     api_keys: list[ApiKey] = []
     """API keys. Without keys, every client that can connect may use the gateway."""
+    tenant: TenantName | None = None
+    """Tenant of all requests to a gateway without keys; by default none. They share their ids,
+    answers and files with the clients of this tenant that use NATS."""
     allow_anonymous: bool = False
     """Permit an address other than loopback without keys."""
     hosts: list[Annotated[str, Meta(pattern="^[a-z0-9.:-]+$")]] = []

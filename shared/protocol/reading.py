@@ -94,6 +94,8 @@ class RequestStatus(Struct, frozen=True):
 
     request_id: str
     state: State
+    model: str | None = None
+    """null if neither a queue nor an attempt names it any more."""
     stage: str | None = None
     worker: str | None = None
     attempt: int | None = None
@@ -109,8 +111,6 @@ class RequestStatus(Struct, frozen=True):
     """Previous stages."""
     pool: str | None = None
     """State of the stage's pool, if an autoscaler leads and the pool has no worker."""
-    num_unread: int = 0
-    """Number of requests that wait for a coordinator. An unknown request may be one of them."""
 
     @property
     def has_ended(self) -> bool:

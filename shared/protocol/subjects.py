@@ -149,6 +149,20 @@ def tenant_of_queue(stream: str) -> str:
     return tenant if kind in (REQUESTS_STREAM, CANCELS_STREAM) and is_name(tenant) else ""
 
 
+def requests_with_id(request_id: str) -> tuple[str, ...]:
+    """Filters for the requests with an id, which may name different models."""
+    name, tenant = split_id(request_id)
+    if not tenant:
+        return (f"pm.request.*.{name}",)
+    root = f"pm.request.{TENANT_MARK}{tenant}"
+    return f"{root}.*.{name}", f"{root}.{WITH_KEY}.*.{name}"
+
+
+def tenants_requests(name: str) -> tuple[str, ...]:
+    """Filters for the requests of all tenants with a name; see `names.scoped_id`."""
+    return f"pm.request.*.*.{name}", f"pm.request.*.{WITH_KEY}.*.{name}"
+
+
 def scale_report(pool: str) -> str:
     """Subject of the actuator's report on a pool, with one token, as `SCALE_FILTER` needs."""
     return f"$KV.pm_scale.report-{encode_model(pool)}"
@@ -295,6 +309,11 @@ def tokens(request_id: str, output: str = TEXT) -> str:
     a writer that was fenced off.
     """
     return _log_subject("pm.tokens", request_id, output)
+
+
+def tenants_logs(name: str) -> str:
+    """Filter for the logs of all tenants' requests with a name, and for outputs with this name."""
+    return f"pm.tokens.*.{name}"
 
 
 def logs_beside_text(request_id: str) -> str:

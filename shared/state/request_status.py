@@ -3,6 +3,7 @@
 Workers store nothing else for this purpose. All of these are found by the request's id.
 """
 
+import asyncio
 from typing import Literal
 
 import msgspec
@@ -10,13 +11,13 @@ from msgspec.structs import replace
 
 from shared.bus import request_queue
 from shared.bus.bus import Bus
-from shared.bus.reading import StoredMessage
+from shared.bus.reading import STALE_READ_S, StoredMessage
 from shared.codec import envelope
 from shared.errors import DecodeError, InvalidRequest, NotFound
 from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.reading import Attempt, Outcome, RequestStatus
-from shared.protocol.records import Failure, Finish, StageSpan
+from shared.protocol.records import Failure, Finish, LogRecord, StageSpan
 from shared.protocol.task_messages import TaskHeader
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
@@ -25,6 +26,7 @@ from shared.state.token_log import last_record
 
 # Keys in the load of an engine that the explanation of a busy engine needs.
 ENGINE_LOAD = {"running", "free_blocks", "blocks"}
+COORDINATOR = "coordinator"
 
 
 class _AnyTask(msgspec.Struct, frozen=True):
@@ -41,22 +43,20 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     decoded = (decode_attempt(message.data) for message in stored)
     records = [attempt for attempt in decoded if attempt is not None]
-    num_records = 0 if last is None else last.index + 1
-    status = RequestStatus(request_id, "unknown", records=num_records)
+    model = next((record.model for record in records if record.model), None)
+    status = RequestStatus(request_id, "unknown", model, records=_num_records(last))
     if isinstance(last, Finish | Failure):
         return _ended(status, last, records)
     work = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     if work is None:
-        # The request may have ended between the two reads.
-        last = await last_record(bus, request_id)
-        if isinstance(last, Finish | Failure):
-            return _ended(replace(status, records=last.index + 1), last, records)
-        return await _not_in_a_stage(bus, replace(status, attempts=_attempts(records, [], "open")))
-    stage, _, _ = subjects.parts_of_stage(work.subject)
+        return await _not_in_a_stage(bus, status, records)
+    stage, model, _ = subjects.parts_of_stage(work.subject)
     waits_s = (bus.now_ms() - work.stored_ms) / 1000
     path = _path_of(work.data)
     attempts = _attempts(records, path, "open")
-    status = replace(status, stage=stage, waits_s=waits_s, path=path, attempts=attempts)
+    status = replace(
+        status, model=model, stage=stage, waits_s=waits_s, path=path, attempts=attempts
+    )
     current = next((a for a in reversed(attempts) if a.stage == stage), None)
     if current is None or current.outcome != "open":
         status = replace(status, state="queued", why=await _why_queued(bus, work))
@@ -68,6 +68,32 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
         attempt=current.number,
         why=await _why_running(bus, current),
     )
+
+
+async def find_any_tenants(bus: Bus, request_id: str) -> RequestStatus:
+    """Return the status of a request; an id without a tenant is also found among all tenants.
+
+    Raises InvalidRequest for an invalid id and for one that several tenants use, and Unavailable.
+    """
+    status = await find(bus, request_id)
+    if status.state != "unknown" or not names.is_request_id(request_id):
+        return status
+    # A request with several prompts has a log for each of them.
+    parts = (request_id, names.part_id(request_id, 0))
+    for name in parts:
+        logs = await bus.figures.subjects_of(subjects.TOKENS_STREAM, subjects.tenants_logs(name))
+        ids = {subjects.id_in(log) for log in logs if subjects.is_text_log(log)}
+        ids |= await request_queue.tenants_ids(bus, name)
+        tenants = sorted(names.split_id(found)[1] for found in ids)
+        if len(tenants) > 1:
+            scoped = ", ".join(names.scoped_id(request_id, tenant) for tenant in tenants)
+            raise InvalidRequest(
+                f"several tenants have a request {request_id}: name one of {scoped}",
+                field="request_id",
+            )
+        if tenants:
+            return await find(bus, names.scoped_id(request_id, tenants[0]))
+    return status
 
 
 def _attempts(
@@ -116,32 +142,38 @@ def _ended(
     return replace(status, stage=end.stage, worker=end.worker, attempt=end.attempt)
 
 
-async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
-    """Return the status of a request without a task or an end."""
+def _num_records(last: LogRecord | None) -> int:
+    return 0 if last is None else last.index + 1
+
+
+async def _not_in_a_stage(
+    bus: Bus, status: RequestStatus, records: list[AttemptRecord]
+) -> RequestStatus:
+    """Return the status of a request without a task."""
+    models = await request_queue.queued_models(bus, status.request_id)
+    if not models:
+        # A request leaves its queue after its end. The replica that serves reads may lag.
+        await asyncio.sleep(STALE_READ_S)
+    last = await last_record(bus, status.request_id)
+    status = replace(status, records=_num_records(last))
+    if isinstance(last, Finish | Failure):
+        return _ended(status, last, records)
+    status = replace(status, attempts=_attempts(records, [], "open"))
+    if models:
+        beats = await bus.heartbeats.read()
+        is_served = any(beat.role == COORDINATOR for beat in beats)
+        why = "a coordinator is about to admit it" if is_served else "no coordinator is alive"
+        return replace(status, state="queued", model=models[0], why=why)
     record = await request_registry.find(bus, status.request_id)
     if record is not None and record.num_parts > 1:
-        first, last = (names.part_id(status.request_id, part) for part in (0, record.num_parts - 1))
-        why = f"its {record.num_parts} prompts are separate requests: {first} to {last}"
+        first, end = (names.part_id(status.request_id, part) for part in (0, record.num_parts - 1))
+        why = f"its {record.num_parts} prompts are separate requests: {first} to {end}"
         return replace(status, why=why)
     if record is not None and bus.now_ms() < 1000 * (record.created_s + record.timeout_s + GRACE_S):
-        why = "a gateway has recorded it, and no coordinator has accepted it yet"
+        why = "a gateway has recorded it, and has not published it yet"
         return replace(status, state="queued", why=why)
-    # Requests that wait for a coordinator are counted, because they cannot be read by id.
-    try:
-        num_pending, _ = await request_queue.depth(bus)
-    except NotFound:
-        num_unread, _ = await request_queue.size(bus)
-        why = f"no stage has it, no coordinator has ever run here, and {num_unread} requests wait"
-        return replace(status, num_unread=num_unread, why=why)
-    why = (
-        "it has never been asked for, or is so old that its log has been removed"
-        if num_pending == 0
-        else f"no stage has it: it is one of {num_pending} requests that wait for a"
-        " coordinator, has never been asked for, or is so old that its log has been removed"
-    )
-    if names.TENANT_MARK not in status.request_id:
-        why += "; the id of a tenant's request is <id>@<tenant>"
-    return replace(status, num_unread=num_pending, why=why)
+    why = "it has never been asked for, or is so old that its log has been removed"
+    return replace(status, why=why)
 
 
 async def _with_pool(bus: Bus, status: RequestStatus, work: StoredMessage) -> RequestStatus:

@@ -115,9 +115,23 @@ async def test_a_request_that_was_never_asked_for_is_not_known(
     code, out, err = await run(broker, command, request_id)
     assert code == 1
     assert "it has never been asked for" in out + err
-    assert "the id of a tenant's request is <id>@<tenant>" in out + err
     if command != "where":
         assert f"not_found: no request {request_id} is known" in err
+
+
+async def test_the_request_of_a_tenant_needs_no_suffix(
+    broker: EmbeddedServer, coordinator: None, bus: Bus, request_id: str
+) -> None:
+    await publish(bus, f"{request_id}@acme")
+    assert "tenant   acme" in (await run(broker, "where", request_id))[1]
+    code, out, _ = await run(broker, "cancel", request_id)
+    assert (code, out) == (0, f"{request_id}@acme is cancelled\n")
+    code, _, err = await run(broker, "follow", request_id)
+    assert (code, "cancelled" in err) == (1, True)
+    await finish(bus, f"{request_id}@other")
+    code, _, err = await run(broker, "where", request_id)
+    assert code == 1
+    assert f"name one of {request_id}@acme, {request_id}@other" in err
 
 
 async def test_an_unknown_request_is_not_cancelled_for_later(

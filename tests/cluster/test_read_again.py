@@ -59,7 +59,7 @@ async def test_an_answer_is_read_after_its_client_was_away(cluster: Cluster) -> 
     assert records[-1]["type"] == "finish"
     assert text_of(records)
     assert records == [json.loads((await live.next_msg(60)).data) for _ in records]
-    shown = run_command(cluster, "where", f"{request_id}@local", "--json")
+    shown = run_command(cluster, "where", request_id, "--json")
     assert await call(nc, f"pm.state.{request_id}") == json.loads(shown)
     await nc.close()
     await watcher.close()

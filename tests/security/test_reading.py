@@ -26,9 +26,13 @@ from shared.protocol.records import ChoiceDelta, OutputSummary, Usage
 from shared.state import log_pages, media_store, request_status
 from shared.state.token_log import LogWriter
 from tests.support.broker import create_tenant_queues, running_broker
-from workers.coordinator import reading
+from tests.support.waiting import until
+from workers.coordinator import precedence, reading
+from workers.coordinator.precedence import Precedence
 from workers.coordinator.reading import Reading
 from workers.keyring import Keyring
+
+MAX_READS = 20
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Site:
 
     operator: Bus
     reading: Reading
+    precedence: Precedence
     a: Client
     b: Client
 
@@ -70,9 +75,10 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
             await nats.connect(server.url, nkeys_seed=str(keyring.file_of_tenant(name)))
             for name in ("a", "b")
         ]
-        answering = Reading(coordinator)
+        order = Precedence()
+        answering = Reading(coordinator, MAX_READS, order)
         await answering.start()
-        yield Site(operator, answering, *clients)
+        yield Site(operator, answering, order, *clients)
         await answering.stop(10)
         for client in clients:
             await client.close()
@@ -125,7 +131,10 @@ async def test_a_request_that_waits_has_an_empty_page(site: Site) -> None:
     await site.a.jetstream().publish("pm.request.demo.waits", b"{}")
     page = await call(site.a, "pm.read.waits")
     assert page == {"records": [], "next": 0, "ended": False}
-    assert (await call(site.a, "pm.state.waits"))["num_unread"] == 1
+    state = await call(site.a, "pm.state.waits")
+    assert (state["state"], state["model"]) == ("queued", "demo")
+    assert state["why"] == "no coordinator is alive"
+    assert await code_of(site.b, "pm.read.waits") == "not_found"
 
 
 async def test_another_output_has_a_separate_log(site: Site) -> None:
@@ -285,6 +294,35 @@ async def test_an_output_is_one_name(site: Site, output: str) -> None:
 
 async def test_a_state_has_no_fields(site: Site) -> None:
     assert await code_of(site.a, "pm.state.r", b"{}") == "invalid_request"
+
+
+async def test_a_tenant_has_a_limit_on_its_reads_in_flight(site: Site) -> None:
+    await site.write("r@a", "text")
+    await site.write("r@b", "text")
+    with site.precedence.urgent():
+        flood = [asyncio.create_task(call(site.a, "pm.read.r")) for _ in range(3 * MAX_READS)]
+        assert (await call(site.b, "pm.read.r"))["ended"]
+    replies = await asyncio.gather(*flood)
+    errors = [reply["error"] for reply in replies if "error" in reply]
+    assert 0 < len(errors) <= 2 * MAX_READS
+    for error in errors:
+        assert (error["code"], error["retryable"]) == ("overloaded", True)
+        assert f"{MAX_READS} reads of this tenant" in error["message"]
+        assert "delivery.tenant_reads" in error["message"]
+    assert (await call(site.a, "pm.read.r"))["ended"]
+
+
+async def test_reads_wait_while_a_request_is_admitted(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precedence, "MAX_WAIT_S", 3600)
+    await site.write("r@a", "text")
+    with site.precedence.urgent():
+        reads = [asyncio.create_task(call(site.a, f"pm.{kind}.r")) for kind in ("read", "state")]
+        await until(lambda: site.reading._num_reads["a"] == 2)
+        assert not any(read.done() for read in reads)
+    assert (await reads[0])["ended"]
+    assert (await reads[1])["state"] == "finished"
 
 
 async def test_reads_of_one_tenant_leave_turns_to_another(

@@ -49,7 +49,10 @@ ModelName = Annotated[
 ]
 RequestId = Annotated[
     str,
-    Parameter(help="Id of the request, as the commands and the header X-Request-Id show it."),
+    Parameter(
+        help="Id of the request, as the commands and the header X-Request-Id show it. If several"
+        " tenants use the id, ID@TENANT names the request of one."
+    ),
 ]
 
 

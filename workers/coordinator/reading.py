@@ -1,18 +1,19 @@
 """Replies to clients that read stored answers, the status of requests, and stored files.
 
-Tenants take turns, and calls beyond a limit are refused at once, so that many readers do not delay
-the queues of a coordinator. A tenant's clients reach only requests and files of their tenant,
-because the broker adds it to their subjects.
+Tenants take turns, their calls have a limit, and calls wait while requests are admitted, so that
+many readers do not delay the queues of a coordinator. A tenant's clients reach only requests and
+files of their tenant, because the broker adds it to their subjects.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
 from shared.bus.bus import HEADER_BYTES, Bus
 from shared.bus.messaging import GroupResponder
-from shared.errors import InvalidRequest, MediaNotFound, NotFound
+from shared.errors import InvalidRequest, MediaNotFound, NotFound, Overloaded
 from shared.helpers.validation import invalid_request
 from shared.protocol import names, subjects
 from shared.protocol.encoding import UNDECODABLE, to_json
@@ -21,7 +22,6 @@ from shared.protocol.reading import (
     FileRequest,
     LogPage,
     ReadRequest,
-    RequestStatus,
     decode_file_request,
     decode_read_request,
 )
@@ -29,13 +29,16 @@ from shared.stage.calls import reply_of
 from shared.state import media_store, request_status
 from shared.state.log_pages import read_page
 from shared.tenants.fair_turns import FairTurns
+from workers.coordinator.precedence import Precedence
 
-# A page and its messages take at most a few MiB of memory.
-MAX_RUNNING = 2
+# A page and its messages take at most a few MiB of memory. More would delay other work longer.
+MAX_RUNNING = 1
 # Limit on calls in flight. At some ten milliseconds each, the last call waits about a second.
 MAX_HELD = 64
-# A request has no task for a moment after a coordinator has received it.
-ADMISSION_S = 0.25
+# Delay of a refusal. A client that repeats its call at once would take the time of the event loop.
+REFUSAL_S = 1.0
+# Further refusals are not delayed, because each takes memory until then.
+MAX_REFUSALS = 1024
 
 Request = TypeVar("Request")
 Answer = Callable[[str, bytes], Awaitable[bytes]]
@@ -45,8 +48,14 @@ Answer = Callable[[str, bytes], Awaitable[bytes]]
 class Reading:
     """Answers the calls of `shared.protocol.reading`."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, max_reads: int, precedence: Precedence) -> None:
+        """`max_reads` is the limit on the calls of a tenant, see `delivery.tenant_reads`."""
         self._bus = bus
+        self._max_reads = max_reads
+        self._precedence = precedence
+        self._num_reads: Counter[str] = Counter()
+        """Number of calls in flight by tenant."""
+        self._num_refusals = 0
         self._turns = FairTurns(MAX_RUNNING, "reads wait for this coordinator")
         self._responders: list[GroupResponder] = []
 
@@ -71,9 +80,34 @@ class Reading:
         return await reply_of(self._answer(answer, subjects.id_in(subject), data))
 
     async def _answer(self, answer: Answer, name: str, data: bytes) -> bytes:
+        if len(data) > MAX_REQUEST_BYTES:
+            raise InvalidRequest(
+                f"the request has {len(data)} bytes, the limit is {MAX_REQUEST_BYTES}"
+            )
         _, tenant = names.split_id(name)
-        async with self._turns.turn(tenant, MAX_HELD):
-            return await answer(name, data)
+        if self._num_reads[tenant] >= self._max_reads:
+            await self._delay_refusal()
+            raise Overloaded(
+                f"{self._max_reads} reads of this tenant are in flight, which is the limit of each"
+                " coordinator (delivery.tenant_reads): send the next one after a reply"
+            )
+        self._num_reads[tenant] += 1
+        try:
+            async with self._turns.turn(tenant, MAX_HELD):
+                await self._precedence.wait()
+                return await answer(name, data)
+        finally:
+            self._num_reads[tenant] -= 1
+            if not self._num_reads[tenant]:
+                del self._num_reads[tenant]
+
+    async def _delay_refusal(self) -> None:
+        if self._num_refusals < MAX_REFUSALS:
+            self._num_refusals += 1
+            try:
+                await asyncio.sleep(REFUSAL_S)
+            finally:
+                self._num_refusals -= 1
 
     async def _read_log(self, request_id: str, data: bytes) -> bytes:
         _check_id(request_id)
@@ -82,29 +116,20 @@ class Reading:
             raise InvalidRequest(f"output {names.NAME_RULE}", field="output")
         # Each record was stored as one message of at most this size. The rest of the page is small.
         max_bytes = min(request.max_bytes, self._bus.max_payload - HEADER_BYTES)
-        read = partial(read_page, self._bus, request_id, request.output, request.start, max_bytes)
+        where = self._bus, request_id, request.output, request.start
+        read = partial(read_page, *where, max_bytes, self._precedence.wait)
         page = await read()
         if page is None:
-            status = await self._find_admitted(request_id)
+            status = await request_status.find(self._bus, request_id)
+            if status.state == "unknown":
+                raise NotFound(
+                    f"there is no request with this id: {status.why}", field="request_id"
+                )
             # The log may have been written since it was read.
             page = await read() if status.has_ended else LogPage([], request.start, ended=False)
         if page is None:
             raise NotFound(f"this request has no output {request.output!r}", field="output")
         return to_json(page)
-
-    async def _find_admitted(self, request_id: str) -> RequestStatus:
-        """Return the status of a request without records. Raises NotFound for an unknown one."""
-        status = await request_status.find(self._bus, request_id)
-        if status.state == "unknown":
-            await asyncio.sleep(ADMISSION_S)
-            status = await request_status.find(self._bus, request_id)
-        # Requests that no coordinator has received yet cannot be found by their ids.
-        if status.state == "unknown" and not status.num_unread:
-            raise NotFound(
-                "there is no request with this id, or it is so old that its log has been removed",
-                field="request_id",
-            )
-        return status
 
     async def _find_state(self, request_id: str, data: bytes) -> bytes:
         _check_id(request_id)
@@ -138,8 +163,6 @@ def _check_id(request_id: str) -> None:
 
 
 def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
-    if len(data) > MAX_REQUEST_BYTES:
-        raise InvalidRequest(f"the request has {len(data)} bytes, the limit is {MAX_REQUEST_BYTES}")
     try:
         return decode(data)
     except UNDECODABLE as error:

@@ -50,6 +50,7 @@ from workers.coordinator.admission import (
     most_tokens,
 )
 from workers.coordinator.intake import Intake
+from workers.coordinator.precedence import Precedence
 from workers.coordinator.reading import Reading
 from workers.coordinator.replica_watch import ReplicaWatch
 from workers.coordinator.stage_waits import StageWaits
@@ -80,6 +81,7 @@ class Coordinator:
         self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
         self._turns = Turns(context.bus, self._delivery.tenant_weights)
         self._room = StoreRoom(context.bus)
+        self._precedence = Precedence()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id, held while a request is admitted."""
 
@@ -94,7 +96,7 @@ class Coordinator:
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
         loop.start(watch.run())
-        reading = Reading(self._context.bus)
+        reading = Reading(self._context.bus, self._delivery.tenant_reads, self._precedence)
         await reading.start()
         loop.start(ReplicaWatch(self._context.bus, self._context.metrics).run())
         self._context.metrics.set_function("full_stores", lambda: float(self._room.num_full))
@@ -141,7 +143,8 @@ class Coordinator:
             raise InvalidRequest(ID_RULE, field="request_id")
         # Two requests with one id may name different models.
         async with self._locks.setdefault(job.request_id, asyncio.Lock()):
-            await self._admit(job, job.request_id)
+            with self._precedence.urgent():
+                await self._admit(job, job.request_id)
 
     async def _admit(self, job: Job, request_id: str) -> None:
         delivery, bus = job.delivery, self._context.bus

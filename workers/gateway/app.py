@@ -89,7 +89,7 @@ class AppContext:
         self.kinds = {kind.name: kind for kind in kinds}
         self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
-        self._keyring = Keyring(config.gateway.api_keys)
+        self._keyring = Keyring(config.gateway.api_keys, config.gateway.tenant)
         self.origins = OriginPolicy(config.gateway)
         self._rate_limiter = RateLimiter(asyncio.get_running_loop().time)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
@@ -133,7 +133,7 @@ class AppContext:
 
     def reload(self, config: Config) -> None:
         """Take over the API keys of a changed configuration."""
-        self._keyring = Keyring(config.gateway.api_keys)
+        self._keyring = Keyring(config.gateway.api_keys, config.gateway.tenant)
         self.bodies.set_keys(config.gateway.api_keys)
         self.origins.set_keys(config.gateway.api_keys)
 

@@ -42,7 +42,7 @@ from shared.state.step_log import StepLog, open_log
 from shared.telemetry.metrics import Metrics
 from workers.gateway.app import AppContext
 from workers.gateway.backend import approvals, response_stream, responses
-from workers.gateway.http.auth import ANONYMOUS, Caller
+from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import ApprovalUsed, StoreFull
 from workers.gateway.openai.response_object import without_images
 
@@ -151,16 +151,16 @@ async def test_an_approval_for_a_response_that_could_not_begin_is_free(bus: Bus)
     assert recorded.identity == "gateway"
     assert recorded.record == AuditRecord("approval", "alice", f"{request_id} approved", "acme")
     # Its gateway fails here, and the client asks again without naming the response.
-    (call,) = await approvals.decide(bus, ANONYMOUS, items, [log], owner)
+    (call,) = await approvals.decide(bus, Caller("", ""), items, [log], owner)
     with pytest.raises(ApprovalUsed):
         await responses.begin(app, replace(BEGUN, approved=[call]), lost, is_named=True)
     begun = await responses.begin(app, replace(BEGUN, approved=[call]), owner, is_named=False)
     assert begun.state.calls
-    assert [call] == await approvals.decide(bus, ANONYMOUS, items, [log], owner)
+    assert [call] == await approvals.decide(bus, Caller("", ""), items, [log], owner)
     for name in (late, lost):
         with pytest.raises(ApprovalUsed, match=owner):
             await approvals.decide(
-                bus, ANONYMOUS, items, [await open_log(bus, "", log.response_id)], name
+                bus, Caller("", ""), items, [await open_log(bus, "", log.response_id)], name
             )
     assert list(log.state.decisions.values())[-1:] == [Decided(6, request_id, True, owner)]
 

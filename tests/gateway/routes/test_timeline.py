@@ -14,7 +14,7 @@ def attempt(role: str, number: int, began_ms: float) -> Attempt:
 
 
 def status(state: State, stage: str, path: list[StageSpan], *attempts: Attempt) -> RequestStatus:
-    return RequestStatus("req-1", state, stage, path=path, attempts=list(attempts))
+    return RequestStatus("req-1", state, stage=stage, path=path, attempts=list(attempts))
 
 
 def seen(status: RequestStatus) -> list[tuple[str, int, bool]]:

@@ -10,7 +10,7 @@ from shared.protocol import subjects
 from shared.protocol.pipeline import TEXT
 from shared.protocol.reading import MAX_RECORDS, LogPage
 from shared.protocol.records import ChoiceDelta, OutputSummary, Usage
-from shared.state.log_pages import read_page
+from shared.state.log_pages import BATCH, read_page
 from shared.state.token_log import LogWriter
 
 FOREIGN = b'{"type":"tokens"'
@@ -44,8 +44,12 @@ async def append(bus: Bus, request_id: str, data: bytes) -> None:
     await bus.publish_without_id(subjects.append(request_id), data)
 
 
+async def proceed() -> None:
+    """Wait for nothing before a batch."""
+
+
 async def page_of(bus: Bus, request_id: str, start: int, max_bytes: int = 2**18) -> LogPage:
-    page = await read_page(bus, request_id, TEXT, start, max_bytes)
+    page = await read_page(bus, request_id, TEXT, start, max_bytes, proceed)
     assert page is not None
     return page
 
@@ -94,10 +98,10 @@ async def test_the_last_page_of_an_open_log_is_empty(bus: Bus, request_id: str) 
 
 async def test_a_log_without_a_record_has_no_page(bus: Bus, request_id: str) -> None:
     for start in (0, 5):
-        assert await read_page(bus, request_id, TEXT, start, 1000) is None
+        assert await read_page(bus, request_id, TEXT, start, 1000, proceed) is None
     await append(bus, request_id, FOREIGN)
     for start in (0, 5):
-        assert await read_page(bus, request_id, TEXT, start, 1000) is None
+        assert await read_page(bus, request_id, TEXT, start, 1000, proceed) is None
 
 
 async def test_foreign_bytes_are_in_no_page(bus: Bus, request_id: str) -> None:
@@ -136,12 +140,12 @@ async def test_a_removed_record_is_an_error_that_names_the_first_one(
         await bus.delete(subjects.TOKENS_STREAM, stored[number].sequence)
     for start in (0, 1):
         with pytest.raises(LogTruncated, match="read from 2") as raised:
-            await read_page(bus, request_id, TEXT, start, 2**18)
+            await read_page(bus, request_id, TEXT, start, 2**18, proceed)
         assert raised.value.field == "from"
     page = await page_of(bus, request_id, 2)
     assert (data_of(page), page.next, page.ended) == (messages[2:5], 5, False)
     with pytest.raises(LogTruncated, match="read from 6"):
-        await read_page(bus, request_id, TEXT, 5, 2**18)
+        await read_page(bus, request_id, TEXT, 5, 2**18, proceed)
     assert data_of(await page_of(bus, request_id, 6)) == messages[6:]
 
 
@@ -152,6 +156,20 @@ async def test_a_record_larger_than_the_page_is_a_page(bus: Bus, request_id: str
     for start in range(3):
         page = await page_of(bus, request_id, start, 1000)
         assert len(page.records) == 1
+
+
+async def test_a_page_waits_for_its_turn_before_each_batch(bus: Bus, request_id: str) -> None:
+    await write(bus, request_id, 2 * BATCH)
+    num_turns = 0
+
+    async def count() -> None:
+        nonlocal num_turns
+        num_turns += 1
+
+    page = await read_page(bus, request_id, TEXT, 0, 2**18, count)
+    assert page is not None
+    assert len(page.records) == 2 * BATCH + 1
+    assert num_turns == 3
 
 
 async def test_a_page_has_a_limited_number_of_records(bus: Bus, request_id: str) -> None:

@@ -7,7 +7,8 @@ from nats.js import JetStreamContext
 
 from shared.bus.bus import Bus
 from shared.codec import envelope
-from shared.protocol import subjects
+from shared.errors import InvalidRequest
+from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import (
     AttemptRecord,
@@ -17,6 +18,7 @@ from shared.protocol.messages import (
     ScalePlan,
     StartReport,
 )
+from shared.protocol.reading import RequestStatus
 from shared.protocol.records import StageSpan
 from shared.state import request_status
 from shared.state.request_list import RequestLister
@@ -132,13 +134,52 @@ async def test_a_worker_with_other_figures_than_an_engine_works_on_its_request(
     assert [span.stage for span in status.path] == ["renderer"]
 
 
-async def test_a_request_is_unknown_where_no_coordinator_has_run(
-    bus: Bus, request_id: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tenant", ["", "acme"])
+async def test_a_published_request_is_found_before_a_coordinator_reads_it(
+    bus: Bus, request_id: str, tenant: str
 ) -> None:
-    monkeypatch.setattr(subjects, "REQUESTS_CONSUMER", "another")
-    status = await request_status.find(bus, request_id)
-    assert status.state == "unknown"
-    assert "no coordinator" in status.why
+    scoped = names.scoped_id(request_id, tenant)
+    await bus.publish_without_id(subjects.request("org/m.5", scoped), b"{}")
+    status = await request_status.find(bus, scoped)
+    assert (status.state, status.model) == ("queued", "org/m.5")
+    assert "coordinator" in status.why
+    for other in ("", "acme", "other"):
+        if other != tenant:
+            found = await request_status.find(bus, names.scoped_id(request_id, other))
+            assert found.state == "unknown"
+    await bus.purge(subjects.REQUESTS_STREAM, subjects.requests_with_id(scoped)[0])
+
+
+async def test_an_id_without_a_tenant_is_found_among_all_tenants(bus: Bus, request_id: str) -> None:
+    async def find(name: str = request_id) -> RequestStatus:
+        return await request_status.find_any_tenants(bus, name)
+
+    # An output of another request may have the same name.
+    log = await LogWriter.open(bus, f"{request_id}-x", 1, request_id)
+    await log.media("text/plain", 0, data="")
+    assert (await find()).state == "unknown"
+    await bus.publish_without_id(subjects.request("m", f"{request_id}@a"), b"{}")
+    assert ((await find()).request_id, (await find()).state) == (f"{request_id}@a", "queued")
+    await (await LogWriter.open(bus, f"{request_id}@b", 1)).tokens([])
+    with pytest.raises(InvalidRequest, match=f"name one of {request_id}@a, {request_id}@b"):
+        await find()
+    assert (await find(f"{request_id}@b")).records == 1
+    await (await LogWriter.open(bus, request_id, 1)).tokens([])
+    await bus.publish_without_id(subjects.request("m", request_id), b"{}")
+    assert (await find()).request_id == request_id
+    for name in (request_id, f"{request_id}@a"):
+        await bus.purge(subjects.REQUESTS_STREAM, subjects.requests_with_id(name)[0])
+
+
+async def test_a_tenants_request_with_several_prompts_is_found_by_its_id(
+    bus: Bus, request_id: str
+) -> None:
+    record = RequestRecord("completion", "m", "acme", 0, durable=False, options={"parts": 2})
+    await bus.publish_without_id(subjects.job(f"{request_id}@acme"), to_json(record))
+    await (await LogWriter.open(bus, f"{request_id}-0@acme", 1)).tokens([])
+    status = await request_status.find_any_tenants(bus, request_id)
+    assert status.request_id == f"{request_id}@acme"
+    assert f"{request_id}-0@acme to {request_id}-1@acme" in status.why
 
 
 async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(

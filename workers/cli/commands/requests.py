@@ -44,7 +44,7 @@ from workers.cli.options import (
 from workers.cli.sound import find_audio, while_saving
 from workers.cli.terminal import format_time, print_json, print_line, print_rows
 
-# A coordinator reads a new request within this time. Before that, the request is unknown.
+# Time in which another terminal may send the request.
 ARRIVAL_S = 1.0
 # Coordinators cancel within milliseconds, unless there is none.
 CANCEL_S = 5.0
@@ -164,9 +164,9 @@ async def follow(
         try:
             status = await _find(bus, request_id, wait_s)
             if status.state == "unknown":
-                hint = "; --wait SECONDS waits for it" if status.num_unread else ""
-                raise _unknown(status, hint)
-            return await print_records(client.follow(bus, request_id, start), as_json=json)
+                raise _unknown(status)
+            records = client.follow(bus, status.request_id, start)
+            return await print_records(records, as_json=json)
         except asyncio.CancelledError:
             return EXIT_INTERRUPTED
 
@@ -184,11 +184,8 @@ async def cancel(
         if before.has_ended:
             return _print_end(before, "already ")
         if before.state == "unknown":
-            if not before.num_unread:
-                raise _unknown(before)
-            # The cancellation is stored, and takes effect when a coordinator reads the request.
-            await _cancel(bus, request_id)
-            raise _unknown(before, "; if it is one of these, it is cancelled when it is read")
+            raise _unknown(before)
+        request_id = before.request_id
         await _cancel(bus, request_id)
         after = await _find(bus, request_id, CANCEL_S, lambda status: status.has_ended)
     if after.has_ended:
@@ -209,20 +206,21 @@ async def _find(
     wait_s: float,
     is_enough: Callable[[RequestStatus], bool] = lambda status: status.state != "unknown",
 ) -> RequestStatus:
-    """Poll the status of a request until `is_enough`, for at most `wait_s`, and return it."""
+    """Poll the status of a request until `is_enough`, for at most `wait_s`, and return it.
+
+    An id without a tenant is also found among all tenants.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     while True:
-        status = await request_status.find(bus, request_id)
+        status = await request_status.find_any_tenants(bus, request_id)
         if is_enough(status) or loop.time() >= deadline:
             return status
         await asyncio.sleep(LOOK_S)
 
 
-def _unknown(status: RequestStatus, hint: str = "") -> NotFound:
-    return NotFound(
-        f"no request {status.request_id} is known: {status.why}{hint}", field="request_id"
-    )
+def _unknown(status: RequestStatus) -> NotFound:
+    return NotFound(f"no request {status.request_id} is known: {status.why}", field="request_id")
 
 
 def _print_end(status: RequestStatus, when: str = "") -> int:
@@ -249,7 +247,7 @@ async def where(
         if response is not None:
             print_json(response) if json else _print_response(response)
             return 0
-        status = await request_status.find(bus, request_id)
+        status = await request_status.find_any_tenants(bus, request_id)
     print_json(status) if json else _print_status(status)
     return 0 if status.state != "unknown" else 1
 
@@ -269,6 +267,8 @@ def _print_response(response: FoundResponse) -> None:
 def _print_status(status: RequestStatus) -> None:
     rows = {
         "state": status.state.replace("_", " "),
+        "model": status.model,
+        "tenant": split_id(status.request_id)[1] or None,
         "stage": status.stage,
         "worker": status.worker,
         "attempt": status.attempt,

@@ -23,6 +23,7 @@ from shared.errors import Cancelled, DecodeError, NotFound, PagemillError, Unava
 from shared.protocol import names
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
+from shared.protocol.reading import RequestStatus
 from shared.protocol.records import (
     AnyRecord,
     AudioChunk,
@@ -34,20 +35,18 @@ from shared.protocol.records import (
     OutputSummary,
     TokenChunk,
 )
-from shared.state import request_registry
+from shared.state import request_registry, request_status
 from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
-from workers.gateway.core.assembler import Answering, token_ids_to_decode
+from workers.gateway.core.assembler import Answering
 from workers.gateway.core.ids import format_event_id, named_request_id, part_ids
+from workers.gateway.core.log_answer import LOG
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
 
 T = TypeVar("T")
-
-# Peak memory, in bytes, for one base64 character of an image and its JSON.
-ENCODED_BYTES = 3
 
 _log = structlog.get_logger()
 
@@ -136,10 +135,8 @@ class ActiveRequest:
         budget, refusal = self._context.answer_budget, self.kind.budget.output
         async for part, record in self._merged(logs):
             file = await self._read_file(record)
-            if isinstance(record, AudioChunk):
-                budget.extend(scope, self._assembler.sample_bytes * record.num_samples, refusal)
-            elif file:
-                budget.extend(scope, ENCODED_BYTES * len(file), refusal)
+            if num_bytes := self._assembler.num_bytes_of(record, file):
+                budget.extend(scope, num_bytes, refusal)
             await self._add_record(part, record, file)
         return self._assembler.answer()
 
@@ -179,9 +176,7 @@ class ActiveRequest:
                 if record.index == 0 and start == 0:
                     self._first_token_s.observe(time.monotonic() - self._began_s)
                 self._num_tokens.add(sum(len(delta.token_ids) for delta in record.choices))
-                token_ids = token_ids_to_decode(record)
-                if record.index == 0:
-                    token_ids.update(self._assembler.prompt_token_ids)
+                token_ids = self._assembler.token_ids_of(record)
                 with self.kind.fields_of(self.options).translated():
                     await self._context.token_bytes.load(
                         self.record.model, token_ids, self.record.tenant
@@ -319,16 +314,39 @@ async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[i
 async def find_request(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:
     """Return the request that the path refers to, by its id or by its client's name for it.
 
-    Raises NotFound, also for requests of other tenants.
+    A request without a gateway's record may have come over NATS. Raises NotFound, also for requests
+    of other tenants.
     """
     name = request.path_params["id"]
     client_ids = [named_request_id(kind, name) for kind in context.kinds.values()]
     ids = [name, *client_ids] if names.is_request_id(name) else client_ids
+    is_recorded = False
     for request_id in dict.fromkeys(ids):
         bus_id = names.scoped_id(request_id, caller.tenant)
         record = await request_registry.find(context.bus, bus_id)
         if record is not None and record.tenant == caller.tenant:
-            request.scope["request_id"] = request_id, True
+            request.scope["request_id"], is_recorded = (request_id, True), True
             with suppress(DecodeError):
                 return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
+    if names.is_request_id(name) and not is_recorded:
+        status = await request_status.find(context.bus, names.scoped_id(name, caller.tenant))
+        if status.state != "unknown":
+            request.scope["request_id"] = name, True
+            record = _record_of(context, status, caller.tenant)
+            return ActiveRequest(context, name, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or it has been removed", field="id")
+
+
+def _record_of(context: AppContext, status: RequestStatus, tenant: str) -> RequestRecord:
+    """Return a record of a request that was published over NATS."""
+    times_ms = [span.received_ms for span in status.path]
+    times_ms += [attempt.began_ms for attempt in status.attempts]
+    return RequestRecord(
+        LOG.name,
+        status.model or "",
+        tenant,
+        int(min(times_ms, default=context.bus.now_ms()) / 1000),
+        durable=True,
+        # The time limit in the request itself is at most this.
+        timeout_s=context.config.delivery.max_timeout_s,
+    )

@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from shared.protocol.records import AnyRecord, TokenChunk
+from shared.protocol.records import AnyRecord, AudioChunk, TokenChunk
 
 TokenBytes = Mapping[int, bytes]
 """Bytes of tokens, by token id."""
-
+# Peak memory, in bytes, for one base64 character of an image and its JSON.
+ENCODED_BYTES = 3
 
 PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids", "tokens")
 """Fields of a request on the bus that contain its text. Errors in the text name one of them."""
@@ -140,6 +141,17 @@ class Assembler(ABC, Generic[Options]):
     def file_of(self, record: AnyRecord) -> str:
         """Return the `media:` URL of the file that `add` needs with a record; "" for none."""
         return ""
+
+    def token_ids_of(self, record: TokenChunk) -> set[int]:
+        """Return the ids of the tokens whose bytes `add` needs with a record."""
+        token_ids = token_ids_to_decode(record)
+        return token_ids.union(self.prompt_token_ids) if record.index == 0 else token_ids
+
+    def num_bytes_of(self, record: AnyRecord, file: str) -> int:
+        """Return the memory for a record and its file in a whole answer, if it is not reserved."""
+        if isinstance(record, AudioChunk):
+            return self.sample_bytes * record.num_samples
+        return ENCODED_BYTES * len(file)
 
     def abort(self) -> list[Any] | None:
         """Return the last events of a stream when its request is cancelled.

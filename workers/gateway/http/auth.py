@@ -19,7 +19,7 @@ BUSY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. `tenant` is "" where no keys are configured."""
+    """The sender of a request."""
 
     name: str
     tenant: str
@@ -29,9 +29,6 @@ class Caller:
         """Raises MissingRight. Without configured keys, every caller has all rights."""
         if self.key is not None and right not in self.key.rights:
             raise MissingRight(f"this key does not have the right {right!r} (gateway.api_keys)")
-
-
-ANONYMOUS = Caller("", "")
 
 
 def tenant_of_key(key: ApiKey) -> str:
@@ -53,8 +50,10 @@ def digest(key: str) -> str:
 class Keyring:
     """The configured API keys."""
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
+    def __init__(self, keys: Sequence[ApiKey], tenant: str | None = None) -> None:
+        """`tenant` is the tenant of all callers if there are no keys; None for no tenant."""
         self._keys = [(key.sha256.encode(), key) for key in keys]
+        self._anonymous = Caller("", tenant or "")
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
         """Return the caller that the Authorization headers identify. Raises InvalidKey.
@@ -63,7 +62,7 @@ class Keyring:
         any of them.
         """
         if not self._keys:
-            return ANONYMOUS
+            return self._anonymous
         scheme, _, key_text = authorization[0].partition(" ") if authorization else ("", "", "")
         if len(authorization) != 1 or scheme.lower() != "bearer":
             raise InvalidKey("an API key is required: send `Authorization: Bearer KEY`")

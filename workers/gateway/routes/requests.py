@@ -24,6 +24,7 @@ from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest, find_request
 from workers.gateway.backend.pools import read_pools
 from workers.gateway.core.ids import read_start
+from workers.gateway.core.log_answer import LOG
 from workers.gateway.core.memory_budget import read_answer_size
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
@@ -31,6 +32,7 @@ from workers.gateway.http.sse import EventStream
 from workers.gateway.route_table import ANSWER_ERRORS, FROM, LAST_EVENT, RouteTable
 
 ROUTES = RouteTable("Requests")
+ROUTES.kinds.append(LOG)
 PATH = "/v1/requests/{id}"
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
@@ -53,7 +55,9 @@ class RequestBody(Struct, frozen=True):
     stage: str | None
     """The stage that the request is in, or ended in."""
     created: int
+    """Unix seconds. For a request over NATS, the time at which it was read from its queue."""
     model: str
+    """Empty for a request over NATS that has ended, if its attempts are no longer stored."""
     durable: bool
     records: int
     """Number of records in the request's token logs so far. Each prompt has a log."""
@@ -67,6 +71,8 @@ class RequestBody(Struct, frozen=True):
     zero`."""
     object: str = "request"
     result: Any = UNSET
+    """The whole answer, as its endpoint returns it; for a request over NATS the list of its
+    records."""
     error: errors.ErrorBody | UnsetType = UNSET
 
 

@@ -1,0 +1,155 @@
+"""A tenant reads and cancels its requests over HTTP and over NATS, whichever way they came."""
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from nats.aio.client import Client
+
+from tests.cluster.conftest import Cluster, sign_in
+from tests.gateway.conftest import WITH_IDS, Gateway, Start, start_gateway
+from tests.gateway.http.test_auth import ALICE, BOB, KEYS, bearer
+from tests.gateway.routes.test_chat import events
+from tests.support.waiting import until
+
+QUESTION = [{"role": "user", "content": "What can you do?"}]
+
+
+@pytest.fixture(scope="module")
+def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway whose callers belong to the tenant of the NATS client."""
+    running = start_gateway(cluster, tmp_path_factory.mktemp("gateway"), tenant="local")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+async def nc(cluster: Cluster) -> AsyncIterator[Client]:
+    client = await sign_in(cluster, cluster.client_key)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"order-{secrets.token_hex(4)}"
+
+
+async def publish(nc: Client, name: str, **fields: Any) -> None:
+    body = {"model": "demo", "messages": QUESTION} | fields
+    await nc.jetstream().publish(f"pm.request.demo.{name}", json.dumps(body).encode())
+
+
+async def read(nc: Client, name: str) -> list[dict[str, Any]]:
+    page = json.loads((await nc.request(f"pm.read.{name}", timeout=60)).data)
+    records: list[dict[str, Any]] = page["records"]
+    assert page["ended"]
+    return records
+
+
+def is_in(state: str, http: httpx.AsyncClient, name: str) -> Callable[[], Any]:
+    async def condition() -> Any:
+        answer = await http.get(f"/v1/requests/{name}")
+        assert answer.status_code == 200, answer.text
+        return answer.json() if answer.json()["state"] == state else None
+
+    return condition
+
+
+async def test_a_request_over_nats_is_found_over_http(
+    nc: Client, http: httpx.AsyncClient, name: str
+) -> None:
+    await publish(nc, name)
+    body = await until(is_in("finished", http, name))
+    records = await read(nc, name)
+    assert body["result"] == {"data": records, "object": "list"}
+    assert (body["id"], body["model"], body["records"]) == (name, "demo", len(records))
+    assert [entry["stage"] for entry in body["path"]] == ["coordinator", "renderer", "engine"]
+    stream = await http.get(f"/v1/requests/{name}/stream")
+    numbered = [(str(record["index"]), record) for record in records]
+    assert events(stream.text) == [*numbered, ("", "[DONE]")]
+    assert stream.headers["x-request-id"] == name
+    for position in ({"params": {"from": 1}}, {"headers": {"last-event-id": "0"}}):
+        rest = await http.get(f"/v1/requests/{name}/stream", **position)
+        assert events(rest.text) == [*numbered[1:], ("", "[DONE]")]
+
+
+async def test_a_request_over_http_is_read_over_nats(
+    nc: Client, http: httpx.AsyncClient, name: str
+) -> None:
+    body = {"model": "demo", "messages": QUESTION, "max_tokens": 16}
+    answer = await http.post(
+        "/v1/chat/completions", json=body, headers={"x-request-id": name}, timeout=60
+    )
+    texts = [
+        choice["text"] for record in await read(nc, name) for choice in record.get("choices", [])
+    ]
+    assert "".join(texts) == answer.json()["choices"][0]["message"]["content"] != ""
+    state = json.loads((await nc.request(f"pm.state.{name}", timeout=60)).data)
+    assert (state["state"], state["model"]) == ("finished", "demo")
+
+
+async def test_a_request_over_nats_is_cancelled_over_http(
+    nc: Client, http: httpx.AsyncClient, name: str
+) -> None:
+    log = await nc.subscribe(f"pm.tokens.{name}")
+    await publish(nc, name, sampling_params={"max_tokens": 900, "ignore_eos": True})
+    assert (await http.delete(f"/v1/requests/{name}")).status_code == 202
+    record = json.loads((await log.next_msg(60)).data)
+    while record["type"] == "tokens":
+        record = json.loads((await log.next_msg(60)).data)
+    assert record["error"]["code"] == "cancelled"
+    body = await until(is_in("cancelled", http, name))
+    assert body["error"]["code"] == "cancelled"
+    stream = events((await http.get(f"/v1/requests/{name}/stream")).text)
+    assert [data if data == "[DONE]" else data["error"]["code"] for _, data in stream[-2:]] == [
+        "cancelled",
+        "[DONE]",
+    ]
+
+
+async def test_a_failed_request_over_nats_has_its_error_over_http(
+    nc: Client, http: httpx.AsyncClient, name: str
+) -> None:
+    await publish(nc, name, messages=[])
+    body = await until(is_in("failed", http, name))
+    (record,) = await read(nc, name)
+    error = record["error"]
+    assert (body["error"]["code"], body["error"]["param"]) == (error["code"], error["field"])
+    assert body["error"]["message"] == error["message"]
+
+
+async def test_other_tenants_do_not_find_a_request_over_nats(
+    nc: Client, another: Start, name: str
+) -> None:
+    gateway = another(api_keys=[KEYS[0] | {"tenant": "local"}, KEYS[1]])
+    await publish(nc, name)
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, headers=WITH_IDS) as http:
+        for method, suffix in (("GET", ""), ("GET", "/stream"), ("DELETE", "")):
+            url = f"/v1/requests/{name}{suffix}"
+            hidden = await http.request(method, url, headers=bearer(BOB))
+            assert (hidden.status_code, hidden.json()["error"]["code"]) == (404, "not_found")
+            own = await http.request(method, url, headers=bearer(ALICE))
+            assert own.status_code in (200, 202)
+
+
+async def test_all_records_in_one_answer_have_a_limit(
+    nc: Client, another: Start, name: str
+) -> None:
+    gateway = another(tenant="local", max_answer_mib=1)
+    sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 20, "n": 16}
+    await publish(nc, name, sampling_params=sampling)
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, headers=WITH_IDS) as http:
+
+        async def has_ended() -> bool:
+            return (await http.get(f"/v1/requests/{name}")).status_code != 200
+
+        await until(has_ended)
+        answer = await http.get(f"/v1/requests/{name}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "answer_too_large")
+        assert "a stream has no limit" in answer.json()["error"]["message"]
+        stream = await http.get(f"/v1/requests/{name}/stream", timeout=60)
+        assert events(stream.text)[-2][1]["type"] == "finish"
