@@ -262,8 +262,8 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
         "requests_in_flight": "Stored requests that have not ended.",
         "shared_requests_in_flight": (
-            "Those from gateways, agents and clients without the key of a tenant, which share the"
-            " limit `delivery.max_queued`."
+            "Stored requests of gateways, agents and clients without a tenant's key, which share"
+            " the limit `delivery.max_queued`."
         ),
         "oldest_request_age_seconds": (
             "Age of the oldest request in flight, in seconds; 0 without one."
