@@ -5,7 +5,7 @@ import gc
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -144,7 +144,7 @@ async def test_a_bad_image_of_a_cancelled_request_leaves_no_error(
         raise InvalidMedia("no image", field="")
 
     _, blobs = await renderer()
-    images = ImageCache(blobs, MediaDecoders(RendererConfig(), refuse), in_thread)
+    images = ImageCache(blobs, MediaDecoders(RendererConfig(), cast(Any, refuse)), in_thread)
     preparing = asyncio.create_task(images.prepare(processor, PART, png(), "", 60))
     await runs.wait()
     preparing.cancel()
