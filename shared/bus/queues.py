@@ -161,7 +161,7 @@ class Queues:
         return await self._start(Consumer(self._nc, stream, durable, capacity, self.outages))
 
     async def leave(self, consumer: Consumer) -> None:
-        """Stop pulling from a queue whose stream was removed, and do not create it again."""
+        """Stop pulling from the queue of a removed stream, and do not create it again."""
         self._consumers.remove(consumer)
         self._queues.pop((consumer.stream, consumer.durable), None)
         self.outages.forget(consumer.stream, consumer.durable)

@@ -33,7 +33,7 @@ from shared.tenants.storage_quotas import LOG_STREAMS
 
 BATCH_AT_ONCE = 4
 """Limit on jobs of the batch lane that one worker claims or settles at one time. The messages of
-all jobs wait for one event loop, so those of many batch jobs would delay interactive jobs."""
+all jobs wait for one event loop, so the messages of many batch jobs would delay interactive jobs."""
 
 _log = structlog.get_logger()
 
@@ -228,7 +228,7 @@ class WorkerLoop:
 
     @asynccontextmanager
     async def _turn(self, job: Job) -> AsyncIterator[None]:
-        """Wait for a turn if the job is in the batch lane, in which tenants take turns."""
+        """Wait for a turn if the job is in the batch lane, where tenants take turns."""
         if job.header is None or job.header.lane != "batch":
             yield
             return

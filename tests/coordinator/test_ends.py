@@ -52,6 +52,7 @@ async def admit(bus: Bus, request_id: str) -> list[str]:
         stored_ms=bus.now_ms(),
         attempt=1,
         sequence=10**9,
+        place=subjects.RequestPlace(subjects.REQUESTS_STREAM, 10**9),
         receipt="r",
         tenant="",
         msg_id=request_id,

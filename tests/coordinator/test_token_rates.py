@@ -149,6 +149,7 @@ class Site:
             stored_ms=self.bus.now_ms(),
             attempt=attempt,
             sequence=10**9,
+            place=subjects.RequestPlace(subjects.REQUESTS_STREAM, 10**9),
             receipt="r",
             tenant=self.tenant,
             msg_id=request_id,

@@ -194,6 +194,7 @@ def delivery_of(bus: Bus, request: GenerateRequest, request_id: str) -> SimpleNa
         stored_ms=bus.now_ms(),
         attempt=1,
         sequence=10**9,
+        place=subjects.RequestPlace(subjects.REQUESTS_STREAM, 10**9),
         receipt="r",
         headers={},
         retry=retry,

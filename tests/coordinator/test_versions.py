@@ -45,6 +45,7 @@ async def coordinate(bus: Bus, request_id: str, data: bytes, age_s: float, versi
         stored_ms=bus.now_ms() - 1000 * age_s,
         attempt=1,
         sequence=10**9,
+        place=subjects.RequestPlace(subjects.REQUESTS_STREAM, 10**9),
         receipt="r",
         tenant="",
         msg_id=request_id,

@@ -221,7 +221,7 @@ class Coordinator:
         """Return whether an earlier request with the same id is queued and has tasks.
 
         The broker refuses a second request with an id only if it names the same model and comes to
-        the same queue. Of two queues, the request with tasks counts as the earlier one.
+        the same queue. The request with tasks counts as the earlier one.
         """
         bus = self._context.bus
         task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
