@@ -205,6 +205,21 @@ class RawConnection:
         except (OSError, ValueError):
             return False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the broker has not closed the connection, as it does without replies to pings."""
+        self._socket.setblocking(False)
+        try:
+            while data := self._socket.recv(65_536):
+                self._received += data
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            self._socket.settimeout(SOCKET_S)
+        return False
+
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)
 

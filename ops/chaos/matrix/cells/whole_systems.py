@@ -1,12 +1,15 @@
 """Cells in which the embedded broker of `pagemill up` fails, and nothing is repaired by hand."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
+
+from nats.errors import Error as NatsError
 
 from ops.chaos.matrix.cell import cell
 from ops.chaos.matrix.whole_system import HTTP_S, WholeSystem, queues
@@ -88,7 +91,8 @@ async def descriptors_end(system: WholeSystem) -> None:
         nonlocal number
         number += 1
         # Each new file of a stream needs a descriptor.
-        await operator.nc.publish(f"pm.media.{number:064}", os.urandom(2**20))
+        with contextlib.suppress(NatsError):
+            await operator.nc.publish(f"pm.media.{number:064}", os.urandom(2**20))
         return system.broker_pid != pid
 
     await system.wait_for("restarted_after_s", has_new_broker, REPAIRED_S)
