@@ -153,7 +153,7 @@ gpu: .venv/dev  ## the CUDA path on a GPU: results, speed, errors; 7 minutes; se
 leaks: .venv/dev  ## 10,000 requests of all kinds, and the memory of each role after them; 5 minutes
 	$(BIN)/python -m ops.leaks
 
-flood: .venv/dev  ## a tenant's p95 while another one floods; 4 minutes
+flood: .venv/dev  ## a tenant's times while another one floods, over HTTP and NATS; 7 minutes
 	$(BIN)/python -m ops.flood
 
 alerts:  ## the alert rules in Prometheus, and when they fire; needs Debian's package prometheus

@@ -1,10 +1,9 @@
 """`make flood`: measure how much longer a tenant waits for its answers while another one floods.
 
-A tenant sends short texts at a steady rate to a `pagemill up` with the demo model. Between the
-quiet phases, another tenant sends ten times as many requests: large images, grammars, big bodies
-and long answers. The flood uses a key without limits, which is the default, and then a key with
-`max_concurrent`. The figures are the steady tenant's p95 during each flood, divided by its p95 in
-the quiet phases.
+A tenant sends short texts at a steady rate to a `pagemill up` with the demo model. In turn, 24
+senders of another tenant send each of the floods below, over HTTP and over NATS. Floods over HTTP
+use a key without limits, which is the default, and then a key with `max_concurrent`. The figures
+are the steady tenant's times during each flood, divided by its times in the quiet phases.
 """
 
 import argparse
@@ -16,39 +15,54 @@ import json
 import multiprocessing
 import os
 import random
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
+import nats
 import numpy as np
 import uvloop
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
 from PIL import Image
 
-from ops.harness.deployment import demo_tree, deployment
+from ops.harness.deployment import Deployment, demo_tree, deployment, preload_for
 from ops.harness.load import at_rate
 from ops.harness.samples import Samples
 from ops.harness.tables import console, print_table
 from shared.telemetry import logs
+from workers.keyring import DEFAULT_TENANT, Keyring
 
 MODEL, CHAT = "demo", "/v1/chat/completions"
 STEADY, FLOODING, LIMITED = "steady", "flooding", "limited"
+SHORT = 4
+"""Tokens of an answer of the steady tenant, and of the smallest requests of a flood."""
+SENDERS = 24
 MAX_CONCURRENT = 2
 """Limit of the second key of the flooding tenant."""
-FLOODS = {
-    FLOODING: "during the flood",
-    LIMITED: f"during the flood with {MAX_CONCURRENT} requests at one time",
-}
-GOAL = 1.5
-TIMES = 10
+GOALS = {FLOODING: 3.0, LIMITED: 1.5}
+"""Limits on the ratio of the p95, by key."""
+GOAL_P50 = 5.0
 SIDE = 1500
 """Pixels of each side of a large image."""
-BIG_BODY = 4 * 2**20
-PAUSE_S = 5.0
+SOCKETS = 50
+"""Idle connections of each sender."""
+UNREAD_S = 5.0
+"""Time in which a sender does not read its stream, or uses its idle connections."""
+REFUSED_S = 1.0
+"""Pause of a sender after a refusal, which is the gateway's Retry-After."""
+BUS_CONNECTIONS = 8
+PAUSE_S = 3.0
 LEAD_S = 2.0
 """The flood is under way when the steady tenant's answers begin to count."""
-KINDS = ("image", "grammar", "body", "long")
 
 
 def _key(name: str) -> str:
@@ -60,7 +74,7 @@ def config() -> dict[str, Any]:
         {
             "name": name,
             "sha256": hashlib.sha256(_key(name).encode()).hexdigest(),
-            "tenant": STEADY if name == STEADY else FLOODING,
+            "tenant": STEADY if name == STEADY else DEFAULT_TENANT,
         }
         for name in (STEADY, FLOODING, LIMITED)
     ]
@@ -69,9 +83,18 @@ def config() -> dict[str, Any]:
     return demo_tree(sampling_defaults={}) | {"gateway": gateway, "log_level": "warning"}
 
 
-def _body(content: object, max_tokens: int, **more: object) -> dict[str, Any]:
+def _body(content: object, max_tokens: int, **more: object) -> bytes:
     messages = [{"role": "user", "content": content}]
-    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, **more}
+    return json.dumps(
+        {"model": MODEL, "messages": messages, "max_tokens": max_tokens, **more}
+    ).encode()
+
+
+def _bus_body(text: str, max_tokens: int) -> bytes:
+    messages = [{"role": "user", "content": text}]
+    sampling = {"max_tokens": max_tokens, "ignore_eos": True}
+    body = {"model": MODEL, "messages": messages, "sampling_params": sampling}
+    return json.dumps(body).encode()
 
 
 def _large_images(rng: random.Random) -> list[bytes]:
@@ -95,66 +118,175 @@ def _client(url: str, key: str) -> httpx.AsyncClient:
     )
 
 
-async def send_steadily(http: httpx.AsyncClient, rate: float, lasts_s: float) -> list[float]:
-    """Send short texts; return the seconds of each answer."""
-    took: list[float] = []
+@dataclass
+class Measured:
+    """Answers of the steady tenant."""
 
-    async def one(number: int) -> None:
-        began = time.monotonic()
-        body = _body(f"what is number {number}?", 8, seed=number)
-        answer = await http.post(CHAT, content=json.dumps(body))
-        answer.raise_for_status()
-        took.append(time.monotonic() - began)
+    took: Samples = field(default_factory=Samples)
+    """Seconds of each answer."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Numbers of errors by status."""
 
-    await at_rate(rate, one, lambda number: number >= rate * lasts_s)
-    return took
+    async def send(self, http: httpx.AsyncClient, rate: float, lasts_s: float) -> None:
+        """Send short texts at a steady rate."""
+
+        async def one(number: int) -> None:
+            began = time.monotonic()
+            answer = await http.post(CHAT, content=_body(f"what is {number}?", SHORT, seed=number))
+            if answer.is_success:
+                self.took.append(time.monotonic() - began)
+            else:
+                self.errors[str(answer.status_code)] += 1
+
+        await at_rate(rate, one, lambda number: number >= rate * lasts_s)
+
+
+class Site(NamedTuple):
+    """Addresses of a deployment, and the file with the flooding tenant's key."""
+
+    http: str
+    bus: str
+    seed: str
+
+    @classmethod
+    def of(cls, site: Deployment) -> "Site":
+        seed = Keyring(site.folder / "nats" / "keys").file_of_tenant(DEFAULT_TENANT)
+        return cls(site.http, site.url, str(seed))
 
 
 class Flood:
-    """The clients of the flooding tenant, in a separate process."""
+    """The senders of the flooding tenant, in a separate process."""
 
-    def __init__(self) -> None:
-        self._rng = random.Random(1)
-        self._images = _large_images(self._rng)
-        self._big = json.dumps(_body("x " * (BIG_BODY // 2), 4)).encode()
-        self._outcomes: Counter[str] = Counter()
+    def __init__(self, site: Site, key: str, random_numbers: random.Random) -> None:
+        self._site = site
+        self._rng = random_numbers
+        self._images = _large_images(random_numbers)
+        self._http = _client(site.http, key)
+        self._connections: list[Client] = []
+        self._answered = self._unique()
+        """Id of a request whose answer is read again."""
 
-    async def send(self, url: str, key: str, rate: float, lasts_s: float) -> Counter[str]:
-        """Send requests of all kinds in turn; return the number of each outcome."""
-        async with _client(url, key) as http:
+    async def send(self, flood: str, lasts_s: float) -> Counter[str]:
+        """Send requests of a flood until the end; return the number of each outcome."""
+        for _ in range(BUS_CONNECTIONS):
+            nc = await nats.connect(self._site.bus, nkeys_seed=self._site.seed)
+            self._connections.append(nc)
+        await self._ask(self._answered, _bus_body("count", 200))
+        outcomes: Counter[str] = Counter()
+        until_s = time.monotonic() + lasts_s
 
-            async def one(number: int) -> None:
-                kind = KINDS[number % len(KINDS)]
+        async def send_until_end() -> None:
+            while time.monotonic() < until_s:
                 try:
-                    answer = await http.post(CHAT, content=self._content(kind))
-                    self._outcomes[f"{kind} {answer.status_code}"] += 1
-                except httpx.HTTPError as error:
-                    self._outcomes[f"{kind} {type(error).__name__}"] += 1
+                    outcomes[await FLOODS[flood](self)] += 1
+                except (httpx.HTTPError, NatsError, OSError) as error:
+                    outcomes[type(error).__name__] += 1
+                    await asyncio.sleep(REFUSED_S)
 
-            await at_rate(rate, one, lambda number: number >= rate * lasts_s)
-        return self._outcomes
+        await asyncio.gather(*(send_until_end() for _ in range(SENDERS)))
+        for nc in self._connections:
+            await nc.close()
+        await self._http.aclose()
+        return outcomes
 
-    def _content(self, kind: str) -> bytes:
-        unique = str(self._rng.randrange(2**60))
-        if kind == "body":
-            return self._big
-        if kind == "image":
-            # Bytes after the end of an image make a new file of it.
-            data = base64.b64encode(self._rng.choice(self._images) + unique.encode()).decode()
-            url = {"url": f"data:image/jpeg;base64,{data}"}
-            parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": unique}]
-            return json.dumps(_body(parts, 16)).encode()
-        if kind == "grammar":
-            fields = {f"f{unique}{i}": {"type": "string", "maxLength": 40} for i in range(20)}
-            schema = {"type": "object", "properties": fields, "required": list(fields)}
-            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            return json.dumps(_body(unique, 64, response_format=form)).encode()
-        return json.dumps(_body(unique, 200, ignore_eos=True)).encode()
+    def _unique(self) -> str:
+        return f"f{self._rng.randrange(2**60):x}"
+
+    async def _post(self, body: bytes, headers: dict[str, str] | None = None) -> str:
+        answer = await self._http.post(CHAT, content=body, headers=headers)
+        if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            await asyncio.sleep(REFUSED_S)
+        return str(answer.status_code)
+
+    async def smallest(self) -> str:
+        return await self._post(_body(self._unique(), SHORT))
+
+    async def long(self) -> str:
+        return await self._post(_body(self._unique() + " x" * 700, 200, ignore_eos=True))
+
+    async def image(self) -> str:
+        # Bytes after the end of an image make a new file of it.
+        unique = self._unique()
+        data = base64.b64encode(self._rng.choice(self._images) + unique.encode()).decode()
+        url = {"url": f"data:image/jpeg;base64,{data}"}
+        parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": unique}]
+        return await self._post(_body(parts, 16))
+
+    async def grammar(self) -> str:
+        unique = self._unique()
+        fields = {f"{unique}{i}": {"type": "string", "maxLength": 40} for i in range(20)}
+        schema = {"type": "object", "properties": fields, "required": list(fields)}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return await self._post(_body(unique, 64, response_format=form))
+
+    async def unread(self) -> str:
+        body = _body(self._unique(), 900, ignore_eos=True, stream=True)
+        async with self._http.stream("POST", CHAT, content=body) as answer:
+            await asyncio.sleep(UNREAD_S if answer.is_success else REFUSED_S)
+            return str(answer.status_code)
+
+    async def repeated(self) -> str:
+        """Send two requests with one id, and cancel them."""
+        name, body = self._unique(), _body("count", 900, ignore_eos=True)
+        both = [self._post(body, {"x-request-id": name}) for _ in range(2)]
+        answers = asyncio.gather(*both)
+        await asyncio.sleep(0.05)
+        await self._http.delete(f"/v1/requests/{name}")
+        return "+".join(await answers)
+
+    async def idle(self) -> str:
+        """Open connections that send half of a request."""
+        url = urlsplit(self._site.http)
+        writers = []
+        for _ in range(SOCKETS):
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            writers.append(writer)
+        await asyncio.sleep(UNREAD_S)
+        for writer in writers:
+            writer.close()
+        return "opened"
+
+    async def over_nats(self) -> str:
+        return await self._ask(self._unique(), _bus_body(self._unique(), SHORT))
+
+    async def invalid(self) -> str:
+        return await self._ask(self._unique(), b'{"model": "demo", "unknown": 1}')
+
+    async def read(self) -> str:
+        nc = self._rng.choice(self._connections)
+        reply = await nc.request(f"pm.read.{self._answered}", timeout=60)
+        return "read" if "records" in json.loads(reply.data) else reply.data.decode()
+
+    async def _ask(self, request_id: str, body: bytes) -> str:
+        """Send a request over NATS, and return the type of the final record."""
+        nc = self._rng.choice(self._connections)
+        log = await nc.subscribe(f"pm.tokens.{request_id}")
+        await nc.jetstream().publish(f"pm.request.{MODEL}.{request_id}", body)
+        while (record := json.loads((await log.next_msg(timeout=120)).data))["type"] == "tokens":
+            pass
+        await log.unsubscribe()
+        return str(record["error"]["code"] if record["type"] == "error" else record["type"])
 
 
-def run_flood(url: str, key: str, rate: float, lasts_s: float) -> Counter[str]:
-    """Flood a gateway. Another process runs this function."""
-    return uvloop.run(Flood().send(url, key, rate, lasts_s))
+FLOODS: dict[str, Callable[[Flood], Awaitable[str]]] = {
+    "smallest requests": Flood.smallest,
+    "long texts": Flood.long,
+    "large images": Flood.image,
+    "grammars": Flood.grammar,
+    "streams without a reader": Flood.unread,
+    "repeated ids, cancelled": Flood.repeated,
+    "idle connections": Flood.idle,
+    "smallest requests over NATS": Flood.over_nats,
+    "invalid requests over NATS": Flood.invalid,
+    "reads over NATS": Flood.read,
+}
+
+
+def run_flood(flood: str, site: Site, key: str, lasts_s: float) -> Counter[str]:
+    """Flood a deployment. Another process runs this function."""
+    sender = Flood(site, key, random.Random(time.time_ns()))
+    return uvloop.run(sender.send(flood, lasts_s))
 
 
 def come_first() -> bool:
@@ -171,60 +303,93 @@ def come_first() -> bool:
     return True
 
 
-async def _measure(
-    rate: float, phase_s: float, rounds: int
-) -> tuple[dict[str, Samples], dict[str, Counter[str]]]:
-    """Return the times of the steady tenant's answers, alone and during the flood of each key.
+Phase = tuple[str, str]
+"""A flood and the key that it uses; both are empty for a quiet phase."""
+QUIET: Phase = ("", "")
 
-    The second value has the outcomes of the flood's requests.
-    """
-    took = {key: Samples() for key in ("", *FLOODS)}
-    outcomes: dict[str, Counter[str]] = {key: Counter() for key in FLOODS}
-    async with deployment(config()) as site:
-        if not come_first():
-            console.print("not root: times include the client's waits for a processor")
+
+async def _measure(
+    running: AbstractAsyncContextManager[Deployment],
+    phases: list[Phase],
+    rate: float,
+    phase_s: float,
+    rounds: int,
+) -> tuple[dict[Phase, Measured], dict[Phase, Counter[str]]]:
+    """Return the steady tenant's answers in each phase, and the outcomes of the floods."""
+    measured = {phase: Measured() for phase in (QUIET, *phases)}
+    outcomes: dict[Phase, Counter[str]] = {phase: Counter() for phase in phases}
+    async with running as deployed:
+        site = Site.of(deployed)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             loop = asyncio.get_running_loop()
-            warm_up = (site.http, FLOODING, 1.0, 1.0)
-            await loop.run_in_executor(process, run_flood, *warm_up)
+            # The process starts before this one has another priority.
+            for flood in dict.fromkeys(flood for flood, _ in phases):
+                await loop.run_in_executor(process, run_flood, flood, site, FLOODING, 1.0)
+            if not come_first():
+                console.print("not root: times include the client's waits for a processor")
             async with _client(site.http, STEADY) as http:
-                await send_steadily(http, rate, PAUSE_S)
                 for _ in range(rounds):
-                    took[""] += await send_steadily(http, rate, phase_s)
-                    for key in FLOODS:
-                        flooding = (site.http, key, TIMES * rate, phase_s + LEAD_S)
-                        flood = loop.run_in_executor(process, run_flood, *flooding)
-                        await asyncio.sleep(LEAD_S)
-                        took[key] += await send_steadily(http, rate, phase_s)
-                        outcomes[key] += await flood
+                    for phase in phases:
                         await asyncio.sleep(PAUSE_S)
-    return took, outcomes
+                        await measured[QUIET].send(http, rate, phase_s / 2)
+                        lasts_s = LEAD_S + phase_s
+                        flooding = loop.run_in_executor(
+                            process, run_flood, phase[0], site, phase[1], lasts_s
+                        )
+                        await asyncio.sleep(LEAD_S)
+                        await measured[phase].send(http, rate, phase_s)
+                        outcomes[phase] += await flooding
+    return measured, outcomes
 
 
-def _show(took: dict[str, Samples], outcomes: dict[str, Counter[str]]) -> None:
+def _show(measured: dict[Phase, Measured], outcomes: dict[Phase, Counter[str]]) -> None:
+    quiet = measured[QUIET].took
     rows = [
         (
-            FLOODS.get(key, "alone"),
-            len(times),
-            *(f"{1000 * s:.0f} ms" for s in (times.median, times.p95, max(times))),
-            f"{times.p95 / took[''].p95:.2f}",
+            flood or "none",
+            MAX_CONCURRENT if key == LIMITED else "",
+            len(answers.took),
+            answers.errors.total(),
+            *(f"{1000 * s:.0f} ms" for s in (answers.took.median, answers.took.p95)),
+            f"{answers.took.median / quiet.median:.1f}",
+            f"{answers.took.p95 / quiet.p95:.1f}",
+            GOALS.get(key, ""),
         )
-        for key, times in took.items()
+        for (flood, key), answers in measured.items()
     ]
-    columns = ("tenant", "answers", "p50", "p95", "max", f"ratio of p95, goal {GOAL}")
-    print_table("answers of the steady tenant", columns, rows)
-    for key, counted in outcomes.items():
-        console.print(f"{FLOODS[key]}: {dict(sorted(counted.items()))}")
+    columns = (
+        "flood",
+        "limit",
+        "answers",
+        "errors",
+        "p50",
+        "p95",
+        f"ratio of p50, goal {GOAL_P50}",
+    )
+    print_table("answers of the steady tenant", (*columns, "ratio of p95", "goal"), rows)
+    for (flood, key), counted in outcomes.items():
+        console.print(f"{flood}, {key}: {dict(sorted(counted.items()))}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=float, default=2.0, help="steady requests a second")
-    parser.add_argument("--phase", type=float, default=20.0, help="seconds of a phase")
-    parser.add_argument("--rounds", type=int, default=2, help="phases of each kind")
+    parser.add_argument("--rate", type=float, default=4.0, help="steady requests a second")
+    parser.add_argument("--phase", type=float, default=10.0, help="seconds of a flood")
+    parser.add_argument("--rounds", type=int, default=1, help="phases of each kind")
+    parser.add_argument("--floods", nargs="*", default=list(FLOODS), help="names of floods")
     options = parser.parse_args()
     logs.configure_logging("error", role="flood")
-    _show(*uvloop.run(_measure(options.rate, options.phase, options.rounds)))
+    phases = [
+        (flood, key)
+        for flood in options.floods
+        for key in (FLOODING, LIMITED)
+        if key == FLOODING or not flood.endswith("NATS")
+    ]
+    with tempfile.TemporaryDirectory(prefix="pagemill-") as name:
+        folder, tree = Path(name), config()
+        running = deployment(tree, folder=folder, preloader=preload_for(tree, folder))
+        measuring = _measure(running, phases, options.rate, options.phase, options.rounds)
+        _show(*uvloop.run(measuring))
 
 
 if __name__ == "__main__":
