@@ -51,7 +51,7 @@ models:
     sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
 delivery: {{ack_wait_s: 2.0, drain_s: 10.0, max_queued: {max_queued}}}
 gateway: {{port: {gateway_port}}}
-nats: {{port: {broker_port}{min_free}}}
+nats: {{port: {broker_port}, tenant_queued: {max_queued}{min_free}}}
 """
 
 
