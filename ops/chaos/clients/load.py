@@ -143,7 +143,7 @@ class LoadClients:
         output = self._read_output(planned, session, readers)
         try:
             async with asyncio.timeout(planned.timeout_s + PATIENCE_S):
-                async for record in self._records(planned, start):
+                async for record in self._records(planned, session, start):
                     if output is not None and is_final(record):
                         # An answer has ended when its sound or its images have ended, too.
                         await asyncio.wait([output], timeout=OUTPUT_S)
@@ -188,9 +188,13 @@ class LoadClients:
         self._sessions[id] = session = self._sessions.get(id, 0) + 1
         return session
 
-    def _records(self, planned: Planned, start: int | None) -> AsyncIterator[LogRecord]:
+    def _records(
+        self, planned: Planned, session: int, start: int | None
+    ) -> AsyncIterator[LogRecord]:
         if start is None:
-            return client.ask(self._bus, planned.request, planned.id)
+            # After the death of its process, a client knows that it may have asked before.
+            again = session > 1
+            return client.ask(self._bus, planned.request, planned.id, is_repeated=again)
         return client.follow(self._bus, planned.id, start)
 
     async def _intervene(self, planned: Planned, readers: list[asyncio.Task[bool]]) -> None:
