@@ -164,7 +164,7 @@ class Flood:
         self._http = _client(site.http, key)
         self._connections: list[Client] = []
         self._answered = self._unique()
-        """Id of a request whose answer is read again."""
+        """Id of the request that clients read again."""
 
     async def send(self, flood: str, lasts_s: float) -> Counter[str]:
         """Send requests of a flood until the end; return the number of each outcome."""

@@ -103,9 +103,9 @@ async def report_room(bus: Bus, measure: Measure) -> None:
 
 
 def _log_change(before: list[FullStore], full: list[FullStore]) -> None:
-    known = {store.name for store in before}
+    names = {store.name for store in before}
     for store in full:
-        if store.name not in known:
+        if store.name not in names:
             _log.error(
                 "broker_disk_full",
                 store=store.name,
@@ -113,7 +113,7 @@ def _log_change(before: list[FullStore], full: list[FullStore]) -> None:
                 min_free_bytes=store.min_free_bytes,
             )
     if before and not full:
-        _log.info("broker_disk_has_room", stores=sorted(known))
+        _log.info("broker_disk_has_room", stores=sorted(names))
 
 
 def measure_folder(

@@ -84,7 +84,7 @@ def has_own_log(name: str, tenant: str) -> bool:
     if len(name) > _MAX_LOG_NAME_LEN or _WILDCARD.search(name) is not None:
         return False
     if tenant:
-        return is_name(tenant)
+        return TENANT_MARK not in tenant and _WILDCARD.search(tenant) is None
     return TENANT_MARK not in name and not name.startswith(RESERVED_PREFIX)
 
 

@@ -216,8 +216,8 @@ def _stage_worker(base: Permissions) -> Permissions:
             *_LOGS[:1], subjects.ENDED_FILTER, subjects.RESULTS_FILTER, subjects.blob("*"),
         ],
     )  # fmt: skip
-    kept = [stream for stream in _OTHER_STREAMS if stream not in (stages, results)]
-    never = *_deletes(*kept), *map(_get, _OTHER_STREAMS)
+    protected = [stream for stream in _OTHER_STREAMS if stream not in (stages, results)]
+    never = *_deletes(*protected), *map(_get, _OTHER_STREAMS)
     return replace(stage_worker, never_publish=never)
 
 

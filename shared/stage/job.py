@@ -5,7 +5,6 @@ import contextlib
 import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
@@ -40,39 +39,50 @@ MAX_NEWER_PAUSE_S = 2.0
 _log = structlog.get_logger()
 
 
-@dataclass(slots=True, eq=False)
 class Job:
-    """A delivery in a worker, from its arrival to its settlement."""
+    """A delivery in a worker, from its arrival to its settlement.
 
-    delivery: Delivery
-    received_ms: float
-    request_id: str | None
-    """None for a message without a usable id, which can only become a dead letter."""
-    header: TaskHeader | None = None
-    """None until the message has been decoded."""
-    body: TaskBody | None = None
-    """None until the message has been decoded."""
-    path: list[StageSpan] = field(default_factory=list)
-    """The stages that the request has passed."""
-    log: LogWriter | None = None
-    """The log of this stage's output, or the request's own log for a stage without an output."""
-    attempts: list[AttemptRecord] = field(default_factory=list)
-    """Records of earlier attempts, and of this one."""
-    history: History = NO_HISTORY
-    suspect: bool = False
-    """A worker died while it ran this job, which has not yet shown that it was not the cause."""
-    waiting: bool = False
-    """The work has not begun. Progress of other jobs counts as progress of this one."""
-    ended: bool = False
-    """A notice said that the request has ended elsewhere."""
-    running: bool = False
-    """The work runs in a place where it could end the process."""
-    inputs: list[BlobRef] = field(default_factory=list)
-    """Payloads that came with the task. They are released when it is acknowledged, never before."""
-    outputs: list[BlobRef] = field(default_factory=list)
-    """Payloads made for the next stage. They belong to this job until that task is stored."""
-    end: "Callable[[Job, PagemillError], Awaitable[None]] | None" = None
-    """Ends the subject of the job with an error, if it is not a request with a token log."""
+    `request_id` is None for a message without a usable id, which can only become a dead letter.
+    `end` ends the subject of the job with an error, if it is not a request with a token log.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        received_ms: float,
+        request_id: str | None,
+        header: TaskHeader | None = None,
+        *,
+        history: History = NO_HISTORY,
+        end: "Callable[[Job, PagemillError], Awaitable[None]] | None" = None,
+    ) -> None:
+        self.delivery = delivery
+        self.received_ms = received_ms
+        self.request_id = request_id
+        self.header = header
+        """None until the message has been decoded."""
+        self.body: TaskBody | None = None
+        """None until the message has been decoded."""
+        self.path: list[StageSpan] = []
+        """The stages that the request has passed."""
+        self.log: LogWriter | None = None
+        """Log of this stage's output, or the request's own log for a stage without an output."""
+        self.attempts: list[AttemptRecord] = []
+        """Records of earlier attempts, and of this one."""
+        self.history = history
+        self.suspect = False
+        """A worker died while it ran this job, which may be the cause."""
+        self.waiting = False
+        """The work has not begun. Progress of other jobs counts as progress of this one."""
+        self.ended = False
+        """A notice said that the request has ended elsewhere."""
+        self.running = False
+        """The work runs in a place where it could end the process."""
+        self.inputs: list[BlobRef] = []
+        """Payloads that came with the task. They are released when it is acknowledged."""
+        self.outputs: list[BlobRef] = []
+        """Payloads made for the next stage. They belong to this job until that task is stored."""
+        self.end = end
 
     @property
     def ticket(self) -> RequestTicket | None:

@@ -34,7 +34,7 @@ from shared.tenants.storage_quotas import LOG_STREAMS
 BATCH_AT_ONCE = 4
 """Limit on jobs of the batch lane that one worker claims or settles at one time.
 
-The messages of all jobs wait for one event loop, so many batch jobs would delay interactive jobs.
+The messages of all jobs wait for one event loop, so more batch jobs would delay interactive jobs.
 """
 
 _log = structlog.get_logger()

@@ -84,7 +84,7 @@ async def find_any_tenants(bus: Bus, request_id: str) -> RequestStatus:
         logs = await bus.figures.subjects_of(subjects.TOKENS_STREAM, subjects.tenants_logs(name))
         ids = {subjects.id_in(log) for log in logs if subjects.is_text_log(log)}
         ids |= await request_queue.tenants_ids(bus, name)
-        tenants = sorted(names.split_id(found)[1] for found in ids)
+        tenants = sorted(names.split_id(scoped_id)[1] for scoped_id in ids)
         if len(tenants) > 1:
             scoped = ", ".join(names.scoped_id(request_id, tenant) for tenant in tenants)
             raise InvalidRequest(

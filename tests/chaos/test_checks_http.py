@@ -112,7 +112,7 @@ WRONG = {
     "another text": ("I3", seen(reading(OTHER))),
     "another id": (
         "I2",
-        seen(reading([(at, data.replace("chatcmpl-", "chatcmpl-x")) for at, data in shown()])),
+        seen(reading([(at, data.replace(ID, "another")) for at, data in shown()])),
     ),
     "never its end": ("I1", seen(reading(shown()[:1], done=False))),
     "an end of which the log does not know": (

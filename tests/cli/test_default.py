@@ -3,9 +3,9 @@
 import tomllib
 from pathlib import Path
 
+from shared.stage.pipelines import pipeline_of
 from workers import settings
 from workers.cli import sound
-from workers.cli.commands import painting
 from workers.roles import default_workers
 
 STAGES = ["talker", "code2wav", "dit"]
@@ -17,7 +17,10 @@ def test_the_default_model_speaks_and_paints() -> None:
     assert sound.find_audio(config, "demo") == "audio"
     settings.check_paths(config)
     assert [spec.stage for spec in default_workers(config) if spec.stage] == STAGES
-    assert painting._find_painter(config, None) == ("demo", "image")
+    painter = pipeline_of(config.models["demo"]).painter
+    assert painter is not None
+    assert painter.output is not None
+    assert painter.output.name == "image"
 
 
 def test_the_wheel_has_all_files_of_the_default_model() -> None:

@@ -20,9 +20,11 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from openai import AsyncOpenAI
 
+from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.errors import Unavailable
+from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest, Message
@@ -229,6 +231,17 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+async def _wait_for_queues(cluster: Cluster, tenant: str) -> None:
+    """Wait until a coordinator has created the queues of a new tenant."""
+    bus, queues = await Bus.connect(cluster.url, "test"), subjects.queues_of_tenant(tenant)
+
+    async def exist() -> bool:
+        return set(await request_queue.streams_of_tenants(bus)) >= queues.keys()
+
+    await until(exist)
+    await bus.close()
+
+
 async def sign_in(cluster: Cluster, key: Path) -> Client:
     """Connect with a stock client, once the server knows the key and its subjects."""
     async with asyncio.timeout(60):
@@ -236,4 +249,5 @@ async def sign_in(cluster: Cluster, key: Path) -> Client:
             with contextlib.suppress(NatsError):
                 nc = await nats.connect(cluster.url, nkeys_seed=str(key), allow_reconnect=False)
                 if await nc.request("pm.card.demo", b"", timeout=5):
+                    await _wait_for_queues(cluster, key.stem)
                     return nc

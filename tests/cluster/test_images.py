@@ -26,7 +26,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.images import ImageParams, PaintParams
-from shared.protocol.names import scoped_id
+from shared.protocol.names import scoped_id, split_id
 from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
@@ -145,14 +145,13 @@ def painting_of(seed: int, steps: int = 6) -> GenerateRequest:
     return GenerateRequest("painter", prompt=PROMPT, image=ImageParams(seed=seed, steps=steps))
 
 
-async def painted(bus: Bus, request_id: str, request: GenerateRequest, tenant: str = "") -> bytes:
+async def painted(bus: Bus, request_id: str, request: GenerateRequest) -> bytes:
     """The file of a request's image."""
-    request_id = scoped_id(request_id, tenant)
     records = [record async for record in client.ask(bus, request, request_id)]
     assert isinstance(records[-1], Finish)
     written = [record async for record in client.follow_output(bus, request_id, "image")]
     (image,) = (record for record in written if isinstance(record, ImageRecord))
-    return await client.read_media(bus, image.media, tenant)
+    return await client.read_media(bus, image.media, split_id(request_id)[1])
 
 
 async def test_equal_requests_are_painted_once_for_each_tenant(
@@ -168,20 +167,19 @@ async def test_equal_requests_are_painted_once_for_each_tenant(
         # Lanes share no images, and a tenant with many requests may be moved to the batch lane.
         request = replace(painting_of(12), lane="batch")
         tenants = ["ann"] * 20 + ["bob"] * 10
-        files = await asyncio.gather(
-            *(painted(bus, f"same{n}", request, tenant) for n, tenant in enumerate(tenants))
-        )
+        ids = [scoped_id(f"same{n}", tenant) for n, tenant in enumerate(tenants)]
+        files = await asyncio.gather(*(painted(bus, id, request) for id in ids))
         params = PaintParams("16x16", 1, 6, 3.0, "", 12)
         assert set(files) == {painters.painted_alone(PROMPT, params, model=painter)}
         # Each step is in the log of the request that it was computed for.
-        begun = [n for n in range(len(tenants)) if await steps_of(bus, f"same{n}")]
+        begun = [n for n, id in enumerate(ids) if await steps_of(bus, id)]
         assert len(begun) == 2
         assert [n < 20 for n in begun] == [True, False]
         # Nor is it painted again later, and another seed is another image.
-        assert await painted(bus, "later", request, "ann") == files[0]
-        assert await painted(bus, "other", painting_of(13), "ann") != files[0]
-        assert not await steps_of(bus, "later")
-        assert await steps_of(bus, "other")
+        assert await painted(bus, "later@ann", request) == files[0]
+        assert await painted(bus, "other@ann", painting_of(13)) != files[0]
+        assert not await steps_of(bus, "later@ann")
+        assert await steps_of(bus, "other@ann")
     finally:
         for process in more:
             process.terminate()

@@ -181,7 +181,7 @@ async def test_a_task_without_its_request_stops_no_later_request(
     await until(is_delayed)
     await bus.publish_without_id(subjects.request("demo", "last"), data)
     await until(lambda: bus.has_messages(subjects.STAGES_STREAM, subjects.stages_of("last")))
-    second = first._replace(sequence=first.sequence + 1)
+    second = RequestPlace(first.stream, first.sequence + 1)
     assert await request_queue.queued_request(bus, second) is not None
     serving.cancel()
 

@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import ssl
 import stat
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import nats
 import pytest
@@ -359,8 +357,6 @@ async def test_both_ends_want_a_certificate_of_their_own_authority(
     key = seed_file(site.keyring.folder, OPERATOR)
     try:
         bus = await Bus.connect(Login(server.url, OPERATOR, key, client_files), "test")
-        transport: Any = bus.connection.nc._transport
-        assert isinstance(transport._io_writer.get_extra_info("ssl_object"), ssl.SSLObject)
         await bus.streams.prepare(NatsConfig(), DeliveryConfig())
         await bus.close()
         for refused in (

@@ -1,4 +1,4 @@
-"""What a stranger's file can do once it has taken over its decoder."""
+"""The rights of a hostile file that has taken over its decoder."""
 
 import json
 import os

@@ -50,8 +50,8 @@ class ReplicaWatch:
         for server in servers:
             if server not in self._num_lagging:
                 self._metrics.set_function("replicas_lagging", self._reader(server), server=server)
-        known = self._num_lagging.keys() | set(servers)
-        self._num_lagging = {server: servers.count(server) for server in known}
+        all_servers = self._num_lagging.keys() | set(servers)
+        self._num_lagging = {server: servers.count(server) for server in all_servers}
         self._since_s = {server: self._since_s.get(server, now_s) for server in set(servers)}
         self._log_changes(now_s)
 

@@ -23,8 +23,8 @@ def watch(record: Record, crash: CrashPoints) -> None:
     _watch_keys(record)
 
     @wrap(Blobs, "start")
-    async def start(original: Any, self: Blobs) -> None:
-        await original(self)
+    async def start(original: Any, self: Blobs, *args: Any) -> None:
+        await original(self, *args)
         record("arena", self.address.local)
 
     @wrap(Stage, "rerender")

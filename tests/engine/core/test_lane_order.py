@@ -284,6 +284,13 @@ def new_scheduler() -> Scheduler:
     return scheduler
 
 
+def run_interactive_step(scheduler: Scheduler) -> None:
+    """Run a step of an interactive sequence, after which the limits of the batch lane hold."""
+    scheduler.add(of_lane("i99", "interactive", 4))
+    run_step(scheduler, 0)
+    scheduler.remove(scheduler.running[0])
+
+
 def test_no_item_of_the_batch_lane_is_encoded_in_a_step_with_interactive_sequences() -> None:
     scheduler = new_scheduler()
     scheduler.add(with_items("b0", "batch", 3, 8))
@@ -324,7 +331,7 @@ def test_an_item_of_the_batch_lane_is_encoded_when_it_comes_first_of_all() -> No
 def test_an_item_is_encoded_before_the_items_of_later_sequences(begins: bool) -> None:
     """Others would be started up to their items, and would then come before those that wait."""
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN, False)
-    scheduler._last_interactive = 0
+    run_interactive_step(scheduler)
     scheduler.add(with_items("b0", "batch", 0 if begins else 3, 8))
     for number in range(1, 9):
         sequence = of_lane(f"b{number}", "batch", 3)
@@ -347,8 +354,8 @@ def test_an_interactive_sequence_that_waits_for_an_item_of_the_batch_lane_gets_i
     """Its prefix is being computed, so that it cannot be in the step."""
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 4, MAX_MODEL_LEN)
     first, second = with_items("b0", "batch", 6), with_items("b0", "interactive", 6)
+    run_interactive_step(scheduler)
     scheduler.add(first)
-    scheduler._last_interactive = 0
     run_step(scheduler, 0)
     scheduler.add(second)
     for _ in range(20):

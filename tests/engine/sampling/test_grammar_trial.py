@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,19 @@ def on_each_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -
         return pid
 
     monkeypatch.setattr(grammar_trial, "read_pid", started)
+
+
+def before_each_grammar(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], Awaitable[None]]
+) -> None:
+    """Await `act` before a sandbox process gets its grammar."""
+    exchange = grammar_trial._exchange
+
+    async def exchange_later(channel: socket.socket, definition: bytes) -> bytes:
+        await act()
+        return await exchange(channel, definition)
+
+    monkeypatch.setattr(grammar_trial, "_exchange", exchange_later)
 
 
 def stop(pid: int) -> None:
@@ -185,18 +198,16 @@ async def test_a_sandbox_has_its_priority_before_its_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pids: list[int] = []
-    exchange = grammar_trial._exchange
     level = min(19, os.nice(0) + 7)
 
     async def has_priority() -> bool:
         return os.getpriority(os.PRIO_PROCESS, pids[-1]) == level
 
-    async def measure(channel: socket.socket, definition: bytes) -> bytes:
+    async def wait() -> None:
         await until(has_priority)
-        return await exchange(channel, definition)
 
     on_each_start(monkeypatch, pids.append)
-    monkeypatch.setattr(grammar_trial, "_exchange", measure)
+    before_each_grammar(monkeypatch, wait)
     await check_grammar("", lambda: False, 7)
     assert len(pids) == 1
 
@@ -205,21 +216,19 @@ async def test_a_trial_is_in_its_sandbox_before_its_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pids: list[int] = []
-    exchange = grammar_trial._exchange
 
     def rights() -> dict[str, str]:
         lines = Path(f"/proc/{pids[-1]}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
-    async def look(channel: socket.socket, definition: bytes) -> bytes:
+    async def look() -> None:
         if syscall_filter.is_available():
             await until(lambda: rights()["Seccomp"] == "2")  # with a filter
         await until(lambda: rights()["NoNewPrivs"] == "1")
         assert {int(rights()[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd")} == {0}
-        return await exchange(channel, definition)
 
     on_each_start(monkeypatch, pids.append)
-    monkeypatch.setattr(grammar_trial, "_exchange", look)
+    before_each_grammar(monkeypatch, look)
     assert await check_grammar(LLMatcher.grammar_from_regex("[a-z]+"), lambda: False, 0) == ""
     assert len(pids) == 1
 

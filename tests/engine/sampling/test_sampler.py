@@ -113,7 +113,8 @@ def test_top_p_keeps_a_token_while_more_probable_ones_lack_less_than_a_unit(
     """The first of two tokens has 2^40 units, which is all of the target but for a part of one."""
     weights = torch.tensor([[1.0, 0.5]])
     top_p = column((UNITS + target) / (1.5 * UNITS))
-    filters = filters_of(SamplingParams(), 2)._replace(top_p=top_p)
+    temperature, min_p, top_k, _ = filters_of(SamplingParams(), 2)
+    filters = Filters(temperature, min_p, top_k, top_p)
     left = truncate(weights, filters)
     assert int((left > 0).sum()) == num_left
 

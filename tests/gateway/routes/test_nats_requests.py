@@ -97,8 +97,8 @@ async def test_a_request_over_nats_is_cancelled_over_http(
 ) -> None:
     log = await nc.subscribe(f"pm.tokens.{name}")
     await publish(nc, name, sampling_params={"max_tokens": 900, "ignore_eos": True})
-    assert (await http.delete(f"/v1/requests/{name}")).status_code == 202
     record = json.loads((await log.next_msg(60)).data)
+    assert (await http.delete(f"/v1/requests/{name}")).status_code == 202
     while record["type"] == "tokens":
         record = json.loads((await log.next_msg(60)).data)
     assert record["error"]["code"] == "cancelled"
@@ -140,7 +140,7 @@ async def test_all_records_in_one_answer_have_a_limit(
     nc: Client, another: Start, name: str
 ) -> None:
     gateway = another(tenant="local", max_answer_mib=1)
-    sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 20, "n": 16}
+    sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 16}
     await publish(nc, name, sampling_params=sampling)
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, headers=WITH_IDS) as http:
 

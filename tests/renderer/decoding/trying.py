@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Target(NamedTuple):
-    """What the decoder's user owns."""
+    """Files and a process of the decoder's user."""
 
     file: str
     folder: str

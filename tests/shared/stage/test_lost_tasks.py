@@ -10,6 +10,7 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.heartbeats import DEAD_AFTER_S
+from shared.bus.stream_keeper import TaskStream
 from shared.codec import envelope
 from shared.config.schema import DeliveryConfig
 from shared.protocol import subjects
@@ -68,7 +69,7 @@ async def attempts(bus: Bus, name: str) -> list[AttemptRecord]:
 def lose_tasks_before(bus: Bus, seconds: float) -> None:
     """Let this worker know that all tasks were lost some seconds ago."""
     since_ms = bus.now_ms() - 1000 * seconds
-    bus.streams.tasks = bus.streams.tasks._replace(since_ms=since_ms)
+    bus.streams.tasks = TaskStream(since_ms, bus.streams.tasks.first_sequence)
 
 
 async def let_live(bus: Bus, *workers: str) -> None:
