@@ -29,7 +29,7 @@ class Options(UsageOptions, frozen=True, kw_only=True):
 
 
 PLAN = SubmitPlan([CHAT, EMBEDDING], {"temperature": 0.5}, Options(include_usage=True))
-# Recorded since requests have their tenant and id in their subject. Later fields must not change it.
+# Recorded since requests have tenant and id in their subject. Later fields must not change it.
 BEFORE = "a84ae056ccce128310f33b4b3a9126994040c5ddd57fe7f2f85b0c7844636236"
 
 
