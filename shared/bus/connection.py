@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.protocol.parser import PERMISSIONS_ERR
+from nats.protocol import parser
 
 from shared.bus.login import Login
 from shared.bus.replies import ReplyInbox
@@ -44,6 +44,15 @@ _log = structlog.get_logger()
 
 # The server's error for a request about a stream that a key does not permit.
 _DENIED = re.compile(r'permissions violation for publish to "(\$js\.api\.stream\.[^"]+)"')
+
+
+# Clients choose tokens of subjects. For nats-py a line also has separate words around bytes such as
+# a form feed, which a subject may contain. It would lose the connection, or pass the message to
+# another subscription.
+_WORD = rb"[ \t]+([^ \t\r\n]+)"
+_REPLY = rb"[ \t]+(([^ \t\r\n]+)[ \t]+)?"
+parser.MSG_RE = re.compile(rb"\AMSG" + _WORD + _WORD + _REPLY + rb"(\d+)\r\n")
+parser.HMSG_RE = re.compile(rb"\AHMSG" + _WORD + _WORD + _REPLY + rb"(\d+)[ \t]+(\d+)\r\n")
 
 
 class CorrectedClient(NatsClient):
@@ -74,7 +83,7 @@ class CorrectedClient(NatsClient):
     async def _process_err(self, err_msg: str) -> None:
         # nats-py would close the client for good, and its worker would wait for messages forever.
         # The server closes the connection itself, and may accept the login later.
-        if PERMISSIONS_ERR not in err_msg:
+        if parser.PERMISSIONS_ERR not in err_msg:
             error = NatsError(f"nats: {err_msg}")
             await _log_error(error)
             await self._process_op_err(error)
@@ -88,6 +97,21 @@ class CorrectedClient(NatsClient):
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ) -> Msg:
+        # A client may write any bytes. An error would end nats-py's reader task, and again whenever
+        # the message is delivered.
+        readable = subject.decode("utf-8", "replace").encode()
+        message: Msg = super()._build_message(sid, readable, reply, data, headers)
+        return message
+
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        try:
+            return await super()._process_headers(headers)
+        except (IndexError, UnicodeDecodeError):
+            return None
 
     @staticmethod
     def _parse_header_lines(raw: bytes) -> dict[str, str]:
