@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import nats
 import pytest
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
@@ -316,3 +317,32 @@ async def test_work_whose_connection_is_lost_continues_over_the_next_one(
     own_broker.start()
     async with asyncio.timeout(30):
         await working
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        b"PUB test.\xff 0\r\n\r\n",
+        b"PUB test.a\x0c1\x0c2 0\r\n\r\n",
+        b"PUB test." + 4000 * b"a" + b" 0\r\n\r\n",
+        b"HPUB test.h 1 1\r\na\r\n",
+        b"HPUB test.h 8 8\r\nNATS/1.0\r\n",
+        b"HPUB test.h 18 18\r\nNATS/1.0\r\na: \xff\r\n\r\n\r\n",
+    ],
+    ids=["not UTF-8", "form feeds", "long", "no headers", "only a version", "header not UTF-8"],
+)
+async def test_no_bytes_of_a_client_end_the_connection_that_receives_them(
+    own_bus: Bus, own_broker: EmbeddedServer, command: bytes
+) -> None:
+    """Names in subjects, and headers, are any bytes of a client."""
+    nc = own_bus.connection.nc
+    received = await nc.subscribe("test.>")
+    await nc.flush()
+    sender = await nats.connect(own_broker.url)
+    await sender._send_command(command)
+    await sender.publish("test.next", b"next")
+    await sender.flush()
+    await received.next_msg(20)
+    assert (await received.next_msg(20)).data == b"next"
+    assert nc.stats["reconnects"] == 0
+    await sender.close()
