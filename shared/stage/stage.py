@@ -378,8 +378,7 @@ class Stage:
             request = queued.data
         else:
             request = delivery.data if job.request_id is None else b""
-        source = job.ticket or queued
-        tenant = "" if source is None else source.tenant
+        tenant = job.tenant if queued is None else queued.tenant
         content = delivery.data
         if await has_exceeded(self.bus, tenant, subjects.DEAD_STREAM):
             # Other quotas refuse the tenant's requests instead. Dead letters never expire.

@@ -168,6 +168,7 @@ async def test_a_queued_request_of_a_version_without_ids_in_subjects_becomes_a_d
 
     (letter,) = await until(letters)
     assert (letter.request_id, letter.subject, letter.request) == (None, subject, REQUEST)
+    assert letter.tenant == subjects.tenant_of(subject)
 
     async def is_settled() -> bool:
         return not (await own_bus.figures.size(subjects.REQUESTS_STREAM))[0]
