@@ -46,9 +46,8 @@ _log = structlog.get_logger()
 _DENIED = re.compile(r'permissions violation for publish to "(\$js\.api\.stream\.[^"]+)"')
 
 
-# Clients choose tokens of subjects. For nats-py a line also has separate words around bytes such as
-# a form feed, which a subject may contain. It would lose the connection, or pass the message to
-# another subscription.
+# Clients choose tokens of subjects. nats-py also splits a line at bytes such as a form feed, which
+# a subject may contain. It would lose the connection, or pass the message to another subscription.
 _WORD = rb"[ \t]+([^ \t\r\n]+)"
 _REPLY = rb"[ \t]+(([^ \t\r\n]+)[ \t]+)?"
 parser.MSG_RE = re.compile(rb"\AMSG" + _WORD + _WORD + _REPLY + rb"(\d+)\r\n")

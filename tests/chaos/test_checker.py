@@ -137,6 +137,16 @@ def seen(log: list[LogRecord], session: int, start: int = 0, publishes: bool = T
 
 
 EARLY = failure("deadline_exceeded")
+
+
+def asked_again(ends_at: float, *more: Any) -> RecordedRun:
+    """A request is due at 11.1, and its client asks again at 15.0."""
+    run = make_run([failure("deadline_exceeded", 0)], "deadline")
+    again = RequestSent(15.0, ID, 2, 0, True)
+    end = RecordReceived(ends_at, ID, 2, failure("deadline_exceeded", 0))
+    return replace(run, clients=[*run.clients[:2], *more, again, end])
+
+
 LATE_CHUNK = TokenChunk(1, 0, [ChoiceDelta(0, 2, [13], "c", "length")])
 
 CLEAN: dict[str, RecordedRun] = {
@@ -146,6 +156,7 @@ CLEAN: dict[str, RecordedRun] = {
     ),
     "finished before its cancellation": with_clients(make_run(LOG, "cancel"), CancelSent(1.3, ID)),
     "out of time": make_run([CHUNKS[0], failure("deadline_exceeded", 1)], "deadline", ends_at=11.2),
+    "late by the death of its client": asked_again(ends_at=15.5),
     "late by an outage of the broker": with_pool(
         make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=16.0),
         Fault(10.0, "stop", "broker", 0, 3),
@@ -208,6 +219,11 @@ WRONG: dict[str, tuple[str, RecordedRun]] = {
         make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=13.2),
     ),
     "late though there was a coordinator": ("I1", ONE_COORDINATOR_LEFT),
+    "late after the death of its client": ("I1", asked_again(ends_at=17.2)),
+    "late for a client that has waited": (
+        "I1",
+        asked_again(15.5, SessionFailed(14.9, ID, 1, "silence", "no final record")),
+    ),
     "cancelled late": (
         "I1",
         with_clients(

@@ -156,11 +156,11 @@ class RecordedRun:
         """Time at which a session first saw the final record of a request, and when it opened."""
         times: dict[str, tuple[float, float]] = {}
         for id, sessions in self.sessions.items():
-            finals = [(got.final.t, got.opened.t) for got in sessions if got.final is not None]
+            ends = [(each.final.t, each.opened.t) for each in sessions if each.final is not None]
             over_http = self.http_sessions.get(id, [])
-            finals += [(got.ended, got.opened.t) for got in over_http if got.ended is not None]
-            if finals:
-                times[id] = min(finals)
+            ends += [(each.ended, each.opened.t) for each in over_http if each.ended is not None]
+            if ends:
+                times[id] = min(ends)
         return times
 
     @cached_property

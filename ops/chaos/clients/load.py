@@ -193,8 +193,8 @@ class LoadClients:
     ) -> AsyncIterator[LogRecord]:
         if start is None:
             # After the death of its process, a client knows that it may have asked before.
-            again = session > 1
-            return client.ask(self._bus, planned.request, planned.id, is_repeated=again)
+            is_repeated = session > 1
+            return client.ask(self._bus, planned.request, planned.id, is_repeated=is_repeated)
         return client.follow(self._bus, planned.id, start)
 
     async def _intervene(self, planned: Planned, readers: list[asyncio.Task[bool]]) -> None:
