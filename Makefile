@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-serve simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-heldout bench-int8 bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -139,6 +139,9 @@ bench-media: .venv/dev  ## clips and sounds to fields, against transformers; ima
 
 bench-serve: .venv/dev  ## vLLM's load client against the gateway, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)
+
+bench-tenants: .venv/dev  ## brokers with 1 to 500 tenants: memory, idle time, requests a second, start; 8 minutes
+	$(BIN)/python -m ops.bench.tenants
 
 simulate: .venv/dev  ## the tables of docs/contribute/scaling.md
 	$(BIN)/python -m ops.simulate

@@ -286,10 +286,12 @@ async def create_missing(
             if error.err_code in _INSUFFICIENT_RESOURCES and not await _is_there(js, config):
                 is_volatile = config.storage is api.StorageType.MEMORY
                 limit = "max_memory_store" if is_volatile else "max_file_store"
+                is_of_tenant = subjects.tenant_of_queue(config.name or "")
+                setting = "nats.tenant_request_mib" if is_of_tenant else "the limits of delivery"
                 raise ConfigError(
                     f"nats-server: no space for stream {config.name} of {config.max_bytes} bytes:"
-                    f" {error.description}; raise {limit} or lower the limits of delivery",
-                    field="delivery",
+                    f" {error.description}; raise {limit} or lower {setting}",
+                    field="nats" if is_of_tenant else "delivery",
                 ) from error
             if error.err_code != _STREAM_EXISTS:
                 raise Unavailable(f"stream {config.name}: {error.description}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 import nats
 import pytest
 from nats.aio.msg import Msg
-from nats.js.api import StorageType
+from nats.js.api import StorageType, StreamConfig
 
 from shared.bus import queues
 from shared.bus.bus import Bus
@@ -20,6 +20,7 @@ from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
 from shared.bus.replies import ReplyInbox
 from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S, check_server
+from shared.bus.streams import create_missing, durable_streams, streams_of_tenant
 from shared.bus.waits import ReplyWaits
 from shared.client import ask
 from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
@@ -82,6 +83,33 @@ async def test_a_server_without_the_required_settings_is_refused(
             await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     finally:
         await bus.close()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("configs", "setting"),
+    [
+        (durable_streams(DeliveryConfig(), AgentConfig(), 1)[:1], "the limits of delivery"),
+        (
+            streams_of_tenant("acme", NatsConfig(), DeliveryConfig()),
+            "nats.tenant_request_mib",
+        ),
+    ],
+    ids=["all", "one tenant"],
+)
+async def test_a_stream_without_room_names_the_setting(
+    tmp_path: Path, configs: list[StreamConfig], setting: str
+) -> None:
+    process, url = start_server(
+        tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}", max_file_store: 1MB }}'
+    )
+    nc = await nats.connect(url)
+    try:
+        with pytest.raises(ConfigError, match=f"raise max_file_store or lower {setting}$"):
+            await create_missing(nc, configs, 1)
+    finally:
+        await nc.close()
         process.kill()
         process.wait()
 
