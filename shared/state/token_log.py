@@ -251,7 +251,11 @@ class LogWriter:
 
 
 async def repeat_end(bus: Bus, request_id: str) -> None:
-    """Send the last record of a request that has ended to live readers once more."""
+    """Send the last record of a request that has ended to live readers once more.
+
+    A replica that lags would send an earlier record, or an empty message if it has none.
+    """
+    await asyncio.sleep(STALE_READ_S)
     await bus.repeat_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
 
 

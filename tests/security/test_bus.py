@@ -184,6 +184,14 @@ async def test_a_stranger_is_refused(site: Site) -> None:
         assert "pagemill:" not in refused.value.message
 
 
+async def test_a_connection_without_a_login_is_closed(site: Site) -> None:
+    """Otherwise silent sockets would take all places for connections."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    async with asyncio.timeout(60):
+        assert b"Authentication Timeout" in await reader.read()
+    writer.close()
+
+
 async def test_a_request_is_of_the_tenant_that_sent_it(site: Site, operator: Bus) -> None:
     a, b = await site.attacker("a"), await site.attacker("b")
     for attacker in (a, b):

@@ -112,10 +112,7 @@ class Coordinator:
         await reading.stop(self._delivery.drain_s)
 
     def _request_of(self, delivery: Delivery) -> Job:
-        name = subjects.last_token(delivery.subject)
-        has_log = names.has_own_log(name, delivery.tenant)
-        request_id = subjects.request_id_of(delivery.subject) if has_log else None
-        job = self._job(delivery, request_id)
+        job = self._job(delivery, subjects.request_id_of(delivery.subject))
         if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)
         return job
@@ -124,6 +121,9 @@ class Coordinator:
         return self._job(delivery, subjects.id_in(delivery.subject))
 
     def _job(self, delivery: Delivery, request_id: str | None) -> Job:
+        """Return a job, without an id if the id has no log for an answer."""
+        if not names.has_own_log(subjects.last_token(delivery.subject), delivery.tenant):
+            request_id = None
         # Attempts take milliseconds, so they are not recorded, and each delivery counts as one.
         # Deliveries to older coordinators that could not read the request do not count before its
         # latest possible deadline.
@@ -136,13 +136,11 @@ class Coordinator:
 
     async def admit_or_end(self, job: Job) -> None:
         """Forward a request to its first stage, or end it. Raises an error for an invalid id."""
-        if job.request_id is None:
-            # There is no log for an answer. The request becomes a dead letter.
-            raise DecodeError(ID_RULE, field="request_id")
+        request_id = _id_of(job)
         # Two requests with one id may name different models.
-        async with self._locks.setdefault(job.request_id, asyncio.Lock()):
+        async with self._locks.setdefault(request_id, asyncio.Lock()):
             with self._precedence.urgent():
-                await self._admit(job, job.request_id)
+                await self._admit(job, request_id)
 
     async def _admit(self, job: Job, request_id: str) -> None:
         delivery, bus = job.delivery, self._context.bus
@@ -150,8 +148,7 @@ class Coordinator:
             # The client may have published its request again.
             await repeat_end(bus, request_id)
             return
-        if not names.is_scoped_id(request_id):
-            raise InvalidRequest(ID_RULE, field="request_id")
+        _check_id(request_id)
         if await self._is_repeated(delivery, request_id):
             await delivery.ack()
             return
@@ -302,18 +299,35 @@ class Coordinator:
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
 
     async def _cancel(self, job: Job) -> None:
-        """End a cancelled request, also one that has not arrived yet."""
-        bus, request_id = self._context.bus, job.request_id
-        if request_id is not None and names.is_scoped_id(request_id):
-            error = Cancelled("cancelled on request")
-            attempt = job.delivery.attempt
-            has_ended = is_final(await last_record(bus, request_id))
-            await settle(bus, job, lambda: end_request(bus, request_id, attempt, error, []))
-            if has_ended:
-                await repeat_end(bus, request_id)
-            self._stage.counters.ended_with(error)
-            self._context.log.info("cancelled", request_id=request_id)
+        """End a cancelled request, also one that has not arrived yet.
+
+        Raises an error for an invalid id.
+        """
+        bus, request_id = self._context.bus, _id_of(job)
+        error = Cancelled("cancelled on request")
+        has_ended = is_final(await last_record(bus, request_id))
+        if not has_ended:
+            _check_id(request_id)
+        end = partial(end_request, bus, request_id, job.delivery.attempt, error, [])
+        await settle(bus, job, end)
+        if has_ended:
+            await repeat_end(bus, request_id)
+        self._stage.counters.ended_with(error)
+        self._context.log.info("cancelled", request_id=request_id)
         await job.delivery.ack()
+
+
+def _id_of(job: Job) -> str:
+    """Return the id of a job. Raises DecodeError without one: the job becomes a dead letter."""
+    if job.request_id is None:
+        raise DecodeError(ID_RULE, field="request_id")
+    return job.request_id
+
+
+def _check_id(request_id: str) -> None:
+    """Raise InvalidRequest for an id that no request may have. Its log ends with this error."""
+    if not names.is_scoped_id(request_id):
+        raise InvalidRequest(ID_RULE, field="request_id")
 
 
 async def why_unread(bus: Bus, request_id: str) -> str | None:
