@@ -318,7 +318,9 @@ class EngineWorker:
             # The following stages prepare while the first frames are computed.
             await job.log.begin()
         while outputs := await opened.next_outputs():
-            if await self._output.append(job.log, outputs, opened.rendered.spoken):
+            async with self._loop.turn(job):
+                is_appended = await self._output.append(job.log, outputs, opened.rendered.spoken)
+            if is_appended:
                 # A request that makes progress did not kill its earlier workers.
                 job.suspect = False
             last = outputs[-1]
