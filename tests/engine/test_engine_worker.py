@@ -24,7 +24,7 @@ from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.messages import decode_attempt
 from shared.protocol.multimodal import BlobRef
-from shared.protocol.records import Failure, TokenChunk
+from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.protocol.sampling import StructuredOutputs
 from shared.protocol.task_messages import KVBlob, RequestTicket
 from shared.stage.worker_loop import BATCH_AT_ONCE
@@ -50,7 +50,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
     """The first and the last are written at once; the others wait until a record may be written."""
     num_tokens, request_id = 40, f"gathered-{secrets.token_hex(8)}"
     async with serving_engine(bus, "gathered", EngineConfig(max_appends_per_s=1)) as rig:
-        await rig.put(request_id, [1] * 8, max_tokens=num_tokens)
+        await rig.put(request_id, [1] * 8, lane="interactive", max_tokens=num_tokens)
 
         async def step_by_step() -> None:
             """No step before the last one's tokens are in the log, or wait to be gathered."""
@@ -80,7 +80,7 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
         await rig.until_held()
         for _ in range(3):
             await rig.step()
-        await rig.put(late, [2] * 8, max_tokens=40)
+        await rig.put(late, [2] * 8, lane="interactive", max_tokens=40)
         await rig.until_held(2)
         # The step that is under way may be without it.
         for _ in range(2):
@@ -92,6 +92,26 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
         rig.runner.go_on.release(1000)
         for request_id in (early, late):
             _ = [record async for record in follow(bus, request_id)]
+
+
+async def test_first_tokens_of_the_batch_lane_are_gathered(bus: Bus) -> None:
+    early, late = (f"gathered-{secrets.token_hex(8)}" for _ in range(2))
+    async with serving_engine(bus, "batch-first", GATHERS) as rig, asyncio.timeout(20):
+        # The first record of an engine is not delayed.
+        await rig.put(early, [1] * 8, max_tokens=40)
+        await rig.until_held()
+        await rig.step()
+        await rig.put(late, [2] * 8, max_tokens=4)
+        await rig.until_held(2)
+        # The step that is under way may be without it.
+        for _ in range(2):
+            await rig.step()
+        assert rig.num_gathered(late) in (1, 2)
+        rig.runner.go_on.release(1000)
+        chunk, finish = [record async for record in follow(bus, late)]
+        assert isinstance(chunk, TokenChunk)
+        assert isinstance(finish, Finish)
+        assert len(chunk.choices[0].token_ids) == 4
 
 
 class SlowOutput(TextOutput):
