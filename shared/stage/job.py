@@ -73,7 +73,8 @@ class Job:
         self.suspect = False
         """A worker died while it ran this job, which may be the cause."""
         self.waiting = False
-        """The work has not begun. Progress of other jobs counts as progress of this one."""
+        """The job waits for its work to begin, or for a turn. Progress of other jobs counts as
+        progress of this one."""
         self.ended = False
         """A notice said that the request has ended elsewhere."""
         self.running = False

@@ -32,7 +32,7 @@ from shared.tenants.fair_turns import FairTurns
 from shared.tenants.storage_quotas import LOG_STREAMS
 
 BATCH_AT_ONCE = 4
-"""Limit on jobs of the batch lane that one worker claims or settles at one time.
+"""Limit on jobs of the batch lane that one worker claims, writes to a log or settles at one time.
 
 The messages of all jobs wait for one event loop, so more batch jobs would delay interactive jobs.
 """
@@ -216,7 +216,7 @@ class WorkerLoop:
         job.inputs = task.body.blobs()
         # While the job waits for its turn, it may be delivered again.
         stage.claims.add(job)
-        async with self._turn(job):
+        async with self.turn(job):
             is_claimed = await self._claim(job)
         if not is_claimed:
             return
@@ -225,11 +225,11 @@ class WorkerLoop:
         except BlobLost as lost:
             await stage.rerender(job, lost)
             return
-        async with self._turn(job):
+        async with self.turn(job):
             await self._settle(job, outcome)
 
     @asynccontextmanager
-    async def _turn(self, job: Job) -> AsyncIterator[None]:
+    async def turn(self, job: Job) -> AsyncIterator[None]:
         """Wait for a turn if the job is in the batch lane, where tenants take turns."""
         if job.header is None or job.header.lane != "batch":
             yield

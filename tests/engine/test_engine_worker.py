@@ -24,9 +24,10 @@ from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.messages import decode_attempt
 from shared.protocol.multimodal import BlobRef
-from shared.protocol.records import Failure, TokenChunk
+from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.protocol.sampling import StructuredOutputs
 from shared.protocol.task_messages import KVBlob, RequestTicket
+from shared.stage.worker_loop import BATCH_AT_ONCE
 from shared.state import dead_letters
 from shared.state.token_log import LogWriter, end_request
 from tests.accepted import consume_requests, next_request
@@ -35,8 +36,9 @@ from tests.support.waiting import until
 from tests.tasks import engine_task
 from workers.engine import worker as engine_worker
 from workers.engine.code_lead import CodeLead
-from workers.engine.core.sequence import EngineRequest, ReceivedKV
+from workers.engine.core.sequence import EngineRequest, ReceivedKV, RequestOutput
 from workers.engine.open_request import RecordPacer
+from workers.engine.stage_output import SpokenTokens, TextOutput
 from workers.gateway.http.errors import status_of
 
 JSON = StructuredOutputs(json_object=True)
@@ -48,7 +50,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
     """The first and the last are written at once; the others wait until a record may be written."""
     num_tokens, request_id = 40, f"gathered-{secrets.token_hex(8)}"
     async with serving_engine(bus, "gathered", EngineConfig(max_appends_per_s=1)) as rig:
-        await rig.put(request_id, [1] * 8, max_tokens=num_tokens)
+        await rig.put(request_id, [1] * 8, lane="interactive", max_tokens=num_tokens)
 
         async def step_by_step() -> None:
             """No step before the last one's tokens are in the log, or wait to be gathered."""
@@ -78,7 +80,7 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
         await rig.until_held()
         for _ in range(3):
             await rig.step()
-        await rig.put(late, [2] * 8, max_tokens=40)
+        await rig.put(late, [2] * 8, lane="interactive", max_tokens=40)
         await rig.until_held(2)
         # The step that is under way may be without it.
         for _ in range(2):
@@ -90,6 +92,55 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
         rig.runner.go_on.release(1000)
         for request_id in (early, late):
             _ = [record async for record in follow(bus, request_id)]
+
+
+async def test_first_tokens_of_the_batch_lane_are_gathered(bus: Bus) -> None:
+    early, late = (f"gathered-{secrets.token_hex(8)}" for _ in range(2))
+    async with serving_engine(bus, "batch-first", GATHERS) as rig, asyncio.timeout(20):
+        # The first record of an engine is not delayed.
+        await rig.put(early, [1] * 8, max_tokens=40)
+        await rig.until_held()
+        await rig.step()
+        await rig.put(late, [2] * 8, max_tokens=4)
+        await rig.until_held(2)
+        # The step that is under way may be without it.
+        for _ in range(2):
+            await rig.step()
+        assert rig.num_gathered(late) in (1, 2)
+        rig.runner.go_on.release(1000)
+        chunk, finish = [record async for record in follow(bus, late)]
+        assert isinstance(chunk, TokenChunk)
+        assert isinstance(finish, Finish)
+        assert len(chunk.choices[0].token_ids) == 4
+
+
+class SlowOutput(TextOutput):
+    """Output whose appends to logs of the batch lane do not end before `go_on`."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.go_on = asyncio.Event()
+
+    async def append(
+        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+    ) -> bool:
+        if outputs[0].request_id.startswith("batch"):
+            self.num_begun += 1
+            await self.go_on.wait()
+        return await super().append(log, outputs, spoken)
+
+
+async def test_an_interactive_answer_does_not_wait_for_records_of_the_batch_lane(bus: Bus) -> None:
+    output, request_id = SlowOutput(), f"fast-{secrets.token_hex(8)}"
+    async with asyncio.timeout(20), serving_engine(bus, "records", output=output) as rig:
+        rig.runner.go_on.release(1000)
+        for number in range(2 * BATCH_AT_ONCE):
+            await rig.put(f"batch-{number}-{request_id}", [1] * 8, max_tokens=1)
+        await until(lambda: output.num_begun >= BATCH_AT_ONCE)
+        await rig.put(request_id, [1] * 8, lane="interactive", max_tokens=1)
+        _ = [record async for record in follow(bus, request_id)]
+        assert output.num_begun == BATCH_AT_ONCE
+        output.go_on.set()
 
 
 async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

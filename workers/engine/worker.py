@@ -299,7 +299,9 @@ class EngineWorker:
         self._metrics.on_step(first, timed, stats, began_s, ended_s)
         self._publish_kv_events()
         for opened, output in outputs:
-            opened.push(output, awaited=self._output.is_awaited(output, is_first=not opened.begun))
+            # In the batch lane, a separate record of first tokens would delay interactive requests.
+            is_first = not opened.begun and opened.header.lane != "batch"
+            opened.push(output, awaited=self._output.is_awaited(output, is_first=is_first))
         self._pacer.release_in_time(len(requests))
         self._adjust_capacity()
         # Not reported by a timer: the requests of a step that hangs must be delivered again.
@@ -318,7 +320,9 @@ class EngineWorker:
             # The following stages prepare while the first frames are computed.
             await job.log.begin()
         while outputs := await opened.next_outputs():
-            if await self._output.append(job.log, outputs, opened.rendered.spoken):
+            async with self._loop.turn(job):
+                is_appended = await self._output.append(job.log, outputs, opened.rendered.spoken)
+            if is_appended:
                 # A request that makes progress did not kill its earlier workers.
                 job.suspect = False
             last = outputs[-1]
