@@ -118,7 +118,8 @@ class PlainClient:
         return cls(nc, errors)
 
     async def close(self) -> None:
-        await self.nc.close()
+        with contextlib.suppress(ConnectionError):  # Its broker may have ended.
+            await self.nc.close()
 
     async def call(
         self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None

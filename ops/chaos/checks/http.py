@@ -52,7 +52,7 @@ def find(run: RecordedRun) -> Iterator[Violation]:
 def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Event]:
     """Return all events of a streamed answer, without the end mark."""
     options = ChatOptions(include_usage=planned.streamed)
-    assembler = ChatAssembler(Answering(planned.bus_id, MODEL, created_s, options))
+    assembler = ChatAssembler(Answering(planned.id, MODEL, created_s, options))
     events: list[Event] = []
     for record in log:
         match record:
@@ -66,7 +66,7 @@ def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
 
 def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Event]:
     """Return the one event of an answer that is not streamed; empty while there is no end."""
-    assembler = ChatAssembler(Answering(planned.bus_id, MODEL, created_s, ChatOptions()))
+    assembler = ChatAssembler(Answering(planned.id, MODEL, created_s, ChatOptions()))
     body: Any = None
     for record in log:
         match record:

@@ -99,7 +99,7 @@ def follow(
     gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[ExchangeItem]
 ) -> Coroutine[Any, Any, None]:
     """Read the events of a request that was sent before, from event `start`."""
-    path = f"/v1/requests/{planned.bus_id}/stream"
+    path = f"/v1/requests/{planned.id}/stream"
     request = gateway.build_request("GET", path, headers=_headers(planned, start, streamed=True))
     return _exchange(gateway, request, lines)
 

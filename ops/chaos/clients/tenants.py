@@ -106,16 +106,14 @@ class TenantClients:
 
     async def run_client(self, planned: Planned, give_up_at: float) -> None:
         """Run one client to the end of its request."""
-        for number in range(2 if planned.behaviour == "resubmit_after" else 1):
+        for _ in range(2 if planned.behaviour == "resubmit_after" else 1):
             session = self._session_of(planned.id)
             self._journal.write(RequestSent(now(), planned.id, session, 0, True))
-            if not await self._read(planned, session, give_up_at, again=number > 0):
+            if not await self._read(planned, session, give_up_at):
                 reason = "no final record"
                 self._journal.write(SessionFailed(now(), planned.id, session, "silence", reason))
 
-    async def _read(
-        self, planned: Planned, session: int, give_up_at: float, *, again: bool
-    ) -> bool:
+    async def _read(self, planned: Planned, session: int, give_up_at: float) -> bool:
         """Publish the request and read its log; return whether its end was seen."""
         nc = self._connections[planned.tenant]
         live = await nc.subscribe(subjects.tokens(planned.id))
@@ -124,7 +122,8 @@ class TenantClients:
             subject = subjects.request(planned.request.model, planned.id)
             attempts = await self._publish(nc, subject, encode_request(planned.request))
             self._journal.write(Accepted(now(), planned.id, session))
-            may_have_records = again or attempts > 1
+            # A client that was killed has other sessions than this process knows.
+            may_have_records = session > 1 or attempts > 1
             reader = _Reader(session, 0, None if may_have_records else nc.stats["reconnects"])
             while now() < give_up_at:
                 record = await _next_record(nc, live, planned.id)
