@@ -36,9 +36,9 @@ from tests.support.waiting import until
 from tests.tasks import engine_task
 from workers.engine import worker as engine_worker
 from workers.engine.code_lead import CodeLead
-from workers.engine.core.sequence import EngineRequest, ReceivedKV, RequestOutput
+from workers.engine.core.sequence import EngineRequest, ReceivedKV, RequestOutput, SpokenTokens
 from workers.engine.open_request import RecordPacer
-from workers.engine.stage_output import SpokenTokens, TextOutput
+from workers.engine.stage_output import TextOutput
 from workers.gateway.http.errors import status_of
 
 JSON = StructuredOutputs(json_object=True)
