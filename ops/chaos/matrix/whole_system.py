@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ STOP_S = 40.0
 SPARE_S = 120.0
 REST_S = 60.0
 HTTP_S = 30.0
+# Requests that hang for this time must not delay the requests of a cell.
+_threads = ThreadPoolExecutor(256, "http")
 MAX_QUEUED = 40
 
 CONFIG = """
@@ -323,7 +326,8 @@ class WholeSystem:
         """Send a request to the gateway; None without an answer."""
         url = f"http://127.0.0.1:{self._ports[1]}{path}"
         headers = {"Content-Type": "application/json"} | headers
-        return await asyncio.to_thread(_fetch, urllib.request.Request(url, body, headers))
+        request = urllib.request.Request(url, body, headers)
+        return await asyncio.get_running_loop().run_in_executor(_threads, _fetch, request)
 
     def workers(self, role: str) -> list[int]:
         """Return the processes of a role, which are named after their workers."""

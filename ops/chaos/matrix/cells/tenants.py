@@ -20,8 +20,9 @@ NUM_SUBSCRIPTIONS = 300_000
 MAX_ACCEPTED = 16
 MAX_GROWTH_MIB = 256.0
 UNREAD_S = 15.0
-# The broker has the pages for each connection in memory, until a write takes longer than 10 s.
-MAX_UNREAD_MIB = 1024.0
+# The broker has the pages for each connection in memory, up to its `max_pending`, until a write
+# takes longer than 10 s.
+MAX_UNREAD_MIB = 512.0 * (MAX_ACCEPTED - 1)
 
 
 @cell(
