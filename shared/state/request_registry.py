@@ -87,15 +87,6 @@ async def find(bus: Bus, request_id: str) -> RequestRecord | None:
     return None if stored is None else _decode(stored.data)
 
 
-async def is_recorded(bus: Bus, request_id: str) -> bool:
-    """Return whether a request has a record, according to the leader of the stream.
-
-    Other replicas, which serve reads, may lag. Raises Unavailable.
-    """
-    subject = subjects.job(request_id)
-    return subject in await bus.figures.subjects_of(subjects.JOBS_STREAM, subject)
-
-
 async def _change_holders(
     bus: Bus, request_id: str, change: Callable[[list[str]], list[str]]
 ) -> RequestRecord | None:

@@ -8,18 +8,13 @@ from typing import Any
 import httpx
 import pytest
 from nats.aio.client import Client
-from nats.aio.subscription import Subscription
 
-from shared.bus.bus import Bus
-from tests.cluster.conftest import Cluster, sign_in, stopped
+from tests.cluster.conftest import Cluster, sign_in
 from tests.gateway.conftest import WITH_IDS, Gateway, Start, start_gateway
 from tests.gateway.http.test_auth import ALICE, BOB, KEYS, bearer
 from tests.gateway.routes.test_chat import events
 from tests.support.waiting import until
 
-CHAT = "/v1/chat/completions"
-ABORT = "/inference/v1/abort_requests"
-LONG = {"max_tokens": 900, "ignore_eos": True}
 QUESTION = [{"role": "user", "content": "What can you do?"}]
 
 
@@ -55,21 +50,6 @@ async def read(nc: Client, name: str) -> list[dict[str, Any]]:
     return records
 
 
-async def refusal(http: httpx.AsyncClient, name: str, path: str = CHAT, **body: Any) -> Any:
-    """Send a request with an id over HTTP, and return the error."""
-    body = {"model": "demo", "max_tokens": 4} | (body or {"messages": QUESTION})
-    answer = await http.post(path, json=body, headers={"x-request-id": name}, timeout=60)
-    assert answer.status_code >= 400, answer.text
-    return answer.json()["error"]
-
-
-async def error_in(log: Subscription) -> dict[str, Any]:
-    while (record := json.loads((await log.next_msg(60)).data))["type"] == "tokens":
-        pass
-    error: dict[str, Any] = record["error"]
-    return error
-
-
 def is_in(state: str, http: httpx.AsyncClient, name: str) -> Callable[[], Any]:
     async def condition() -> Any:
         answer = await http.get(f"/v1/requests/{name}")
@@ -101,7 +81,9 @@ async def test_a_request_over_http_is_read_over_nats(
     nc: Client, http: httpx.AsyncClient, name: str
 ) -> None:
     body = {"model": "demo", "messages": QUESTION, "max_tokens": 16}
-    answer = await http.post(CHAT, json=body, headers={"x-request-id": name}, timeout=60)
+    answer = await http.post(
+        "/v1/chat/completions", json=body, headers={"x-request-id": name}, timeout=60
+    )
     texts = [
         choice["text"] for record in await read(nc, name) for choice in record.get("choices", [])
     ]
@@ -114,10 +96,12 @@ async def test_a_request_over_nats_is_cancelled_over_http(
     nc: Client, http: httpx.AsyncClient, name: str
 ) -> None:
     log = await nc.subscribe(f"pm.tokens.{name}")
-    await publish(nc, name, sampling_params=LONG)
-    await log.next_msg(60)
+    await publish(nc, name, sampling_params={"max_tokens": 900, "ignore_eos": True})
+    record = json.loads((await log.next_msg(60)).data)
     assert (await http.delete(f"/v1/requests/{name}")).status_code == 202
-    assert (await error_in(log))["code"] == "cancelled"
+    while record["type"] == "tokens":
+        record = json.loads((await log.next_msg(60)).data)
+    assert record["error"]["code"] == "cancelled"
     body = await until(is_in("cancelled", http, name))
     assert body["error"]["code"] == "cancelled"
     stream = events((await http.get(f"/v1/requests/{name}/stream")).text)
@@ -125,79 +109,6 @@ async def test_a_request_over_nats_is_cancelled_over_http(
         "cancelled",
         "[DONE]",
     ]
-
-
-@pytest.mark.parametrize("length", [20, 128])
-async def test_a_request_over_nats_is_aborted_over_http(
-    nc: Client, http: httpx.AsyncClient, name: str, length: int
-) -> None:
-    name = name.ljust(length, "x")
-    log = await nc.subscribe(f"pm.tokens.{name}")
-    await publish(nc, name, sampling_params=LONG)
-    await log.next_msg(60)
-    aborted = await http.post(ABORT, json={"request_ids": ["never-heard-of", name]})
-    assert aborted.status_code == 200
-    assert (await error_in(log))["code"] == "cancelled"
-
-
-async def test_all_prompts_of_a_request_are_aborted(
-    nc: Client, http: httpx.AsyncClient, name: str
-) -> None:
-    logs = [await nc.subscribe(f"pm.tokens.{name}-{part}") for part in range(2)]
-    body = {"model": "demo", "prompt": ["a", "b"], "stream": True} | LONG
-    headers = {"x-request-id": name}
-    async with http.stream("POST", "/v1/completions", json=body, headers=headers):
-        for log in logs:
-            await log.next_msg(60)
-        await http.post(ABORT, json={"request_ids": [name]})
-        assert [(await error_in(log))["code"] for log in logs] == ["cancelled"] * 2
-
-
-async def test_an_id_that_is_only_aborted_is_free(
-    nc: Client, http: httpx.AsyncClient, name: str
-) -> None:
-    assert (await http.post(ABORT, json={"request_ids": [name]})).status_code == 200
-    body = {"model": "demo", "messages": QUESTION, "max_tokens": 4}
-    answer = await http.post(CHAT, json=body, headers={"x-request-id": name}, timeout=60)
-    assert answer.status_code == 200, answer.text
-
-
-async def test_an_id_of_a_request_over_nats_is_refused_over_http(
-    nc: Client, http: httpx.AsyncClient, name: str
-) -> None:
-    async def check() -> None:
-        error = await refusal(http, f"{name}-0")
-        assert (error["code"], error["param"]) == ("request_id_reused", "X-Request-Id")
-        assert f"/v1/requests/{name}-0/stream" in error["message"]
-        # The first prompt of this request would have the same log.
-        error = await refusal(http, name, "/v1/completions", prompt=["a", "b"])
-        assert error["code"] == "request_id_reused"
-
-    log = await nc.subscribe(f"pm.tokens.{name}-0")
-    await publish(nc, f"{name}-0", sampling_params=LONG)
-    await log.next_msg(60)
-    await check()
-    await http.delete(f"/v1/requests/{name}-0")
-    await until(is_in("cancelled", http, f"{name}-0"))
-    await check()
-
-
-async def test_an_id_of_a_request_over_nats_is_refused_before_it_is_admitted(
-    cluster: Cluster, bus: Bus, nc: Client, http: httpx.AsyncClient, name: str
-) -> None:
-    with stopped(await cluster.pid(bus, "coordinator")):
-        await publish(nc, name)
-        assert (await refusal(http, name))["code"] == "request_id_reused"
-    await until(is_in("finished", http, name))
-
-
-async def test_a_cancellation_before_a_request_over_http_ends_it(
-    nc: Client, http: httpx.AsyncClient, name: str
-) -> None:
-    log = await nc.subscribe(f"pm.tokens.{name}")
-    await nc.jetstream().publish(f"pm.cancel.{name}", b"")
-    assert (await error_in(log))["code"] == "cancelled"
-    assert (await refusal(http, name))["code"] == "cancelled"
 
 
 async def test_a_failed_request_over_nats_has_its_error_over_http(

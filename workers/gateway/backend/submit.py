@@ -30,14 +30,14 @@ from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.text_length import check_text_len
-from shared.state import request_registry, request_status
+from shared.state import request_registry
 from shared.tenants.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.sound import SoundStream
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.assembler import Options
-from workers.gateway.core.ids import part_ids, read_request_id, read_start, wants_event_ids
+from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, stored_options
 from workers.gateway.core.plan import Delivery, SubmitPlan
@@ -87,7 +87,6 @@ async def submit(
     bus_id = names.scoped_id(request_id, caller.tenant)
     if is_named:
         record = structs.replace(record, digest=_digest(requests, plan))
-        await _check_id(context, bus_id, record)
     holder = f"{context.worker}:{secrets.token_hex(8)}"
     to_store = record if is_named or plan.durable else _without(record, plan.unrecorded)
     registration = asyncio.create_task(
@@ -109,23 +108,6 @@ async def submit(
         )
     logs = await _open_logs(context, active, requests, plan, is_named=is_named)
     return await _respond(context, request, active, logs, start, refuse, plan)
-
-
-async def _check_id(context: AppContext, bus_id: str, record: RequestRecord) -> None:
-    """Raise ReusedId for the id of a request that did not come over HTTP.
-
-    A gateway records a request before it publishes it.
-    """
-    parts = part_ids(bus_id, record)
-    are_used = await asyncio.gather(*(request_status.is_used(context.bus, part) for part in parts))
-    used = [part for part, is_used in zip(parts, are_used, strict=True) if is_used]
-    if used and not await request_registry.is_recorded(context.bus, bus_id):
-        name, _ = names.split_id(used[0])
-        raise errors.ReusedId(
-            f"the id {name} belongs to an earlier request, perhaps one over NATS: read its answer"
-            f" from /v1/requests/{name}/stream, or choose another id",
-            field="X-Request-Id",
-        )
 
 
 async def _check_text_lens(
