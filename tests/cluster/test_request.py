@@ -414,7 +414,8 @@ async def test_clients_of_tenants_are_apart(cluster: Cluster, client: Bus) -> No
     key = cluster.keys / "tenants" / "acme.nk"
     assert done.stdout.strip() == str(key), done.stderr
     acme, local = await sign_in(cluster, key), await sign_in(cluster, cluster.client_key)
-    question, name = body("What can you do? " * 20), new_request_id()
+    name = new_request_id()
+    question = body(f"{name}: What can you do? " * 20)
     for nc in (acme, local):
         end = await ask_as(nc, name, question)
         assert isinstance(end, Finish)
