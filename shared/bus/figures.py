@@ -79,10 +79,15 @@ class StreamFigures:
     async def subjects_of(self, stream: str, subject: str) -> list[str]:
         """Return the subjects of a stream that match `subject`, which has wildcards.
 
-        The server returns at most 100,000 of them.
+        The server returns at most 100,000 of them, and a stream that does not exist has none.
         """
-        info = self._js.stream_info(stream, subjects_filter=subject)
-        return sorted((await answered(info, f"stream {stream}")).state.subjects or {})
+        try:
+            info = await self._js.stream_info(stream, subjects_filter=subject)
+        except NotFoundError:
+            return []
+        except NatsError as error:
+            raise Unavailable(f"the broker did not report on stream {stream}: {error}") from error
+        return sorted(info.state.subjects or {})
 
     async def num_bytes(self, stream: str) -> int:
         """Return the number of bytes in a stream."""

@@ -51,14 +51,21 @@ async def queued_models(bus: Bus, request_id: str) -> list[str]:
     The leader of each stream answers, so each request with an acknowledged publish is found. Raises
     Unavailable.
     """
-    queued = await _queued_subjects(bus, subjects.requests_with_id(request_id))
+    filters = subjects.requests_with_id(request_id)
+    queued = await _queued_subjects(bus, filters.items())
     return [subjects.model_of_request(subject) for subject in queued]
 
 
 async def tenants_ids(bus: Bus, name: str) -> set[str]:
     """Return the ids of the queued requests of all tenants with this name. Raises Unavailable."""
-    queued = await _queued_subjects(bus, subjects.tenants_requests(name))
-    return {subjects.id_in(subject) for subject in queued}
+    filters = subjects.tenants_requests(name)
+    streams_with = await asyncio.gather(*map(bus.figures.streams_with, filters))
+    pairs = [
+        (stream, subject)
+        for subject, found in zip(filters, streams_with, strict=True)
+        for stream in found
+    ]
+    return {subjects.id_in(subject) for subject in await _queued_subjects(bus, pairs)}
 
 
 async def queued_requests(bus: Bus) -> AsyncIterator[QueuedRequest]:
@@ -117,13 +124,10 @@ async def depth(bus: Bus) -> tuple[int, int]:
     return sum(each.num_pending for each in depths), sum(each.num_in_flight for each in depths)
 
 
-async def _queued_subjects(bus: Bus, filters: Iterable[str]) -> list[str]:
-    """Return the subjects of the queued requests that match one of `filters`."""
-    queued: list[str] = []
-    for subject in filters:
-        for stream in await bus.figures.streams_with(subject):
-            queued += await bus.figures.subjects_of(stream, subject)
-    return queued
+async def _queued_subjects(bus: Bus, filters: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the subjects of the queued requests that match one of `filters` of streams."""
+    queued = await asyncio.gather(*(bus.figures.subjects_of(*each) for each in filters))
+    return [subject for subjects_of_stream in queued for subject in subjects_of_stream]
 
 
 async def _get_request(bus: Bus, place: RequestPlace, *, is_next: bool) -> api.RawStreamMsg | None:

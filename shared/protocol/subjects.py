@@ -149,13 +149,16 @@ def tenant_of_queue(stream: str) -> str:
     return tenant if kind in (REQUESTS_STREAM, CANCELS_STREAM) and is_name(tenant) else ""
 
 
-def requests_with_id(request_id: str) -> tuple[str, ...]:
-    """Filters for the requests with an id, which may name different models."""
+def requests_with_id(request_id: str) -> dict[str, str]:
+    """Return the streams of requests with an id, which may name different models, with filters."""
     name, tenant = split_id(request_id)
     if not tenant:
-        return (f"pm.request.*.{name}",)
+        return {REQUESTS_STREAM: f"pm.request.*.{name}"}
     root = f"pm.request.{TENANT_MARK}{tenant}"
-    return f"{root}.*.{name}", f"{root}.{WITH_KEY}.*.{name}"
+    return {
+        REQUESTS_STREAM: f"{root}.*.{name}",
+        f"{REQUESTS_STREAM}_{tenant}": f"{root}.{WITH_KEY}.*.{name}",
+    }
 
 
 def tenants_requests(name: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Workers store nothing else for this purpose. All of these are found by the reque
 """
 
 import asyncio
+import contextlib
 from typing import Literal
 
 import msgspec
@@ -13,7 +14,7 @@ from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.reading import STALE_READ_S, StoredMessage
 from shared.codec import envelope
-from shared.errors import DecodeError, InvalidRequest, NotFound
+from shared.errors import Cancelled, DecodeError, InvalidRequest, NotFound, Unavailable
 from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.reading import Attempt, Outcome, RequestStatus
@@ -68,6 +69,30 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
         attempt=current.number,
         why=await _why_running(bus, current),
     )
+
+
+async def is_used(bus: Bus, request_id: str) -> bool:
+    """Return whether an id belongs to a request, which is queued, has a task, or has a log.
+
+    A cancellation that came before its request does not count. Raises Unavailable.
+    """
+    last, task, is_queued = await asyncio.gather(
+        last_record(bus, request_id),
+        bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id)),
+        _is_queued(bus, request_id),
+    )
+    is_cancelled = isinstance(last, Failure) and last.error.code == Cancelled.code
+    return is_queued or task is not None or not (last is None or (is_cancelled and not last.index))
+
+
+async def _is_queued(bus: Bus, request_id: str) -> bool:
+    """Return whether a request is queued, False if the broker does not report on its queue.
+
+    An admitted request is found by its task or its log.
+    """
+    with contextlib.suppress(Unavailable):
+        return bool(await request_queue.queued_models(bus, request_id))
+    return False
 
 
 async def find_any_tenants(bus: Bus, request_id: str) -> RequestStatus:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
 
 from tests.cluster.conftest import Cluster, sign_in
 from tests.gateway.conftest import WITH_IDS, Gateway, Start, start_gateway
@@ -15,6 +16,9 @@ from tests.gateway.http.test_auth import ALICE, BOB, KEYS, bearer
 from tests.gateway.routes.test_chat import events
 from tests.support.waiting import until
 
+CHAT = "/v1/chat/completions"
+ABORT = "/inference/v1/abort_requests"
+LONG = {"max_tokens": 900, "ignore_eos": True}
 QUESTION = [{"role": "user", "content": "What can you do?"}]
 
 
@@ -50,6 +54,21 @@ async def read(nc: Client, name: str) -> list[dict[str, Any]]:
     return records
 
 
+async def refusal(http: httpx.AsyncClient, name: str) -> Any:
+    """Send a request with an id over HTTP, and return the error."""
+    body = {"model": "demo", "max_tokens": 4, "messages": QUESTION}
+    answer = await http.post(CHAT, json=body, headers={"x-request-id": name}, timeout=60)
+    assert answer.status_code >= 400, answer.text
+    return answer.json()["error"]
+
+
+async def error_in(log: Subscription) -> dict[str, Any]:
+    while (record := json.loads((await log.next_msg(60)).data))["type"] == "tokens":
+        pass
+    error: dict[str, Any] = record["error"]
+    return error
+
+
 def is_in(state: str, http: httpx.AsyncClient, name: str) -> Callable[[], Any]:
     async def condition() -> Any:
         answer = await http.get(f"/v1/requests/{name}")
@@ -81,9 +100,7 @@ async def test_a_request_over_http_is_read_over_nats(
     nc: Client, http: httpx.AsyncClient, name: str
 ) -> None:
     body = {"model": "demo", "messages": QUESTION, "max_tokens": 16}
-    answer = await http.post(
-        "/v1/chat/completions", json=body, headers={"x-request-id": name}, timeout=60
-    )
+    answer = await http.post(CHAT, json=body, headers={"x-request-id": name}, timeout=60)
     texts = [
         choice["text"] for record in await read(nc, name) for choice in record.get("choices", [])
     ]
@@ -96,12 +113,10 @@ async def test_a_request_over_nats_is_cancelled_over_http(
     nc: Client, http: httpx.AsyncClient, name: str
 ) -> None:
     log = await nc.subscribe(f"pm.tokens.{name}")
-    await publish(nc, name, sampling_params={"max_tokens": 900, "ignore_eos": True})
-    record = json.loads((await log.next_msg(60)).data)
+    await publish(nc, name, sampling_params=LONG)
+    await log.next_msg(60)
     assert (await http.delete(f"/v1/requests/{name}")).status_code == 202
-    while record["type"] == "tokens":
-        record = json.loads((await log.next_msg(60)).data)
-    assert record["error"]["code"] == "cancelled"
+    assert (await error_in(log))["code"] == "cancelled"
     body = await until(is_in("cancelled", http, name))
     assert body["error"]["code"] == "cancelled"
     stream = events((await http.get(f"/v1/requests/{name}/stream")).text)
@@ -109,6 +124,50 @@ async def test_a_request_over_nats_is_cancelled_over_http(
         "cancelled",
         "[DONE]",
     ]
+
+
+@pytest.mark.parametrize("length", [20, 128])
+async def test_a_request_over_nats_is_aborted_over_http(
+    nc: Client, http: httpx.AsyncClient, name: str, length: int
+) -> None:
+    name = name.ljust(length, "x")
+    log = await nc.subscribe(f"pm.tokens.{name}")
+    await publish(nc, name, sampling_params=LONG)
+    await log.next_msg(60)
+    aborted = await http.post(ABORT, json={"request_ids": ["never-heard-of", name]})
+    assert aborted.status_code == 200
+    assert (await error_in(log))["code"] == "cancelled"
+
+
+async def test_all_prompts_of_a_request_are_aborted(
+    nc: Client, http: httpx.AsyncClient, name: str
+) -> None:
+    logs = [await nc.subscribe(f"pm.tokens.{name}-{part}") for part in range(2)]
+    body = {"model": "demo", "prompt": ["a", "b"], "stream": True} | LONG
+    headers = {"x-request-id": name}
+    async with http.stream("POST", "/v1/completions", json=body, headers=headers):
+        for log in logs:
+            await log.next_msg(60)
+        await http.post(ABORT, json={"request_ids": [name]})
+        assert [(await error_in(log))["code"] for log in logs] == ["cancelled"] * 2
+
+
+async def test_an_id_that_is_only_aborted_is_free(
+    nc: Client, http: httpx.AsyncClient, name: str
+) -> None:
+    assert (await http.post(ABORT, json={"request_ids": [name]})).status_code == 200
+    body = {"model": "demo", "messages": QUESTION, "max_tokens": 4}
+    answer = await http.post(CHAT, json=body, headers={"x-request-id": name}, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_cancellation_before_a_request_over_http_ends_it(
+    nc: Client, http: httpx.AsyncClient, name: str
+) -> None:
+    log = await nc.subscribe(f"pm.tokens.{name}")
+    await nc.jetstream().publish(f"pm.cancel.{name}", b"")
+    assert (await error_in(log))["code"] == "cancelled"
+    assert (await refusal(http, name))["code"] == "cancelled"
 
 
 async def test_a_failed_request_over_nats_has_its_error_over_http(

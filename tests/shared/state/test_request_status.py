@@ -7,7 +7,7 @@ from nats.js import JetStreamContext
 
 from shared.bus.bus import Bus
 from shared.codec import envelope
-from shared.errors import InvalidRequest
+from shared.errors import Cancelled, InvalidRequest
 from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import (
@@ -22,7 +22,7 @@ from shared.protocol.reading import RequestStatus
 from shared.protocol.records import StageSpan
 from shared.state import request_status
 from shared.state.request_list import RequestLister
-from shared.state.token_log import LogWriter
+from shared.state.token_log import LogWriter, end_request
 from tests.tasks import engine_task
 
 
@@ -147,7 +147,22 @@ async def test_a_published_request_is_found_before_a_coordinator_reads_it(
         if other != tenant:
             found = await request_status.find(bus, names.scoped_id(request_id, other))
             assert found.state == "unknown"
-    await bus.purge(subjects.REQUESTS_STREAM, subjects.requests_with_id(scoped)[0])
+    stream = subjects.REQUESTS_STREAM
+    await bus.purge(stream, subjects.requests_with_id(scoped)[stream])
+
+
+async def test_an_id_is_used_by_a_request_and_not_by_a_cancellation(bus: Bus) -> None:
+    ids = [f"req-{secrets.token_hex(6)}@acme" for _ in range(5)]
+    queued, claimed, written, cancelled, _ = ids
+    await bus.publish_without_id(subjects.request("m", queued), b"{}")
+    await put_task(bus, claimed, b"garbage")
+    await (await LogWriter.open(bus, written, 1)).tokens([])
+    await end_request(bus, written, 1, Cancelled("on request"), [])
+    await end_request(bus, cancelled, 1, Cancelled("on request"), [])
+    used = [request_id for request_id in ids if await request_status.is_used(bus, request_id)]
+    assert used == [queued, claimed, written]
+    stream = subjects.REQUESTS_STREAM
+    await bus.purge(stream, subjects.requests_with_id(queued)[stream])
 
 
 async def test_an_id_without_a_tenant_is_found_among_all_tenants(bus: Bus, request_id: str) -> None:
@@ -167,8 +182,9 @@ async def test_an_id_without_a_tenant_is_found_among_all_tenants(bus: Bus, reque
     await (await LogWriter.open(bus, request_id, 1)).tokens([])
     await bus.publish_without_id(subjects.request("m", request_id), b"{}")
     assert (await find()).request_id == request_id
+    stream = subjects.REQUESTS_STREAM
     for name in (request_id, f"{request_id}@a"):
-        await bus.purge(subjects.REQUESTS_STREAM, subjects.requests_with_id(name)[0])
+        await bus.purge(stream, subjects.requests_with_id(name)[stream])
 
 
 async def test_a_tenants_request_with_several_prompts_is_found_by_its_id(
