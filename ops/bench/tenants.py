@@ -24,9 +24,11 @@ import uvloop
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from ops.chaos.processes.cluster import Cluster
 from ops.harness.deployment import demo_tree, deployment
+from ops.harness.machine import processor_s
 from ops.harness.tables import print_table
-from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer, free_port
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import NatsConfig
 from shared.helpers.task_set import TaskSet
 from shared.telemetry import logs
@@ -63,21 +65,7 @@ def _servers(folder: Path, keyring: Keyring, replicas: int) -> list[EmbeddedServ
     accounts = keyring.accounts_file
     if replicas == 1:
         return [EmbeddedServer(folder / "n0", accounts_file=accounts)]
-    ports = [free_port() for _ in range(replicas)]
-    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
-    return [
-        EmbeddedServer(
-            folder / f"n{number}",
-            config_file=CONFIG_DIR / "nats-cluster.conf",
-            variables={
-                "NATS_NAME": f"n{number}",
-                "NATS_CLUSTER_PORT": str(port),
-                "NATS_ROUTES": f"[{routes}]",
-            },
-            accounts_file=accounts,
-        )
-        for number, port in enumerate(ports)
-    ]
+    return Cluster(folder, accounts).members
 
 
 def _pids(servers: list[EmbeddedServer]) -> list[int]:
@@ -90,10 +78,7 @@ def _memory_mib(servers: list[EmbeddedServer]) -> float:
 
 
 def _cpu_s(servers: list[EmbeddedServer]) -> float:
-    stats = (
-        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in _pids(servers)
-    )
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+    return sum(processor_s({str(pid): pid for pid in _pids(servers)}).values())
 
 
 async def _start(servers: list[EmbeddedServer]) -> None:
@@ -232,7 +217,7 @@ async def main(tenants: list[int], replicas: list[int]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tenants", type=int, nargs="+", default=TENANTS)
-    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
+    parser.add_argument("--replicas", type=int, nargs="+", choices=REPLICAS, default=REPLICAS)
     options = parser.parse_args()
     logs.configure_logging("error", role="bench")
     uvloop.run(main(options.tenants, options.replicas))

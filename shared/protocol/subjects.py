@@ -138,9 +138,13 @@ def queues_of_tenant(tenant: str) -> dict[str, str]:
     """
     root = f"{TENANT_MARK}{tenant}.{WITH_KEY}"
     return {
-        f"{REQUESTS_STREAM}_{tenant}": f"pm.request.{root}.*.*",
-        f"{CANCELS_STREAM}_{tenant}": f"pm.cancel.{root}.*",
+        _queue_of(REQUESTS_STREAM, tenant): f"pm.request.{root}.*.*",
+        _queue_of(CANCELS_STREAM, tenant): f"pm.cancel.{root}.*",
     }
+
+
+def _queue_of(stream: str, tenant: str) -> str:
+    return f"{stream}_{tenant}"
 
 
 def tenant_of_queue(stream: str) -> str:
@@ -157,7 +161,7 @@ def requests_with_id(request_id: str) -> dict[str, str]:
     root = f"pm.request.{TENANT_MARK}{tenant}"
     return {
         REQUESTS_STREAM: f"{root}.*.{name}",
-        f"{REQUESTS_STREAM}_{tenant}": f"{root}.{WITH_KEY}.*.{name}",
+        _queue_of(REQUESTS_STREAM, tenant): f"{root}.{WITH_KEY}.*.{name}",
     }
 
 

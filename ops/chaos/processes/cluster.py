@@ -35,7 +35,8 @@ _Down = (NatsError, OSError, TimeoutError)
 class Cluster:
     """Three servers. `url` lists all of them, separated by commas, as `Bus.connect` expects."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, accounts_file: Path | None = None) -> None:
+        """`accounts_file` is as for EmbeddedServer."""
         self.route_ports = [free_port() for _ in range(SIZE)]
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.route_ports)
         self.members = [
@@ -47,6 +48,7 @@ class Cluster:
                     "NATS_CLUSTER_PORT": str(self.route_ports[number]),
                     "NATS_ROUTES": f"[{routes}]",
                 },
+                accounts_file=accounts_file,
             )
             for number in range(SIZE)
         ]

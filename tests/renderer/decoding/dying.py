@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.renderer.decoding import formats, spawner
+from workers.renderer.decoding import formats, job, spawner
 from workers.renderer.decoding.containers import Bytes
-from workers.renderer.decoding.messages import AudioProbe, DecodingLimits, VideoProbe
+from workers.renderer.decoding.messages import AudioProbe, DecodingLimits, Reply, VideoProbe
 from workers.renderer.decoding.video_file import Pixels, VideoFile
 
 open_video = formats.open_video
@@ -36,7 +37,16 @@ class LateSound:
 
     def blocks(self) -> Iterator[NDArray[np.float32]]:
         yield np.zeros((8, 1), np.float32)
-        time.sleep(0.5)
+        vars(job)["_send"] = send_after_order
+
+
+send = vars(job)["_send"]
+
+
+def send_after_order(channel: socket.socket, reply: Reply) -> None:
+    """Send a reply once there is an order, and leave the order unread."""
+    channel.recv(1, socket.MSG_PEEK)
+    send(channel, reply)
 
 
 def die(data: Bytes, limits: DecodingLimits) -> VideoFile:
