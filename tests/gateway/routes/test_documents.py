@@ -66,7 +66,7 @@ async def test_responses_read_documents(client: AsyncOpenAI) -> None:
         assert "k" in response.output_text.lower()
     counted = await client.responses.input_tokens.count(
         model="demo",
-        input=[{"role": "user", "content": [{"type": "input_file", **files[0]}]}],  # type: ignore[list-item, misc]
+        input=[{"role": "user", "content": [{"type": "input_file", **files[0]}]}],
     )
     assert counted.input_tokens > 2
 
