@@ -106,7 +106,9 @@ def _other_format(data: bytes, field: str) -> InvalidMedia:
     if name is None:
         return InvalidMedia("not a readable JPEG, PNG or WEBP image", field=field)
     if name == "PDF":
-        return InvalidMedia("PDF is not an image; send it as a document", field=field)
+        return InvalidMedia(
+            "PDF is not an image; send JPEG, PNG or WEBP, or send it as a document", field=field
+        )
     return InvalidMedia(f"{name} is not accepted; send JPEG, PNG or WEBP", field=field)
 
 
