@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, field
 from shared.native.choices import KernelSetting
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
-from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality
+from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 from shared.protocol.steps import ToolFilter
 from shared.scaling.pools import Count, PoolSettings
@@ -283,6 +283,10 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the size of one sound file."""
     max_audio_seconds: Seconds = 600.0
     """Limit on the duration of one sound."""
+    max_document_bytes: Positive = 32 * 2**20
+    """Limit on the size of one PDF document. Its pages have the limits of images."""
+    max_document_pages: Positive = 100
+    """Limit on the pages of all documents that one request uses."""
     media_hosts: list[str] = []
     """Hosts from which media may be fetched by URL; `*` matches any part of a name. By default
     none. Addresses outside the public internet are always refused, except for `media_networks`."""
@@ -291,26 +295,29 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     fetch_timeout_s: Seconds = 5.0
     """Time from the resolution of the name to the last byte of a fetched file."""
     url_cache_mib: Positive = 64
-    """Size of each of three caches of fetched files by URL: for images, for videos and for
-    sounds."""
+    """Size of each of four caches of fetched files by URL: for images, videos, sounds and
+    documents."""
     concurrency: Positive = 8
     """Limit on tasks in flight in one renderer."""
     threads: Positive = 2
     """Number of threads that decode and process images."""
     decoders: Positive = 2
-    """Limit on videos and sounds that are decoded at one time, each in a separate process."""
+    """Limit on videos, sounds and pages of documents that are decoded at one time, each in a
+    separate process."""
     decoder_cpu_s: Positive = 30
-    """Limit on the processor time to decode one file, in whole seconds."""
+    """Limit on the processor time to decode one file, or one page of a document, in whole
+    seconds."""
     decoder_memory_mib: Annotated[int, Meta(ge=512)] = 1536
     """Limit on the address space of a process that decodes a file. Libraries take 0.3 GiB of it."""
 
     @property
-    def max_bytes(self) -> Mapping[Modality, int]:
-        """Limit on the size of a file of each modality."""
+    def max_bytes(self) -> Mapping[FileKind, int]:
+        """Limit on the size of a file of each kind."""
         return {
             IMAGE: self.max_image_bytes,
             VIDEO: self.max_video_bytes,
             AUDIO: self.max_audio_bytes,
+            DOCUMENT: self.max_document_bytes,
         }
 
 

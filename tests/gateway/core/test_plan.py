@@ -7,7 +7,7 @@ import pytest
 
 from shared.protocol.requests import VideoPart
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.openai.chat import MAX_NAMED_SOUNDS, plan_chat
+from workers.gateway.openai.chat import MAX_NAMED_FILES, plan_chat
 from workers.gateway.openai.chat_assembler import CHAT
 from workers.gateway.openai.completions import plan_completion
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
@@ -64,7 +64,7 @@ def test_the_fields_of_countless_sounds_are_not_stored() -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "", "format": ""}}
     messages = [{"role": "user", "content": [sound] * 1000}]
     chat = msgspec.convert({"model": "m", "messages": messages}, ChatRequest)
-    assert len(plan_chat(chat).options.fields) == MAX_NAMED_SOUNDS
+    assert len(plan_chat(chat).options.fields) == MAX_NAMED_FILES
 
 
 def test_other_options_of_processors_are_refused() -> None:

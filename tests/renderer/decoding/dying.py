@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from workers.renderer.decoding import formats, spawner
+from workers.renderer.decoding import formats, job, spawner
 from workers.renderer.decoding.containers import Bytes
+from workers.renderer.decoding.document_file import DocumentFile
 from workers.renderer.decoding.messages import DecodingLimits, VideoProbe
 from workers.renderer.decoding.video_file import Pixels, VideoFile
 
@@ -26,6 +27,12 @@ class CostlyVideo:
         if len(indexes) > 1:
             os.abort()
         yield np.zeros((8, 8, 3), np.uint8)
+
+
+class SleepingDocument(DocumentFile):
+    def __init__(self, data: Bytes, limits: DecodingLimits) -> None:
+        time.sleep(60)
+        super().__init__(data, limits)
 
 
 def die(data: Bytes, limits: DecodingLimits) -> VideoFile:
@@ -52,4 +59,5 @@ def die(data: Bytes, limits: DecodingLimits) -> VideoFile:
 
 def main(descriptor: int) -> None:
     vars(formats)["open_video"] = die
+    vars(job)["DocumentFile"] = SleepingDocument
     spawner.main(descriptor)

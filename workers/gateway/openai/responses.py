@@ -106,16 +106,10 @@ def _check_part(part: MessagePart, field: str) -> None:
     """Raises a RequestError for a part without the location of its file."""
     if isinstance(part, InputImagePart) and (part.image_url is None) == (part.file_id is None):
         raise InvalidRequest("an input_image needs an image_url or a file_id", field=field)
-    if isinstance(part, InputFilePart):
-        for name in ("file_data", "file_url"):
-            if getattr(part, name) is not None:
-                raise UnsupportedParameter(
-                    f"{name} is not supported here: store the file with /v1/files and send its"
-                    " file_id, or use input_image or input_audio",
-                    field=f"{field}.{name}",
-                )
-        if part.file_id is None:
-            raise InvalidRequest("an input_file needs a file_id", field=field)
+    if isinstance(part, InputFilePart) and not part.has_one_file:
+        raise InvalidRequest(
+            "an input_file needs one of file_data, file_id and file_url", field=field
+        )
 
 
 def _with_id(item: Item, response_id: str, index: int) -> Item:

@@ -61,7 +61,7 @@ MAX_FILENAME_LEN = 255
 @ROUTES.endpoint(
     "POST",
     "/v1/files",
-    "Store an image, a video or a sound for requests",
+    "Store an image, a video, a sound or a document for requests",
     answer=FileObject,
     body=FileForm,
     file=FILE,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from shared.protocol.items import InputAudio
+from shared.protocol.items import InputAudio, InputFile
 from shared.protocol.requests import AudioURL, FunctionCall, ImageURL, OnLate, Tool, VideoURL
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.generate import GenerateStreamOptions
@@ -145,7 +145,11 @@ class ChatVideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_
     video_url: VideoURL
 
 
-ChatFilePart = ChatImagePart | ChatInputAudioPart | ChatAudioPart | ChatVideoPart
+class ChatDocumentPart(Struct, frozen=True, forbid_unknown_fields=True, tag="file"):
+    file: InputFile
+
+
+ChatFilePart = ChatImagePart | ChatInputAudioPart | ChatAudioPart | ChatVideoPart | ChatDocumentPart
 ChatPart = ChatTextPart | ChatRefusalPart | ChatFilePart
 
 
