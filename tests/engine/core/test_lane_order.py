@@ -18,8 +18,9 @@ from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner, ShakyDrafter
 from workers.engine.core import step_cost
+from workers.engine.core.batch_lane import RECENT_STEPS
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.scheduler import LANE_DELAY_STEPS, RECENT_STEPS, Scheduler
+from workers.engine.core.scheduler import LANE_DELAY_STEPS, Scheduler
 from workers.engine.core.sequence import EngineRequest, Item, Sequence, Status
 from workers.engine.core.step_cost import MIN_CHUNK
 
@@ -324,7 +325,7 @@ def test_an_item_of_the_batch_lane_is_encoded_when_it_comes_first_of_all() -> No
 def test_an_item_is_encoded_before_the_items_of_later_sequences(begins: bool) -> None:
     """Others would be started up to their items, and would then come before those that wait."""
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN, False)
-    scheduler._last_interactive = 0
+    scheduler._lane._last_interactive = 0
     scheduler.add(with_items("b0", "batch", 0 if begins else 3, 8))
     for number in range(1, 9):
         sequence = of_lane(f"b{number}", "batch", 3)
@@ -348,7 +349,7 @@ def test_an_interactive_sequence_that_waits_for_an_item_of_the_batch_lane_gets_i
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 4, MAX_MODEL_LEN)
     first, second = with_items("b0", "batch", 6), with_items("b0", "interactive", 6)
     scheduler.add(first)
-    scheduler._last_interactive = 0
+    scheduler._lane._last_interactive = 0
     run_step(scheduler, 0)
     scheduler.add(second)
     for _ in range(20):

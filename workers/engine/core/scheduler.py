@@ -14,11 +14,8 @@ budget has tokens, so that decodes leave at least one token for it. A sequence t
 logits may also wait for running sequences that need them; no later one that needs prompt logits is
 started before it.
 
-While interactive sequences run, the batch lane may lengthen a step by at most half, and always gets
-one token. Its items are not encoded in such a step, unless the sequence with the best priority is a
-batch sequence. Between interactive sequences, steps of the batch lane are short, with one item at
-most. A batch sequence also gives up its place for a waiting interactive sequence with a better
-priority.
+`batch_lane` limits the batch sequences of a step. A batch sequence also gives up its place for a
+waiting interactive sequence with a better priority.
 
 A running sequence may wait for input: the row of its next token depends on data that another worker
 has not written yet. It keeps its place and its blocks, and steps skip it. It is preempted like any
@@ -26,19 +23,17 @@ other sequence, and also for any waiting sequence with a better priority. Waitin
 lower priority wait until it continues.
 """
 
-import math
 from bisect import insort
 
+from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
 from workers.engine.core.step_budget import StepBudget
-from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost, max_batch_tokens
+from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost
 
 LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
 """Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
-RECENT_STEPS = 1000
-"""Steps since the last one with interactive sequences after which none are expected any more."""
 
 
 class Scheduler:
@@ -73,8 +68,7 @@ class Scheduler:
         assert pool.num_blocks * pool.block_size >= max_model_len
         self._num_steps = 0
         self._num_added = 0
-        self._last_interactive = -math.inf
-        """Number of the last step that had interactive sequences to schedule."""
+        self._lane = BatchLane(self.step_cost)
         # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
@@ -101,7 +95,7 @@ class Scheduler:
 
     @property
     def num_waiting_batch(self) -> int:
-        return sum(sequence.request.lane == "batch" for sequence in self._waiting)
+        return sum(sequence.is_batch for sequence in self._waiting)
 
     @property
     def num_without_input(self) -> int:
@@ -144,7 +138,7 @@ class Scheduler:
         self._num_steps += 1
         num_preemptions = self.num_preemptions
         step = self._new_budget()
-        puts_off_items = step.batch_items == 0
+        puts_off_items = self._lane.has_no_items
         # A copy, because preemption removes sequences from the list.
         running = self._running[:]
         prefills = []
@@ -160,7 +154,7 @@ class Scheduler:
         self._schedule_prefills(prefills, step, num_preemptions)
         if puts_off_items and not step.has_interactive:
             # An interactive sequence may wait for a prefix with an item of the batch lane.
-            step.batch_items, step.is_item_awaited = 1, False
+            self._lane.allow_item()
             left = [s for s in self._running if s not in step.scheduled]
             self._schedule_prefills(left, step, num_preemptions)
         # If all running sequences wait for input, the next step could not admit any either.
@@ -180,21 +174,15 @@ class Scheduler:
             self._admit_waiting(step)
 
     def _new_budget(self) -> StepBudget:
-        """Return the budget of the next step, including the limits of the batch lane."""
-        most = self.max_num_batched_tokens
+        """Return the budget of the next step, and set the limits of the batch lane."""
         # Waiting sequences count too: they are likely to be admitted in the next step.
         sequences = (*self._running, *self._waiting)
-        interactive = (s for s in sequences if s.request.lane != "batch")
-        num_interactive = min(most, sum(s.num_computable_tokens for s in interactive))
-        if num_interactive:
-            self._last_interactive = self._num_steps
-        elif self._num_steps - self._last_interactive > RECENT_STEPS:
-            return StepBudget(most, most, most)
-        limit = max_batch_tokens(self.step_cost, num_interactive)
+        interactive = (s for s in sequences if not s.is_batch)
+        num_interactive = sum(s.num_computable_tokens for s in interactive)
         first = min(sequences, key=_priority, default=None)
-        is_batch_first = first is None or first.request.lane == "batch"
-        items = 1 if num_interactive == 0 or is_batch_first else 0
-        return StepBudget(most, most, most if limit is None else min(most, limit), items)
+        most = self.max_num_batched_tokens
+        self._lane.begin_step(most, min(most, num_interactive), first is None or first.is_batch)
+        return StepBudget(most, self._lane)
 
     def update_after_step(self, batch: Batch) -> None:
         """Update computed tokens and blocks after the model has run.
@@ -336,7 +324,7 @@ class Scheduler:
         for sequence in reversed(self._running):
             if sequence.priority < candidate.priority:
                 return False
-            is_slower = sequence.request.lane == "batch" and candidate.request.lane != "batch"
+            is_slower = sequence.is_batch and not candidate.is_batch
             if is_slower or sequence.num_computable_tokens == 0:
                 self._preempt(sequence, step)
                 return True

@@ -249,6 +249,11 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def is_batch(self) -> bool:
+        """Whether the sequence belongs to the batch lane."""
+        return self.request.lane == "batch"
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
