@@ -50,18 +50,18 @@ class StepBudget:
         self.scheduled[s.sequence] = s
         self._spend(s.sequence, s.num_new_tokens)
         if s.sequence.is_batch:
-            self._lane.spend_items(s.sequence, s.num_new_tokens)
+            self._lane.add(s.sequence, s.num_new_tokens)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         if (s := self.scheduled.pop(sequence, None)) is not None:
             self._spend(sequence, -s.num_new_tokens)
+            if sequence.is_batch:
+                self._lane.remove(sequence, s.num_new_tokens)
 
     def _spend(self, sequence: Sequence, num_tokens: int) -> None:
         self.budget -= num_tokens
         if sequence.num_uncomputed_tokens > 1:
             self.prompt_tokens -= num_tokens
-        if sequence.is_batch:
-            self._lane.spend_tokens(num_tokens)
         if sequence.prompt_logprobs is not None:
             self.prompt_logits -= num_tokens
 
