@@ -419,6 +419,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     later. By default there is no limit."""
     min_prompt_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Share of `max_step_ms` that prompts always get, for any number of decoding sequences."""
+    interactive_slowdown: Annotated[float, Meta(gt=1)] = 1.25
+    """Limit on what requests of the batch lane cost interactive requests. With 1.25, a step with
+    interactive requests takes at most 1.25 times as long as it would take without the batch lane,
+    by the measured time of steps. A larger value makes the batch lane faster next to interactive
+    requests."""
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 

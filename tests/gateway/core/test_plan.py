@@ -32,6 +32,27 @@ def test_prompt_cache_keys_are_bounded() -> None:
         plan(prompt_cache_key="x" * 129)
 
 
+@pytest.mark.parametrize(
+    ("fields", "lane"),
+    [
+        ({}, "interactive"),
+        ({"priority": 0}, "interactive"),
+        ({"priority": 1}, "batch"),
+        ({"service_tier": "flex"}, "batch"),
+        ({"service_tier": "flex", "priority": -1}, "batch"),
+        ({"service_tier": "priority", "priority": 1}, "batch"),
+        ({"service_tier": "auto"}, "interactive"),
+        ({"service_tier": "default"}, "interactive"),
+        ({"service_tier": "priority"}, "interactive"),
+    ],
+)
+def test_a_priority_above_zero_and_the_flex_tier_mean_the_batch_lane(
+    fields: dict[str, Any], lane: str
+) -> None:
+    for submit_plan in plan(**fields):
+        assert [request.lane for request in submit_plan.requests] == [lane]
+
+
 @pytest.mark.parametrize("options", [None, {}, {"use_audio_in_video": False}])
 def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(options: Any) -> None:
     parts = [{"type": "video_url", "video_url": {"url": "u", "use_audio": i > 0}} for i in range(2)]

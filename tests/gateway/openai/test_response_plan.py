@@ -230,6 +230,13 @@ def test_fields_become_limits_sampling_and_echo() -> None:
     assert begun_from({"include": [LOGPROBS]}).sampling == {"logprobs": 0}
 
 
+@pytest.mark.parametrize("tier", [None, "auto", "default", "flex"])
+def test_a_flexible_response_is_computed_in_the_batch_lane(tier: str | None) -> None:
+    begun = begun_from({"service_tier": tier})
+    assert begun.lane == ("batch" if tier == "flex" else "interactive")
+    assert begun.echo.get("service_tier", "default") == ("flex" if tier == "flex" else "default")
+
+
 def test_a_request_lowers_the_limit_on_calls_and_does_not_raise_it() -> None:
     config = AgentConfig(max_tool_calls=4, max_turns=3)
     limits = [

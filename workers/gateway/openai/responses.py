@@ -190,6 +190,7 @@ def begun_of(
         deadline_s=created_s + math.ceil(config.timeout_s),
         truncate=request.truncation == "auto",
         prompt_cache_key=request.prompt_cache_key,
+        lane="batch" if request.service_tier == "flex" else "interactive",
         logprobs=LOGPROBS in (request.include or []),
     )
 
@@ -235,6 +236,8 @@ def _echo_of(request: ResponseRequest) -> dict[str, object]:
         "truncation": request.truncation,
         "metadata": request.metadata,
         "top_logprobs": request.top_logprobs,
+        # The tier that is used: `auto` is not one.
+        "service_tier": "flex" if request.service_tier == "flex" else None,
     }
     echo: dict[str, object] = {name: value for name, value in optional.items() if value is not None}
     for name in _REPEATED:
