@@ -523,6 +523,31 @@ class AgentConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on one answer of an MCP server."""
 
 
+class BatchConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Batches: limits, and time of storage."""
+
+    ttl_s: Annotated[float, Meta(ge=3600)] = 2_592_000.0
+    """Time for which a batch, its input file and its results are stored."""
+    store_mib: Positive = 2048
+    """Limit on the total size of stored batches and their input files. Beyond it, uploads are
+    refused, and batches pause until there is room; none is deleted early."""
+    max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 50_000
+    """Limit on the lines of a batch."""
+    max_file_mib: Annotated[int, Meta(ge=1, le=512)] = 200
+    """Limit on the size of an input file."""
+    max_line_mib: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Limit on the size of one line of an input file."""
+    max_window_h: Positive = 168
+    """Limit on the completion window of a batch, in hours."""
+    max_unfinished: Positive = 100
+    """Limit on the batches of one tenant that have not ended. Further batches are refused."""
+    concurrency: Positive = 256
+    """Limit on batches in progress in one batcher."""
+    max_deaths: Positive = 16
+    """Batchers that may die with a batch, none of which stored a result, before it counts as
+    poison."""
+
+
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     """Key of the gateway. `pagemill key` creates a key and prints its configuration."""
 
@@ -646,6 +671,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     generator: GeneratorConfig = GeneratorConfig()
     agent: AgentConfig = AgentConfig()
+    batch: BatchConfig = BatchConfig()
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
     scale: ScaleConfig = ScaleConfig()
