@@ -86,7 +86,7 @@ ALLOWED_SKIPS = {
     "needs Debian's package prometheus": 1,
     "needs curl": 2,
     "needs docker compose": 3,
-    "needs node and npm": 11,
+    "needs node and npm": 12,
     "needs systemd-analyze": 1,
     "needs the right to mount a file system": 1,
     "no AVX-512 for bfloat16": 76,

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -53,10 +54,9 @@ class ForkedCommand:
         self.pid = read_pid(report.recv(MAX_REPORT_BYTES))
         self.returncode: int | None = None
         self._lock = threading.Lock()
-
-    def __del__(self) -> None:
-        # Tests kill a command without waiting for its end. Its report is not read then.
-        self._report.close()
+        # Tests kill a command without waiting for its end. Its report is not read then. A method
+        # `__del__` could run after the collector has found the socket open in the same cycle.
+        weakref.finalize(self, report.close)
 
     def poll(self) -> int | None:
         with self._lock:

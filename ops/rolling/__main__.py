@@ -21,7 +21,7 @@ from shared.telemetry import logs
 
 # Commits from the last change on that needs a drain: since then, requests have their tenant and id
 # in their subject. Workers of older commits cannot run together with newer ones.
-OLDER = ("5661fcb9",)
+OLDER = ("ccc318c1",)
 OTHER = {"old": "new", "new": "old"}
 
 

@@ -139,8 +139,6 @@ class Coordinator:
         if job.request_id is None:
             # There is no log for an answer. The request becomes a dead letter.
             raise DecodeError(ID_RULE, field="request_id")
-        if not names.is_scoped_id(job.request_id):
-            raise InvalidRequest(ID_RULE, field="request_id")
         # Two requests with one id may name different models.
         async with self._locks.setdefault(job.request_id, asyncio.Lock()):
             with self._precedence.urgent():
@@ -152,6 +150,8 @@ class Coordinator:
             # The client may have published its request again.
             await repeat_end(bus, request_id)
             return
+        if not names.is_scoped_id(request_id):
+            raise InvalidRequest(ID_RULE, field="request_id")
         if await self._is_repeated(delivery, request_id):
             await delivery.ack()
             return

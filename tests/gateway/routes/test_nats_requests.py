@@ -140,7 +140,7 @@ async def test_all_records_in_one_answer_have_a_limit(
     nc: Client, another: Start, name: str
 ) -> None:
     gateway = another(tenant="local", max_answer_mib=1)
-    sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 16}
+    sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 8}
     await publish(nc, name, sampling_params=sampling)
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, headers=WITH_IDS) as http:
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workers.renderer.decoding import formats, job, spawner
 from workers.renderer.decoding.containers import Bytes
 from workers.renderer.decoding.document_file import DocumentFile
-from workers.renderer.decoding.messages import DecodingLimits, VideoProbe
+from workers.renderer.decoding.messages import AudioProbe, DecodingLimits, VideoProbe
 from workers.renderer.decoding.video_file import Pixels, VideoFile
 
 open_video = formats.open_video
@@ -33,6 +34,16 @@ class SleepingDocument(DocumentFile):
     def __init__(self, data: Bytes, limits: DecodingLimits) -> None:
         time.sleep(60)
         super().__init__(data, limits)
+
+
+class LateSound:
+    """A sound whose decoder ends with the order that follows its samples unread."""
+
+    probe = AudioProbe(8000, 1, 8, "late")
+
+    def blocks(self) -> Iterator[NDArray[np.float32]]:
+        yield np.zeros((8, 1), np.float32)
+        time.sleep(0.5)
 
 
 def die(data: Bytes, limits: DecodingLimits) -> VideoFile:
@@ -58,6 +69,6 @@ def die(data: Bytes, limits: DecodingLimits) -> VideoFile:
 
 
 def main(descriptor: int) -> None:
-    vars(formats)["open_video"] = die
+    vars(formats).update(open_video=die, open_audio=lambda *_: LateSound())
     vars(job)["DocumentFile"] = SleepingDocument
     spawner.main(descriptor)

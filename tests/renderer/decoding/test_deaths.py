@@ -173,6 +173,24 @@ def test_decoders_that_are_always_killed_are_no_fault_of_the_file(dying: Reader)
         dying.video(b"killed", [0])
 
 
+def test_the_replies_of_a_decoder_that_has_ended_are_received(
+    dying: Reader, decoder_jobs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dying.pool.open("samples", b"late", "hash", FIELD) as decoding:
+        pieces = decoding.read_samples(8000)
+        next(pieces)
+        receive = decoding._receive
+
+        def receive_later() -> object:
+            while decoders(dying.pool):
+                time.sleep(0.01)
+            return receive()
+
+        monkeypatch.setattr(decoding, "_receive", receive_later)
+        assert list(pieces) == []
+    assert len(decoder_jobs) == 1
+
+
 def test_a_decoder_without_a_waiter_ends(dying: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     with dying.pool.open("frames", b"sleep", "hash", FIELD) as decoding:
         monkeypatch.setattr(decoding, "_receive", lambda: None)

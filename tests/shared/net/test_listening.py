@@ -1,6 +1,7 @@
 """Listening sockets: addresses in use, of other machines, and without permission."""
 
 import os
+import random
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -38,13 +39,16 @@ def test_the_second_of_two_bound_sockets_does_not_listen() -> None:
         assert second.fileno() == -1
 
 
-def test_the_last_of_some_ports_is_used_and_then_none(taken: int) -> None:
-    if taken == 65535:
-        pytest.skip("there is no port after it")
-    with listen_on_first("metrics", "127.0.0.1", taken, 2) as listener:
-        assert listener.getsockname()[1] == taken + 1
-        with pytest.raises(Unavailable, match=f"none of the ports {taken} to {taken + 1} is free"):
-            listen_on_first("metrics", "127.0.0.1", taken, 2)
+def test_the_last_of_some_ports_is_used_and_then_none() -> None:
+    # At an address of its own, no other test has a port.
+    host = ".".join(["127", *(str(random.randint(1, 254)) for _ in range(3))])
+    with (
+        socket.create_server((host, 9000)),
+        listen_on_first("metrics", host, 9000, 2) as listener,
+    ):
+        assert listener.getsockname()[1] == 9001
+        with pytest.raises(Unavailable, match="none of the ports 9000 to 9001 is free"):
+            listen_on_first("metrics", host, 9000, 2)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])

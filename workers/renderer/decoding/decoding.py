@@ -250,9 +250,12 @@ class Decoding:
     def _receive(self) -> Reply:
         """Return the next reply. Raises the error of a refusal, and _Killed."""
         assert self._channel is not None
-        message = b""
         try:
-            with contextlib.suppress(ConnectionResetError):
+            try:
+                message = self._channel.recv(MAX_MESSAGE_BYTES)
+            except ConnectionResetError:
+                # The decoder ended with an order unread. Linux reports this once, before the
+                # replies that the decoder had sent.
                 message = self._channel.recv(MAX_MESSAGE_BYTES)
             if not message:
                 self._explain(self._receive_end())
