@@ -42,6 +42,7 @@ _SPDX = {
     "apache software license": "Apache-2.0",
     "bsd 3-clause license": "BSD-3-Clause",
     "bsd license": "BSD-3-Clause",
+    "bsd-3-clause, apache-2.0, dependency licenses": "BSD-3-Clause AND Apache-2.0",
     "isc license": "ISC",
     "isc license (iscl)": "ISC",
     "mit license": "MIT",

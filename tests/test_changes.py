@@ -18,7 +18,7 @@ from cyclopts import App
 
 from ops.docs import settings
 from shared.models import families
-from shared.protocol.multimodal import Modality
+from shared.protocol.multimodal import DOCUMENT, Modality
 from shared.protocol.pipeline import OutputKind
 from shared.protocol.requests import ContentPart, TextPart
 from shared.protocol.sampling import SamplingParams
@@ -149,7 +149,7 @@ def test_the_name_of_a_modality_stands_in_one_module() -> None:
 def test_every_modality_has_a_content_part_and_a_decoder() -> None:
     modalities = set(get_args(Modality))
     assert {part.modality for part in get_args(ContentPart) if part is not TextPart} == modalities
-    assert DECODERS.keys() == modalities
+    assert DECODERS.keys() == {*modalities, DOCUMENT}
 
 
 # -- 4: a stage ---------------------------------------------------------------------------------

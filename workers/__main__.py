@@ -25,6 +25,7 @@ COMMANDS = (
     "workers.cli.commands.requests:cancel",
     "workers.cli.commands.requests:where",
     "workers.cli.commands.listing:requests",
+    "workers.cli.commands.batch:batch",
     "workers.cli.commands.logs:logs",
     "workers.cli.commands.observe:top",
     "workers.cli.commands.observe:metrics",

@@ -49,6 +49,7 @@ class RoleSpec:
 
 AGENT = "agent"
 AUTOSCALER = "autoscaler"
+BATCHER = "batcher"
 GATEWAY = "gateway"
 POOL = "pool"
 
@@ -128,6 +129,15 @@ for _spec in (
         "workers.agent.worker",
         "Agent",
         "carries out responses, and calls tools",
+        serves_stages=False,
+        one_model=False,
+        uses_torch=False,
+    ),
+    RoleSpec(
+        BATCHER,
+        "workers.gateway.batcher",
+        "Batcher",
+        "runs the lines of batches",
         serves_stages=False,
         one_model=False,
         uses_torch=False,

@@ -27,6 +27,7 @@ from ops.docs.tables import (
 )
 from shared.protocol import (
     audit,
+    batch_log,
     exceeded_shares,
     full_stores,
     messages,
@@ -40,6 +41,7 @@ from shared.protocol import (
 
 MODULES = (
     audit,
+    batch_log,
     exceeded_shares,
     full_stores,
     messages,

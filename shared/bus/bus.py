@@ -312,15 +312,15 @@ class Bus:
         messages, _ = await direct_get(self.connection, stream, query)
         return messages[0] if messages else None
 
-    async def purge(self, stream: str, subject: str) -> None:
-        """Remove all messages of `subject`.
+    async def purge(self, stream: str, subject: str, keep: int | None = None) -> None:
+        """Remove all messages of `subject`, except for the newest ones if `keep` is their number.
 
         Messages of work queues must be removed with `delete` instead: after a purge, nats-server
         2.15.1 counts messages of other subjects as acknowledged if they were delivered before a
         purged message.
         """
         try:
-            await self._js.purge_stream(stream, subject=subject)
+            await self._js.purge_stream(stream, subject=subject, keep=keep)
         except NatsError as error:
             raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 

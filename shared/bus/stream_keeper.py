@@ -13,7 +13,7 @@ from shared.bus.connection import FIRST_RETRY_S, Connection, retry_until
 from shared.bus.server_settings import check_limits, check_server, read_tenants
 from shared.bus.store_probes import Refusal, probe_streams
 from shared.bus.stream_changes import Difference, StreamChange
-from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
+from shared.config.schema import AgentConfig, BatchConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
@@ -72,7 +72,11 @@ class StreamKeeper:
         return bool(self._volatile)
 
     async def prepare(
-        self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig | None = None
+        self,
+        nats: NatsConfig,
+        delivery: DeliveryConfig,
+        agent: AgentConfig | None = None,
+        batch: BatchConfig | None = None,
     ) -> None:
         """Check the server's settings, and create the missing streams.
 
@@ -81,7 +85,7 @@ class StreamKeeper:
         Raises ConfigError if the server cannot give the delivery guarantees or if a stream lacks an
         essential setting, and Unavailable if it does not answer within PREPARE_DEADLINE_S.
         """
-        self.configure(nats, delivery, agent or AgentConfig())
+        self.configure(nats, delivery, agent or AgentConfig(), batch or BatchConfig())
 
         async def attempt() -> list[Difference]:
             await check_server(self._nc, self._connection.inbox, nats)
@@ -106,10 +110,12 @@ class StreamKeeper:
         if self.creates_streams and not nats.unchecked:
             await check_limits(self._connection.inbox, nats)
 
-    def configure(self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig) -> None:
+    def configure(
+        self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig, batch: BatchConfig
+    ) -> None:
         """Set the configuration of the streams."""
         self._settings = nats, delivery
-        self._durable = streams.durable_streams(delivery, agent, nats.replicas)
+        self._durable = streams.durable_streams(delivery, agent, batch, nats.replicas)
         is_alone = not self._nc._server_info.get("cluster")
         self._volatile = streams.volatile_streams(delivery, nats.replicas, is_alone=is_alone)
 

@@ -9,7 +9,7 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from shared.bus.connection import REPLY_TIMEOUT_S
-from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
+from shared.config.schema import AgentConfig, BatchConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 
@@ -44,10 +44,10 @@ _INSUFFICIENT_RESOURCES = (10028, 10047)
 
 
 def durable_streams(
-    delivery: DeliveryConfig, agent: AgentConfig, replicas: int
+    delivery: DeliveryConfig, agent: AgentConfig, batch: BatchConfig, replicas: int
 ) -> list[api.StreamConfig]:
     """Return the configurations of the streams on disk, which survive the broker's process."""
-    configs = (*_work_queues(delivery), *_logs(delivery), _steps(agent))
+    configs = (*_work_queues(delivery), *_logs(delivery), _steps(agent), _batches(batch))
     return [config.evolve(num_replicas=replicas) for config in configs]
 
 
@@ -73,6 +73,14 @@ def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
         ),
         _work_queue(
             subjects.RESPONSES_STREAM, [subjects.RESPONSES_FILTER], max_msgs=delivery.max_queued
+        ),
+        # A message is stored once, even if a gateway publishes it again.
+        _work_queue(
+            subjects.BATCHJOBS_STREAM,
+            [subjects.BATCHJOBS_FILTER],
+            max_msgs_per_subject=1,
+            discard_new_per_subject=True,
+            max_msgs=delivery.max_queued,
         ),
         _cancels(subjects.CANCELS_STREAM, subjects.CANCELS_SUBJECTS, delivery.max_queued, delivery),
     ]
@@ -171,6 +179,25 @@ def _steps(agent: AgentConfig) -> api.StreamConfig:
         max_bytes=agent.store_mib * MIB,
         # Steps of a response with `store: false` expire early.
         allow_msg_ttl=True,
+    )
+
+
+def _batches(batch: BatchConfig) -> api.StreamConfig:
+    """Return the configuration of the stream of batches, which refuses messages when full."""
+    return _stream(
+        subjects.BATCHES_STREAM,
+        [subjects.BATCH_FILTER],
+        subject_transform=api.SubjectTransform(
+            src=subjects.BATCH_FILTER, dest=subjects.BATCHES_FILTER
+        ),
+        republish=api.RePublish(src=subjects.BATCHES_FILTER, dest=subjects.BATCHES_FILTER),
+        discard=api.DiscardPolicy.NEW,
+        max_age=batch.ttl_s,
+        max_bytes=batch.store_mib * MIB,
+        # A batch and an input file may expire early.
+        allow_msg_ttl=True,
+        # An input file that is uploaded again replaces the stored one.
+        allow_rollup_hdrs=True,
     )
 
 

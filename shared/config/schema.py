@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, field
 from shared.native.choices import KernelSetting
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
-from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality
+from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
 from shared.protocol.pipeline import EdgeMode, OutputSpec
 from shared.protocol.steps import ToolFilter
 from shared.scaling.pools import Count, PoolSettings
@@ -283,6 +283,10 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the size of one sound file."""
     max_audio_seconds: Seconds = 600.0
     """Limit on the duration of one sound."""
+    max_document_bytes: Positive = 32 * 2**20
+    """Limit on the size of one PDF document. Its pages have the limits of images."""
+    max_document_pages: Positive = 100
+    """Limit on the pages of all documents that one request uses."""
     media_hosts: list[str] = []
     """Hosts from which media may be fetched by URL; `*` matches any part of a name. By default
     none. Addresses outside the public internet are always refused, except for `media_networks`."""
@@ -291,26 +295,29 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     fetch_timeout_s: Seconds = 5.0
     """Time from the resolution of the name to the last byte of a fetched file."""
     url_cache_mib: Positive = 64
-    """Size of each of three caches of fetched files by URL: for images, for videos and for
-    sounds."""
+    """Size of each of four caches of fetched files by URL: for images, videos, sounds and
+    documents."""
     concurrency: Positive = 8
     """Limit on tasks in flight in one renderer."""
     threads: Positive = 2
     """Number of threads that decode and process images."""
     decoders: Positive = 2
-    """Limit on videos and sounds that are decoded at one time, each in a separate process."""
+    """Limit on videos, sounds and pages of documents that are decoded at one time, each in a
+    separate process."""
     decoder_cpu_s: Positive = 30
-    """Limit on the processor time to decode one file, in whole seconds."""
+    """Limit on the processor time to decode one file, or one page of a document, in whole
+    seconds."""
     decoder_memory_mib: Annotated[int, Meta(ge=512)] = 1536
     """Limit on the address space of a process that decodes a file. Libraries take 0.3 GiB of it."""
 
     @property
-    def max_bytes(self) -> Mapping[Modality, int]:
-        """Limit on the size of a file of each modality."""
+    def max_bytes(self) -> Mapping[FileKind, int]:
+        """Limit on the size of a file of each kind."""
         return {
             IMAGE: self.max_image_bytes,
             VIDEO: self.max_video_bytes,
             AUDIO: self.max_audio_bytes,
+            DOCUMENT: self.max_document_bytes,
         }
 
 
@@ -412,6 +419,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     later. By default there is no limit."""
     min_prompt_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Share of `max_step_ms` that prompts always get, for any number of decoding sequences."""
+    interactive_slowdown: Annotated[float, Meta(gt=1)] = 1.25
+    """Limit on what requests of the batch lane cost interactive requests. With 1.25, a step with
+    interactive requests takes at most 1.25 times as long as it would take without the batch lane,
+    by the measured time of steps. A larger value makes the batch lane faster next to interactive
+    requests."""
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 
@@ -509,6 +521,31 @@ class AgentConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the part of a call's result that the model gets. The rest is replaced by a note."""
     max_answer_mib: Positive = 4
     """Limit on one answer of an MCP server."""
+
+
+class BatchConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Batches: limits, and time of storage."""
+
+    ttl_s: Annotated[float, Meta(ge=3600)] = 2_592_000.0
+    """Time for which a batch, its input file and its results are stored."""
+    store_mib: Positive = 2048
+    """Limit on the total size of stored batches and their input files. Beyond it, uploads are
+    refused, and batches pause until there is room; none is deleted early."""
+    max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 50_000
+    """Limit on the lines of a batch."""
+    max_file_mib: Annotated[int, Meta(ge=1, le=512)] = 200
+    """Limit on the size of an input file."""
+    max_line_mib: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Limit on the size of one line of an input file."""
+    max_window_h: Positive = 168
+    """Limit on the completion window of a batch, in hours."""
+    max_unfinished: Positive = 100
+    """Limit on the batches of one tenant that have not ended. Further batches are refused."""
+    concurrency: Positive = 256
+    """Limit on batches in progress in one batcher."""
+    max_deaths: Positive = 16
+    """Batchers that may die with a batch, none of which stored a result, before it counts as
+    poison."""
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
@@ -634,6 +671,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     generator: GeneratorConfig = GeneratorConfig()
     agent: AgentConfig = AgentConfig()
+    batch: BatchConfig = BatchConfig()
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
     scale: ScaleConfig = ScaleConfig()

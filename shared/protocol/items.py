@@ -10,6 +10,14 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from shared.protocol.multimodal import MEDIA_SCHEME, Overflow
+from shared.protocol.requests import (
+    DEFAULT_DPI,
+    DocumentMode,
+    DocumentPart,
+    DocumentURL,
+    Dpi,
+    Pages,
+)
 
 Ignored = UnsetType | None
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -55,18 +63,49 @@ class InputAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input
     input_audio: InputAudio
 
 
-class InputFilePart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_file"):
-    """File of `/v1/files` with an image, a video or a sound, according to its name's ending."""
+class InputFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """PDF document, with exactly one of `file_data`, `file_id` and `file_url`."""
 
+    file_data: str | None = None
+    """Base64 of the file, alone or as a `data:` URL."""
     file_id: FileId | None = None
+    """Id of a stored file."""
+    file_url: str | None = None
+    """URL of the file, as for an image."""
     filename: str | None = None
-    """Name of the stored file, which replaces a name from the client."""
+    """Name of the file. A stored file has the name with which it was stored."""
+    pages: Pages | None = None
+    """As in DocumentURL."""
+    dpi: Dpi | None = None
+    """As in DocumentURL."""
+    mode: DocumentMode | None = None
+    """As in DocumentURL."""
+
+    @property
+    def has_one_file(self) -> bool:
+        return [self.file_data, self.file_id, self.file_url].count(None) == 2
+
+    @property
+    def url(self) -> str:
+        if self.file_id is not None:
+            return f"{MEDIA_SCHEME}{self.file_id}"
+        if self.file_data is None:
+            return self.file_url or ""
+        is_url = self.file_data.startswith("data:")
+        return self.file_data if is_url else f"data:;base64,{self.file_data}"
+
+    @property
+    def document(self) -> DocumentPart:
+        mode = self.mode or "images"
+        return DocumentPart(DocumentURL(self.url, self.pages, self.dpi or DEFAULT_DPI, mode))
+
+
+class InputFilePart(InputFile, frozen=True, kw_only=True, tag="input_file"):
+    """PDF document. A stored file may also be an image, a video or a sound, by the ending of its
+    name."""
+
     detail: Literal["auto", "low", "high"] | None = None
     """No effect."""
-    file_data: str | None = None
-    """Not supported."""
-    file_url: str | None = None
-    """Not supported."""
     prompt_cache_breakpoint: Ignored = UNSET
 
 

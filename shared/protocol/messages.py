@@ -148,6 +148,9 @@ class MediaHead(Versioned, frozen=True):
     """File name from the client."""
     purpose: Annotated[str, Meta(max_length=64)] | None = None
     """Purpose from the client; no effect."""
+    expires_s: int | None = None
+    """Time from which the input file of a batch is not stored any more, in Unix seconds of the
+    broker's clock; None for any other file, which each request that names it keeps."""
 
 
 class PinnedPart(Struct, frozen=True, array_like=True):

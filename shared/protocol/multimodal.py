@@ -16,6 +16,10 @@ IMAGE: Modality = "image"
 VIDEO: Modality = "video"
 AUDIO: Modality = "audio"
 
+FileKind = Modality | Literal["document"]
+"""Kinds of files in requests. The pages of a document become images."""
+DOCUMENT: FileKind = "document"
+
 
 MEDIA_SCHEME = "media:"
 """Scheme of the URL of a stored file."""
@@ -23,8 +27,16 @@ MEDIA_SCHEME = "media:"
 Overflow = Literal["refuse", "cut"]
 
 
+class Page(msgspec.Struct, frozen=True):
+    """A page of a document, and the resolution of its image."""
+
+    number: int
+    """Number from 1."""
+    dpi: int
+
+
 class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Options of a request for a video or a sound. The model's family decides unset options."""
+    """Options of a request for a file. The model's family decides unset options of videos."""
 
     fps: float | None = None
     """Frames per second of the video."""
@@ -36,6 +48,8 @@ class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Treatment of a sound that is longer than the model's limit."""
     use_audio: bool = False
     """Whether the model also gets the sound of the video."""
+    page: Page | None = None
+    """The page of a document that is the image."""
 
 
 DEFAULT_SAMPLING = FrameSampling()

@@ -5,8 +5,8 @@ repair everything. All of them share one account. The clients of a tenant have a
 tenant's name, and the broker maps their subjects to the subjects of this tenant. `pagemill keys`
 writes the permissions as configuration of a nats-server.
 
-Only the broker publishes below `pm.tokens` and `pm.steps`, when a stream has stored a message. So a
-live record cannot be forged.
+Only the broker publishes below `pm.tokens`, `pm.steps` and `pm.batches`, when a stream has stored a
+message. So a live record cannot be forged.
 """
 
 from collections.abc import Iterable
@@ -27,6 +27,7 @@ SERVER_ACCOUNTS = "$SYS.REQ.SERVER.PING.ACCOUNTZ"
 # The broker answers this to every identity, with its clock.
 _USER_INFO = "$SYS.REQ.USER.INFO"
 _LOGS = (subjects.TOKENS_FILTER, subjects.STEPS_FILTER)
+_REPUBLISHED = (*_LOGS, subjects.BATCHES_FILTER)
 
 # No identity may change the audit log, or write to it in the name of another identity.
 _AUDIT_CHANGES = tuple(
@@ -43,6 +44,7 @@ _OTHER_STREAMS = (
     subjects.ATTEMPTS_STREAM, subjects.RESULTS_STREAM, subjects.TOKENS_STREAM,
     subjects.STEPS_STREAM, subjects.MEDIA_STREAM, subjects.JOBS_STREAM, subjects.DEAD_STREAM,
     subjects.SCALE_STREAM, subjects.KV_STREAM, subjects.WORKERS_STREAM, subjects.AUDIT_STREAM,
+    subjects.BATCHJOBS_STREAM, subjects.BATCHES_STREAM,
 )  # fmt: skip
 
 # Identities that may create streams. Only the operator may change them, with `pagemill migrate`.
@@ -124,7 +126,7 @@ def permissions_of(identity: str) -> Permissions:
     All roles that are not listed here serve stages, and have the permissions of a stage's worker.
     """
     if identity == OPERATOR:
-        never = (*_LOGS, *_AUDIT_CHANGES, subjects.audit(_GATEWAY))
+        never = (*_REPUBLISHED, *_AUDIT_CHANGES, subjects.audit(_GATEWAY))
         return Permissions((">",), (">",), never_publish=never)
     base = _worker(identity)
     match identity:
@@ -144,6 +146,7 @@ def permissions_of(identity: str) -> Permissions:
                     # The storage of tenants is measured by temporary consumers.
                     *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
                     *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
+                    *_measures(subjects.BATCHES_STREAM),
                     # The status of a request may be in these streams, and a response in the last.
                     *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM, subjects.STEPS_STREAM),
                 ],
@@ -153,6 +156,8 @@ def permissions_of(identity: str) -> Permissions:
             return replace(coordinator, never_publish=never)
         case "gateway":
             return _gateway(base)
+        case "batcher":
+            return _batcher(base)
         case "agent":
             return _agent(base)
         case "autoscaler":
@@ -240,9 +245,18 @@ def _gateway(base: Permissions) -> Permissions:
             f"$JS.API.CONSUMER.INFO.{subjects.RESPONSES_STREAM}.*",
             # The responses and media of tenants are measured by temporary consumers.
             *_measures(steps, media),
+            subjects.BATCH_FILTER, subjects.BATCHJOBS_FILTER,
+            *_reads(subjects.BATCHES_STREAM), *_purges(subjects.BATCHES_STREAM),
         ],
-        _LOGS,
+        _REPUBLISHED,
     )  # fmt: skip
+
+
+def _batcher(base: Permissions) -> Permissions:
+    """Return the permissions of a gateway, and those to claim and settle batches."""
+    batches = [subjects.ATTEMPTS_FILTER, subjects.DEAD_FILTER]
+    batcher = _gateway(base).with_([*batches, *_consumes(subjects.BATCHJOBS_STREAM)])
+    return replace(batcher, never_publish=(subjects.audit(_GATEWAY),))
 
 
 def _agent(base: Permissions) -> Permissions:

@@ -132,7 +132,39 @@ class AudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio_url"
         return FrameSampling(overflow=self.audio_url.overflow)
 
 
-MediaContent = ImagePart | VideoPart | AudioPart
+_PAGES = "[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})?"
+Pages = Annotated[str, Meta(pattern=f"^{_PAGES}(,{_PAGES})*$", max_length=256)]
+"""Numbers and ranges of pages, such as `1-3,7`."""
+Dpi = Annotated[int, Meta(ge=18, le=600)]
+DEFAULT_DPI = 150
+DocumentMode = Literal["images", "text", "both"]
+
+
+class DocumentURL(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """URL of a PDF document, as for an image, and the selection of its pages."""
+
+    url: str
+    pages: Pages | None = None
+    """Pages to use, in this order, such as `1-3,7`; by default all."""
+    dpi: Dpi = DEFAULT_DPI
+    """Resolution of the images, in dots per inch."""
+    mode: DocumentMode = "images"
+    """The model gets `images` of the pages, the `text` that the file has for them, or `both`: the
+    text of a page follows its image."""
+
+
+class DocumentPart(Struct, frozen=True, forbid_unknown_fields=True, tag="document_url"):
+    since_version: ClassVar[int] = 3
+    modality: ClassVar[Modality] = IMAGE
+    url_field: ClassVar[str] = "document_url.url"
+    document_url: DocumentURL
+
+    @property
+    def url(self) -> str:
+        return self.document_url.url
+
+
+MediaContent = ImagePart | VideoPart | AudioPart | DocumentPart
 """Content parts that name a file by a URL."""
 ContentPart = TextPart | MediaContent
 

@@ -29,6 +29,8 @@ RESULTS_STREAM = "RESULTS"
 MEDIA_STREAM = "MEDIA"
 RESPONSES_STREAM = "RESPONSES"
 STEPS_STREAM = "STEPS"
+BATCHJOBS_STREAM = "BATCHJOBS"
+BATCHES_STREAM = "BATCHES"
 AUDIT_STREAM = "AUDIT"
 KV_STREAM = "KV"
 # The key-value bucket `pm_workers`, which clients can read with functions of their library.
@@ -72,6 +74,10 @@ SCALE_ORDERS = "$KV.pm_scale.orders"
 RESPONSES_FILTER = "pm.response.*"
 STEP_FILTER = "pm.step.>"
 STEPS_FILTER = "pm.steps.>"
+BATCHJOBS_FILTER = "pm.batchjob.*"
+BATCH_FILTER = "pm.batch.>"
+BATCHES_FILTER = "pm.batches.>"
+BATCHES_BEGUN = "pm.batches.*.*.begun"
 APPEND_FILTER = "pm.append.>"
 TOKENS_FILTER = "pm.tokens.>"
 
@@ -301,6 +307,7 @@ COORDINATORS_GROUP = "coordinators"
 REQUESTS_CONSUMER = "coordinator"
 CANCELS_CONSUMER = "coordinator"
 RESPONSES_CONSUMER = "agent"
+BATCHJOBS_CONSUMER = "batcher"
 
 
 def append(request_id: str, output: str = TEXT) -> str:
@@ -356,6 +363,45 @@ def steps(tenant: str | None, response_id: str) -> str:
 def steps_of_tenant(tenant: str) -> str:
     """Filter for the steps of all responses of a tenant."""
     return f"pm.steps.{_tenant_token(tenant)}.*"
+
+
+def batch_job(batch_id: str) -> str:
+    """Subject of the message of a batch in the queue of batches."""
+    return f"pm.batchjob.{batch_id}"
+
+
+def stored_batch(subject: str) -> str:
+    """Subject under which the server stores a message of `BATCH_FILTER`, for its readers."""
+    return subject.replace("pm.batch.", "pm.batches.", 1)
+
+
+def batch_begun(tenant: str, batch_id: str) -> str:
+    """Subject of the order of a client to run a batch. With `*` as the id, all of a tenant."""
+    return f"pm.batch.{_tenant_token(tenant)}.{batch_id}.begun"
+
+
+def batch_cancelled(tenant: str, batch_id: str) -> str:
+    """Subject of the order of a client to cancel a batch."""
+    return f"pm.batch.{_tenant_token(tenant)}.{batch_id}.cancelled"
+
+
+def batch_log(tenant: str, batch_id: str) -> str:
+    """Subject of the records of a batch."""
+    return f"pm.batch.{_tenant_token(tenant)}.{batch_id}.log"
+
+
+def batch_file(tenant: str, name: str) -> str:
+    """Subject of the head of an input file. `name` is the SHA-256 of its bytes."""
+    return f"pm.batch.{_tenant_token(tenant)}.file.{name}"
+
+
+def batch_file_chunk(tenant: str, name: str, number: int | str) -> str:
+    return f"{batch_file(tenant, name)}.{number}"
+
+
+def media_upload(tenant: str, name: str) -> str:
+    """Subject that marks a stored file as uploaded by a tenant. With `*`, all of its uploads."""
+    return f"pm.media.uploads.{_tenant_token(tenant)}.{name}"
 
 
 def _tenant_token(tenant: str) -> str:

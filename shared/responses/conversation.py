@@ -20,7 +20,7 @@ from shared.protocol.items import (
     OutputTextPart,
     RefusalPart,
 )
-from shared.protocol.multimodal import AUDIO, IMAGE, MEDIA_SCHEME, VIDEO, Modality
+from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, MEDIA_SCHEME, VIDEO, FileKind
 from shared.protocol.requests import (
     AudioPart,
     AudioURL,
@@ -200,24 +200,26 @@ def _part_of(part: MessagePart) -> ContentPart | None:
 
 
 def _file_of(part: InputFilePart) -> ContentPart | None:
-    url = f"{MEDIA_SCHEME}{part.file_id}"
-    modality = modality_of_file(part.filename)
-    if modality == IMAGE:
-        return ImagePart(ImageURL(url))
-    if modality == VIDEO:
-        return VideoPart(VideoURL(url))
-    return AudioPart(AudioURL(url)) if modality == AUDIO else None
+    kind = DOCUMENT if part.file_id is None else kind_of_file(part.filename)
+    if kind == IMAGE:
+        return ImagePart(ImageURL(part.url))
+    if kind == VIDEO:
+        return VideoPart(VideoURL(part.url))
+    if kind == AUDIO:
+        return AudioPart(AudioURL(part.url))
+    return part.document if kind == DOCUMENT else None
 
 
-_ENDINGS: dict[Modality, tuple[str, ...]] = {
+_ENDINGS: dict[FileKind, tuple[str, ...]] = {
     IMAGE: ("png", "jpg", "jpeg", "webp", "gif", "bmp"),
     VIDEO: ("mp4", "mov", "webm", "mkv", "avi"),
     AUDIO: ("wav", "flac", "ogg", "mp3", "aac", "m4a"),
+    DOCUMENT: ("pdf",),
 }
 
 
-def modality_of_file(filename: str | None) -> Modality | None:
-    """Return the modality of a file by its name; None for a file that no model reads."""
+def kind_of_file(filename: str | None) -> FileKind | None:
+    """Return the kind of a file by its name; None for a file that no model reads."""
     _, dot, ending = (filename or "").rpartition(".")
-    modalities = (modality for modality, endings in _ENDINGS.items() if ending.lower() in endings)
-    return next(modalities, None) if dot else None
+    kinds = (kind for kind, endings in _ENDINGS.items() if ending.lower() in endings)
+    return next(kinds, None) if dot else None

@@ -324,7 +324,7 @@ async def run(
     context.reloader = Reloader(config, reread, log)
     try:
         _drain_on_signals(context)
-        await bus.streams.prepare(config.nats, config.delivery, config.agent)
+        await bus.streams.prepare(config.nats, config.delivery, config.agent, config.batch)
         context.start_reports()
         await compare_settings(bus, worker, config, log)
         await context.open_metrics()

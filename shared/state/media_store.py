@@ -78,6 +78,8 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     if stored is not None:
         head = replace(stored[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
     await bus.publish_without_id(subjects.media(stored_name), to_json(head), tenant_header(tenant))
+    if head.filename is not None:
+        await _mark_uploaded(bus, name, tenant)
 
 
 async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes | None:
@@ -187,9 +189,30 @@ async def look_up(bus: Bus, name: str, tenant: str = "") -> StoredFile | None:
     return None if stored is None else StoredFile(name, *stored)
 
 
+async def list_uploads(bus: Bus, tenant: str = "") -> list[StoredFile]:
+    """Return the files that the tenant has uploaded and that are still stored, the newest first.
+
+    Raises Unavailable.
+    """
+    marks = await bus.read(subjects.MEDIA_STREAM, subjects.media_upload(tenant, "*"))
+    names = [subjects.last_token(mark.subject) for mark in reversed(marks)]
+    files: list[StoredFile] = []
+    for first in range(0, len(names), MAX_CHUNKS_IN_FLIGHT):
+        lookups = (look_up(bus, name, tenant) for name in names[first:][:MAX_CHUNKS_IN_FLIGHT])
+        files += [file for file in await asyncio.gather(*lookups) if file is not None]
+    return files
+
+
+async def _mark_uploaded(bus: Bus, name: str, tenant: str) -> None:
+    """Store the mark that `list_uploads` finds. The head of a file is found by its name alone."""
+    subject = subjects.media_upload(tenant, name)
+    await bus.publish_without_id(subject, b"", tenant_header(tenant))
+
+
 async def remove(bus: Bus, file: StoredFile, tenant: str = "") -> None:
     """Remove a file. Requests in progress that use it may fail. Raises Unavailable."""
     stored_name = storage_name(file.name, tenant)
+    await bus.purge(subjects.MEDIA_STREAM, subjects.media_upload(tenant, file.name))
     await bus.purge(subjects.MEDIA_STREAM, subjects.media(stored_name))
     chunks = file.head.chunks or stored_name
     await bus.purge(subjects.MEDIA_STREAM, subjects.media_chunks(chunks))
@@ -218,14 +241,23 @@ class MediaUpload:
             await self._publish(bytes(self._waiting[:CHUNK_BYTES]))
             del self._waiting[:CHUNK_BYTES]
 
-    async def finish(self, filename: str | None = None, purpose: str | None = None) -> StoredFile:
-        """Make the file available under its name. Raises Unavailable."""
+    async def seal(
+        self, filename: str | None = None, purpose: str | None = None
+    ) -> tuple[str, MediaHead]:
+        """Store the last chunk, and return the name and the head of the file. Raises Unavailable.
+
+        The file is not available before the head is stored.
+        """
         if self._waiting:
             await self._publish(bytes(self._waiting))
             self._waiting.clear()
-        name = self._digest.hexdigest()
-        before = await look_up(self._bus, name, self._tenant)
         head = MediaHead(self.num_bytes, self._num_chunks, self._chunks, filename, purpose)
+        return self._digest.hexdigest(), head
+
+    async def finish(self, filename: str | None = None, purpose: str | None = None) -> StoredFile:
+        """Make the file available under its name. Raises Unavailable."""
+        name, head = await self.seal(filename, purpose)
+        before = await look_up(self._bus, name, self._tenant)
         subject = subjects.media(storage_name(name, self._tenant))
         # The head may be stored although its acknowledgement is lost.
         self._may_be_named = True
@@ -233,6 +265,8 @@ class MediaUpload:
         if before is not None and before.head.chunks is not None:
             old_chunks = subjects.media_chunks(before.head.chunks)
             await self._bus.purge(subjects.MEDIA_STREAM, old_chunks)
+        if filename is not None:
+            await _mark_uploaded(self._bus, name, self._tenant)
         return StoredFile(name, head, self._bus.now_ms())
 
     async def abort(self) -> None:

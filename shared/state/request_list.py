@@ -18,6 +18,7 @@ from shared.protocol.messages import AttemptRecord, RequestRecord, decode_attemp
 from shared.protocol.reading import State
 from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.state import request_registry
+from shared.state.batch_log import BATCHER
 from shared.state.log_reader import GRACE_S
 from shared.state.log_records import decode_record
 from shared.state.response_status import AGENT
@@ -116,7 +117,8 @@ class RequestTable:
     def add_attempts(self, messages: Iterable[StoredMessage]) -> None:
         for message in messages:
             attempt = decode_attempt(message.data)
-            if attempt is not None and attempt.stage == AGENT:  # Responses are no requests.
+            # Responses and batches are no requests.
+            if attempt is not None and attempt.stage in (AGENT, BATCHER):
                 continue
             trace = self.add_name(message.subject)
             if trace is not None and attempt is not None:

@@ -45,6 +45,7 @@ class MetricSpec:
 
 ENGINE, RENDERER, ENCODER, COORDINATOR = "engine", "renderer", "encoder", "coordinator"
 GENERATOR, GATEWAY, AUTOSCALER = "generator", "gateway", "autoscaler"
+BATCHER = "batcher"
 STAGE, EVERY, BROKER = "every role", "every worker", "the broker"
 
 # Descriptions by name, with further labels in braces, grouped by kind, source and bounds.
@@ -206,6 +207,22 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
         "http_time_to_first_audio_seconds{endpoint}": (
             "Time from an HTTP request's headers to the first samples of its speech, in seconds."
+        ),
+    },
+    ("counter", BATCHER, ()): {
+        "batch_lines_total{outcome}": (
+            "Lines of batches with a stored result: `answered` in the output file, `refused` in the"
+            " error file."
+        ),
+        "batch_line_retries_total": (
+            "Further attempts at lines, after a failure with a passing reason."
+        ),
+    },
+    ("gauge", BATCHER, ()): {
+        "batch_lines_in_flight": "Lines of batches in flight.",
+        "batches_paused": (
+            "Batches that wait until the broker has room for their results; their log events"
+            " `batch_paused` have the reason."
         ),
     },
     ("gauge", AUTOSCALER, ()): {

@@ -26,6 +26,7 @@ LIMITS = {
     subjects.MEDIA_STREAM: ("media", "delivery.max_media_mib"),
     subjects.JOBS_STREAM: ("request records", "delivery.max_job_mib"),
     subjects.DEAD_STREAM: ("dead letters", "delivery.max_dead_mib"),
+    subjects.BATCHES_STREAM: ("batches", "batch.store_mib"),
 }
 MEDIA_STREAMS = (subjects.MEDIA_STREAM,)
 LOG_STREAMS = (subjects.TOKENS_STREAM, subjects.JOBS_STREAM)

@@ -12,7 +12,14 @@ from shared.helpers.forking import Forks
 from shared.protocol import subjects
 from shared.protocol.multimodal import VIDEO
 from shared.protocol.records import ErrorInfo, Failure
-from shared.protocol.requests import Message, TextPart, VideoPart, VideoURL
+from shared.protocol.requests import (
+    DocumentPart,
+    DocumentURL,
+    Message,
+    TextPart,
+    VideoPart,
+    VideoURL,
+)
 from tests.renderer.decoding import files
 from tests.renderer.rig import (
     Sink,
@@ -23,6 +30,7 @@ from tests.renderer.rig import (
     renderer,
     task_for,
 )
+from tests.support.documents import letters
 from tests.support.media import data_url, png
 from tests.support.waiting import until
 from workers.renderer.decoding import pool as pools
@@ -122,6 +130,19 @@ async def test_images_do_not_wait_for_videos(rig: Rig, decoder_jobs: list[object
     """All decoders are busy until the renderer ends, and more videos wait for them."""
     for number in range(4):
         await rig.send(data_url(b"sleep:%d" % number))
+    await until(lambda: len(decoder_jobs) >= 2)
+    for _ in range(3):
+        await rig.send_image()
+        await rig.sink.next()
+    assert len(decoder_jobs) == 2
+
+
+@pytest.mark.parametrize("spawner", ["tests.renderer.decoding.dying"])
+async def test_images_do_not_wait_for_documents(rig: Rig, decoder_jobs: list[object]) -> None:
+    """All decoders are busy until the renderer ends, and more documents wait for them."""
+    for texts in ("A", "B", "C", "D"):
+        part = DocumentPart(DocumentURL(data_url(letters(texts))))
+        await publish(rig.bus, task_for(rig.bus, rig.model, [Message("user", [part])]))
     await until(lambda: len(decoder_jobs) >= 2)
     for _ in range(3):
         await rig.send_image()

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import random
 
-from msgspec.structs import replace
-
 from shared.bus.consumer import Delivery
 from shared.errors import DeadlineExceeded, DecodeError, Overloaded, PagemillError, Unavailable
 from shared.protocol import names, subjects
@@ -18,16 +16,14 @@ from shared.protocol.records import error_info
 from shared.protocol.steps import Ended, ResponseTask, decode_response_task
 from shared.stage import retry
 from shared.stage.job import Job
+from shared.stage.long_jobs import LongJobs
 from shared.stage.runtime import Context
-from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import WorkerLoop
 from shared.state.step_log import open_log
 from workers.agent.core_dumps import forbid_core_dumps
 from workers.agent.mcp_client import McpClient
 from workers.agent.run import ResponseRun
 
-# Time until another agent gets the responses of a killed one. `delivery.ack_wait_s` may shorten it.
-ACK_WAIT_S = 5.0
 # Limit on the number of long conversations in memory, each up to `agent.max_conversation_mib`.
 MAX_LONG_CONVERSATIONS = 4
 
@@ -41,12 +37,8 @@ class Agent:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._stage = context.stage
-        self._delivery = delivery = context.config.delivery
-        max_deaths = context.config.agent.max_deaths
-        # Deaths are unfinished attempts as well. Attempts that fail are limited by `Stage.fail`.
-        max_deliver = max(delivery.max_deliver, max_deaths)
-        self._policy = replace(delivery, max_deaths=max_deaths, max_deliver=max_deliver)
-        self._ack_wait_s = min(ACK_WAIT_S, delivery.ack_wait_s)
+        self._delivery = context.config.delivery
+        self._jobs = LongJobs(context, context.config.agent.max_deaths)
         self._client = McpClient(context.config.agent)
         self._conversations = asyncio.Semaphore(MAX_LONG_CONVERSATIONS)
 
@@ -57,7 +49,7 @@ class Agent:
             subjects.RESPONSES_CONSUMER,
             subjects.RESPONSES_FILTER,
             context.config.agent.concurrency,
-            self._ack_wait_s,
+            self._jobs.ack_wait_s,
         )
         loop.add_queue(consumer, self._response_of, self._handle)
         models = sorted(context.config.models)
@@ -78,7 +70,7 @@ class Agent:
         if task is None:
             raise DecodeError("the message does not name a response", field="response_id")
         self._stage.claims.add(job)
-        progress = asyncio.create_task(self._keep(job))
+        progress = asyncio.create_task(self._jobs.keep(job))
         try:
             if not await self._may_begin(job, task):
                 return
@@ -92,16 +84,11 @@ class Agent:
 
         Return False, with the job back in its queue, if an earlier agent may still be alive.
         """
-        claims, num_steps = self._stage.claims, 1
+        num_steps = 1
         if job.delivery.attempt > 1:
             log = await open_log(self._context.bus, task.tenant, task.response_id)
             num_steps = log.state.num_steps
-            if not await claims.load_history(job, num_steps, self._policy):
-                claims.release(job)
-                await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
-                return False
-        await claims.record_attempt(job, num_steps)
-        return True
+        return await self._jobs.may_begin(job, num_steps)
 
     async def _carry_out(self, task: ResponseTask) -> bool:
         """Carry out a response, and return whether it has ended.
@@ -141,12 +128,6 @@ class Agent:
             attempt=attempt,
             error=error.message,
         )
-
-    async def _keep(self, job: Job) -> None:
-        """Keep the response while this process lives. A hanging event loop loses it."""
-        while True:
-            await asyncio.sleep(self._ack_wait_s / 3)
-            await job.delivery.progress()
 
     async def _end(self, job: Job, error: PagemillError) -> None:
         """End a response with an error, unless it has ended or its log cannot be read.

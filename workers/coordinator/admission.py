@@ -12,9 +12,10 @@ from shared.helpers.validation import invalid_request, split_validation_error
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
-from shared.protocol.requests import GenerateRequest, ImagePart, Prompt, decode_request
+from shared.protocol.requests import GenerateRequest, Prompt, TextPart, decode_request
 from shared.protocol.sampling import SamplingParams
 
 # Content parts of the OpenAI API that no stage accepts yet. Their error differs from that for an
@@ -149,7 +150,7 @@ def _check_images(request: GenerateRequest, part: Pipeline) -> None:
     field = "features" if request.features else None
     for i, message in enumerate(request.messages or []):
         for j, content in enumerate(message.content if isinstance(message.content, list) else []):
-            if field is None and isinstance(content, ImagePart):
+            if field is None and not isinstance(content, TextPart) and content.modality == IMAGE:
                 field = f"messages[{i}].content[{j}]"
     if field is not None:
         raise UnsupportedContent(

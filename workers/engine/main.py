@@ -182,6 +182,7 @@ def build_core(
             math.inf if engine.max_step_ms is None else engine.max_step_ms / 1000,
             engine.min_prompt_share,
         ),
+        interactive_slowdown=engine.interactive_slowdown,
         pooling=loaded.pooling,
         kv_memory=runner,
     )

@@ -7,7 +7,7 @@ router and the check of keys cannot disagree.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -78,6 +78,8 @@ class AppContext:
         self.draining = False
         self.shutting_down = asyncio.Event()
         """Set when the time for the drain is over. Responses that are still open then break off."""
+        self.lane: Literal["batch"] | None = None
+        """Lane of all requests, in a batcher; None if each request names its lane."""
         self.token_bytes = TokenBytesCache(bus)
         self.room = StoreRoom(bus)
         self.quotas = StorageQuotas(bus)
@@ -131,6 +133,10 @@ class AppContext:
             models = ", ".join(sorted(self.config.models))
             raise UnknownModel(f"no model {model!r}; there is: {models}", field="model")
 
+    def authenticate(self, request: Request) -> Caller:
+        """Return the sender of a request. Raises InvalidKey."""
+        return self._keyring.authenticate(request.headers.getlist("authorization"))
+
     def reload(self, config: Config) -> None:
         """Take over the API keys of a changed configuration."""
         self._keyring = Keyring(config.gateway.api_keys, config.gateway.tenant)
@@ -162,7 +168,7 @@ class AppContext:
             request.scope["endpoint_path"] = path
             if public:
                 return await endpoint(request, Caller("", ""))
-            caller = self._keyring.authenticate(request.headers.getlist("authorization"))
+            caller = self.authenticate(request)
             claim_place(request.scope, caller.tenant)
             caller.check_right(right)
             request.scope["tenant"] = caller.tenant

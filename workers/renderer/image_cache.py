@@ -13,7 +13,7 @@ from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.errors import BlobLost, ContextTooLong, RequestError
-from shared.protocol.multimodal import IMAGE, BlobRef, Modality, Placement
+from shared.protocol.multimodal import IMAGE, BlobRef, FileKind, Modality, Placement
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import ProcessedImage, Processor
@@ -85,14 +85,14 @@ class ImageCache:
         def process() -> ProcessedImage:
             if is_item:
                 return processor.decode_item(modality, data, mm_hash, field)
-            with self._decoders.open(modality, data, field, tenant, part.sampling) as media:
+            with self._decoders.open(part.kind, data, field, tenant, part.sampling) as media:
                 return processor.process(media, field, tenant, part.sampling, max_tokens)
 
         self.counters.queries += 1
         if (cached := await self._find(processor, modality, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return cached
-        image = await self._process(mm_hash, modality, process, field, ttl_s, lane)
+        image = await self._process(mm_hash, part.kind, process, field, ttl_s, lane)
         ref = self._put(mm_hash, image, ttl_s)
         metadata = processor.metadata(modality, image.fields)
         return PreparedImage(
@@ -131,7 +131,7 @@ class ImageCache:
     async def _process(
         self,
         mm_hash: str,
-        modality: Modality,
+        kind: FileKind,
         process: Callable[[], ProcessedImage],
         field: str,
         ttl_s: float,
@@ -143,7 +143,7 @@ class ImageCache:
         if task is None:
 
             async def run() -> ProcessedImage:
-                image = await self._decoders.run(modality, process, lane)
+                image = await self._decoders.run(kind, process, lane)
                 # The image is stored before the task ends, so that no request processes it again.
                 if (ref := self._put(mm_hash, image, ttl_s)) is not None:
                     self._blobs.discard(ref)
@@ -160,5 +160,5 @@ class ImageCache:
         except RequestError as error:
             if isinstance(error, ContextTooLong) and not is_own:
                 # The request that started the task had less room in its prompt.
-                return await self._process(mm_hash, modality, process, field, ttl_s, lane)
+                return await self._process(mm_hash, kind, process, field, ttl_s, lane)
             raise type(error)(error.message, field=field) from None

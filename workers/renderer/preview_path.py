@@ -16,9 +16,11 @@ from shared.codec.vllm_kwargs import Samples
 from shared.config.schema import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
 from shared.models.media import DecodedAudio, DecodedMedia, SamplePlan
-from shared.protocol.multimodal import FrameSampling, PlaceholderRange
+from shared.protocol.encoding import to_json
+from shared.protocol.multimodal import DOCUMENT, FileKind, FrameSampling, PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.requests import SEQUENCE_HEAD, Prompt
+from workers.renderer.documents import DocumentExpander, Expansion
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.loader import MediaLoader, is_stored
 from workers.renderer.media.request_media import read_stored
@@ -42,6 +44,7 @@ class PreviewPath:
         self._loader = loader
         self._config = config
         self._decoders = decoders
+        self._documents = DocumentExpander(decoders, config)
         self._in_thread = in_thread
 
     async def render(
@@ -51,10 +54,11 @@ class PreviewPath:
 
         Raises a RequestError: PayloadTooLarge as soon as the tensors exceed `max_bytes`.
         """
-        token_ids = await self._tokenize(processor, prompt)
+        expansion = await self._expand_documents(processor, prompt, tenant)
+        token_ids = await self._tokenize(processor, expansion.prompt)
         images: list[ProcessedImage] = []
         budget = Budget(max_bytes)
-        async for part, _, image in self._process_media(processor, prompt, tenant):
+        async for part, _, image in self._process_media(processor, expansion, tenant):
             budget.spend(sum(tensor.data.nbytes for tensor in image.fields.values()), part.field)
             images.append(image)
         token_ids, ranges = await self._expand(processor, prompt, token_ids, images)
@@ -74,11 +78,12 @@ class PreviewPath:
 
         Raises the errors of `render`.
         """
-        token_ids = await self._tokenize(processor, prompt)
+        expansion = await self._expand_documents(processor, prompt, tenant)
+        token_ids = await self._tokenize(processor, expansion.prompt)
         images: list[ProcessedImage] = []
         encoded: list[tuple[str, bytes | None, bytes | None]] = []
         budget = Budget(max_bytes)
-        async for part, source, image in self._process_media(processor, prompt, tenant):
+        async for part, source, image in self._process_media(processor, expansion, tenant):
             mm_hash = await self._in_thread(
                 vllm_kwargs.mm_hash, part.modality, source, model_id, image.video
             )
@@ -100,14 +105,23 @@ class PreviewPath:
 
         Raises a RequestError.
         """
-        token_ids = await self._tokenize(processor, prompt)
+        expansion = await self._expand_documents(processor, prompt, tenant)
+        token_ids = await self._tokenize(processor, expansion.prompt)
         images = []
-        async for part, data in self._files(prompt, tenant):
+        async for part, data in self._files(expansion, tenant):
             measure = partial(self._open, processor.measure, part, data, tenant)
-            images.append(await self._decoders.run(part.modality, measure))
+            images.append(await self._decoders.run(part.kind, measure))
         if prompt.text is None:
             token_ids, _ = await self._in_thread(processor.expand_unchecked, token_ids, images)
         return token_ids
+
+    async def _expand_documents(
+        self, processor: Processor, prompt: Prompt, tenant: str
+    ) -> Expansion:
+        async def read(url: str, field: str) -> bytes:
+            return await self._read(url, field, DOCUMENT, tenant)
+
+        return await self._documents.expand(processor, prompt, read, tenant)
 
     async def _tokenize(self, processor: Processor, prompt: Prompt) -> list[int]:
         if prompt.features:
@@ -128,7 +142,7 @@ class PreviewPath:
         return await self._in_thread(processor.expand, token_ids, images, field)
 
     async def _process_media(
-        self, processor: Processor, prompt: Prompt, tenant: str
+        self, processor: Processor, expansion: Expansion, tenant: str
     ) -> AsyncIterator[tuple[prompts.MediaPart, bytes | Samples, ProcessedImage]]:
         """Yield the media parts, the input of vLLM's mm_hash, and the processed media.
 
@@ -146,22 +160,30 @@ class PreviewPath:
             sound = processor.process(recorded, field, "", sampling)
             return sound, np.concatenate(pieces)
 
-        async for part, data in self._files(prompt, tenant):
+        async for part, data in self._files(expansion, tenant):
             opened = partial(self._open, process, part, data, tenant)
-            image, samples = await self._decoders.run(part.modality, opened)
+            image, samples = await self._decoders.run(part.kind, opened)
             # For vLLM, the file of a JPEG sequence begins after the head of its URL.
-            yield part, data.removeprefix(SEQUENCE_HEAD) if samples is None else samples, image
+            file = data.removeprefix(SEQUENCE_HEAD)
+            if part.kind == DOCUMENT:
+                # The pages of one file need different hashes.
+                file = to_json(part.sampling.page) + file
+            yield part, file if samples is None else samples, image
 
     async def _files(
-        self, prompt: Prompt, tenant: str
+        self, expansion: Expansion, tenant: str
     ) -> AsyncIterator[tuple[prompts.MediaPart, bytes]]:
-        for part in prompts.media_parts(prompt.messages):
-            if is_stored(part.url):
-                limit = self._config.max_bytes[part.modality]
-                data = await read_stored(self._bus, part.url, part.field, limit, tenant)
+        for part in prompts.media_parts(expansion.prompt.messages):
+            if part.kind == DOCUMENT:
+                yield part, expansion.files[part.url]
             else:
-                data = await self._loader.read(part.url, part.field, None, part.modality, tenant)
-            yield part, data
+                yield part, await self._read(part.url, part.field, part.kind, tenant)
+
+    async def _read(self, url: str, field: str, kind: FileKind, tenant: str) -> bytes:
+        if is_stored(url):
+            limit = self._config.max_bytes[kind]
+            return await read_stored(self._bus, url, field, limit, tenant)
+        return await self._loader.read(url, field, None, kind, tenant)
 
     def _open(
         self,
@@ -170,7 +192,7 @@ class PreviewPath:
         data: bytes,
         tenant: str,
     ) -> Result:
-        opened = self._decoders.open(part.modality, data, part.field, tenant, part.sampling)
+        opened = self._decoders.open(part.kind, data, part.field, tenant, part.sampling)
         with opened as media:
             return work(media, part.field, part.sampling)
 

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config.schema import Config
 from shared.errors import InvalidRequest
-from shared.protocol.multimodal import BlobRef, PlaceholderRange
+from shared.protocol.multimodal import DOCUMENT, BlobRef, PlaceholderRange
 from shared.protocol.requests import Prompt
 from shared.protocol.task_messages import TaskHeader
+from workers.renderer.documents import DocumentExpander, Expansion
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.request_media import RequestMedia, Source
@@ -35,6 +37,7 @@ class RenderPath:
         in_text_thread: InThread,
     ) -> None:
         self.images = ImageCache(blobs, decoders, in_thread)
+        self._documents = DocumentExpander(decoders, config.renderer)
         self._packer = Packer(bus, blobs, config)
         self._in_text_thread = in_text_thread
 
@@ -54,19 +57,20 @@ class RenderPath:
         The engine may fetch the referenced payloads for `ttl_s`. Without a `header`, no engine
         fetches them, and no task is published for encoders. `refs` has the references that the
         caller must release. `begun` is called in a thread when the work begins, and `advanced`
-        after each image.
-
-        Raises a RequestError, or the errors of `media`.
+        after each document and each image. Raises a RequestError, or the errors of `media`.
         """
+        ticket = None if header is None else header.ticket
+        embeds = header is not None and header.embedding is not None
+        lane = "interactive" if header is None else header.lane
+        scope = "" if ticket is None else ticket.cache_scope
+        read = partial(_read_document, media, advanced)
+        expansion = await self._documents.expand(processor, prompt, read, scope, lane)
+        prompt = expansion.prompt
 
         def begin() -> list[int]:
             begun()
             return processor.tokenize(prompt)
 
-        ticket = None if header is None else header.ticket
-        embeds = header is not None and header.embedding is not None
-        lane = "interactive" if header is None else header.lane
-        scope = "" if ticket is None else ticket.cache_scope
         token_ids = await self._in_text_thread(begin)
         if prompt.token_ids is not None:
             ranges = await self._in_text_thread(processor.check_features, prompt, embeds)
@@ -76,7 +80,7 @@ class RenderPath:
         prepared: list[PreparedImage] = []
         # Images are processed one at a time, and each is dropped after it: eight rasters of the
         # largest size would need a gigabyte.
-        async for part, source in _sources(prompt, media):
+        async for part, source in _sources(expansion, media):
             async with _keeping(media, source):
                 image = await self.images.prepare(
                     processor, part, source.data, scope, ttl_s, room, is_item=is_item, lane=lane
@@ -99,6 +103,16 @@ class RenderPath:
         return Rendered(token_ids, items, tensors)
 
 
+async def _read_document(
+    media: RequestMedia, advanced: Callable[[], Awaitable[None]], url: str, field: str
+) -> bytes:
+    """Return the file of a document, which is stored before."""
+    source = await media.read(url, field, DOCUMENT)
+    await media.keep(source)
+    await advanced()
+    return source.data
+
+
 @asynccontextmanager
 async def _keeping(media: RequestMedia, source: Source) -> AsyncIterator[None]:
     """Store the file during the block, and wait for the end of the storing."""
@@ -112,11 +126,15 @@ async def _keeping(media: RequestMedia, source: Source) -> AsyncIterator[None]:
 
 
 async def _sources(
-    prompt: Prompt, media: RequestMedia
+    expansion: Expansion, media: RequestMedia
 ) -> AsyncIterator[tuple[prompts.MediaPart, Source]]:
     """Yield files of media, or processed items. Each is read when the iteration reaches it."""
+    prompt = expansion.prompt
     for part in prompts.media_parts(prompt.messages):
-        yield part, await media.read(part.url, part.field, part.modality)
+        if part.kind == DOCUMENT:
+            yield part, Source(expansion.files[part.url])
+        else:
+            yield part, await media.read(part.url, part.field, part.kind)
     fields = prompts.feature_fields(prompt.features, "kwargs_data")
     for feature, field in zip(prompt.features, fields, strict=True):
         part = prompts.MediaPart(feature.modality, field, "")

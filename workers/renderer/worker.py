@@ -12,7 +12,7 @@ from shared.models.lazy_module import load_torch
 from shared.protocol import subjects
 from shared.protocol.multimodal import AUDIO, VIDEO
 from shared.protocol.pipeline import models_of
-from shared.protocol.requests import Prompt
+from shared.protocol.requests import Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, RenderBody, Task, TaskHeader
 from shared.stage.job import Job
 from shared.stage.runtime import Context
@@ -23,7 +23,7 @@ from workers.renderer.media.loader import MediaLoader, is_remote
 from workers.renderer.media.request_media import RequestMedia
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor, Rendered
-from workers.renderer.processing.prompt import media_parts
+from workers.renderer.processing.prompt import parts_of
 from workers.renderer.render_path import RenderPath
 from workers.renderer.rpc import RendererRpc
 from workers.renderer.sound_splitter import SoundSplitter
@@ -183,7 +183,7 @@ class RendererWorker:
             header.request_id, ticket.sequence, ticket.tenant, ticket.cache_scope, header.model
         )
         tried_before = job.delivery.attempt > 1 or header.round > 0
-        urls = (part.url for part in media_parts(prompt.messages))
+        urls = (part.url for _, part in parts_of(prompt.messages) if not isinstance(part, TextPart))
         if tried_before and any(is_remote(url) for url in urls):
             await media.recall()
         return media

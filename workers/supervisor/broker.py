@@ -61,7 +61,7 @@ async def fit_streams(bus: Bus, config: Config) -> None:
 
     A limit below the size of the stored messages is left to that command. Raises Unavailable.
     """
-    bus.streams.configure(config.nats, config.delivery, config.agent)
+    bus.streams.configure(config.nats, config.delivery, config.agent, config.batch)
     changes = await bus.streams.find_changes(bus.now_ms())
     # A coordinator creates the missing streams.
     await bus.streams.change([c for c in changes if c.difference.setting and not c.shrinks])
@@ -88,7 +88,7 @@ async def watch_disk(bus: Bus, config: Config, broker: EmbeddedServer) -> None:
 
 async def repair_broker(bus: Bus, config: Config, broker: EmbeddedServer) -> None:
     """End the broker's process when a stream needs a restart. `keep_running` starts it again."""
-    bus.streams.configure(config.nats, config.delivery, config.agent)
+    bus.streams.configure(config.nats, config.delivery, config.agent, config.batch)
     while True:
         await asyncio.sleep(PROBE_S)
         refusals = await bus.streams.probe()

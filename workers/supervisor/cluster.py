@@ -13,7 +13,7 @@ from shared.bus.local_keys import forget_keys
 from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
-from workers.roles import AGENT, WorkerSpec
+from workers.roles import AGENT, BATCHER, WorkerSpec
 from workers.settings import login_of, nats_url
 from workers.supervisor.broker import (
     fit_streams,
@@ -32,6 +32,11 @@ _log = structlog.get_logger()
 RETRY_S = 0.5
 # Interval in which the queue is read, in case a notification was lost.
 LOOK_S = 60.0
+# Queues of the roles that most clusters never need: the stream, and the filter of its messages.
+OPTIONAL_ROLES = {
+    AGENT: (subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER),
+    BATCHER: (subjects.BATCHJOBS_STREAM, subjects.BATCHJOBS_FILTER),
+}
 
 
 class LocalCluster:
@@ -185,18 +190,33 @@ class LocalCluster:
         self.gateway_url = next((beat.url for beat in beats if beat.url is not None), None)
 
 
-async def start_agent_on_first_use(bus: Bus, supervisor: Supervisor) -> None:
-    """Start an agent when the first response is queued, and keep it. Never returns.
+async def start_on_first_use(bus: Bus, supervisor: Supervisor) -> None:
+    """Start an agent when the first response is queued, a batcher when the first batch is queued,
+    and keep them. Never returns.
 
-    Most clusters get no response, and the process would cost them memory.
+    Most clusters need neither, and the processes would cost them memory.
     """
-    live = await bus.subscribe(subjects.RESPONSES_FILTER)
-    spec = WorkerSpec(AGENT)
+    starting = [
+        asyncio.create_task(_start_when_queued(bus, supervisor, role, *queue))
+        for role, queue in OPTIONAL_ROLES.items()
+    ]
+    try:
+        await asyncio.gather(*starting)
+        await asyncio.Event().wait()
+    finally:
+        for task in starting:
+            task.cancel()
+
+
+async def _start_when_queued(
+    bus: Bus, supervisor: Supervisor, role: str, stream: str, messages: str
+) -> None:
+    live = await bus.subscribe(messages)
+    spec = WorkerSpec(role)
     while not supervisor.slots(spec):
-        size, _ = await bus.figures.size(subjects.RESPONSES_STREAM)
+        size, _ = await bus.figures.size(stream)
         if size:
             supervisor.add(spec)
         else:
             await live.next(LOOK_S)
     await bus.unsubscribe(live)
-    await asyncio.Event().wait()

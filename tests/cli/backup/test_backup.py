@@ -15,7 +15,7 @@ from shared.bus import request_queue, streams
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.snapshots import Snapshot, StreamSnapshots
-from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
+from shared.config.schema import AgentConfig, BatchConfig, DeliveryConfig, NatsConfig
 from shared.errors import Cancelled, InvalidRequest, NotFound
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -87,7 +87,7 @@ async def begin_log(bus: Bus, request_id: str) -> None:
 
 def test_every_stream_is_copied_or_made_again() -> None:
     delivery = DeliveryConfig()
-    configs = streams.durable_streams(delivery, AgentConfig(), 1)
+    configs = streams.durable_streams(delivery, AgentConfig(), BatchConfig(), 1)
     configs += streams.volatile_streams(delivery, 1)
     assert sorted([*ORDER, *DERIVED]) == sorted(config.name or "" for config in configs)
 

@@ -214,6 +214,7 @@ def test_without_scaling_a_pool_has_its_min_and_at_least_one() -> None:
         other: 1,
         "gateway": 2,
         "agent": 2,
+        "batcher": 2,
     }
 
 

@@ -407,7 +407,7 @@ def cached_tokens(core: EngineCore, request: EngineRequest) -> int:
     return usage.cached_tokens
 
 
-def test_the_cost_of_tokens_is_not_learned_from_steps_that_encode() -> None:
+def test_steps_that_encode_show_the_cost_of_items_and_not_of_tokens() -> None:
     core = make_core()
     step_cost = core._scheduler.step_cost
     core.add(imaged("first"))
@@ -415,9 +415,10 @@ def test_the_cost_of_tokens_is_not_learned_from_steps_that_encode() -> None:
     assert core.stats().encoded_items == 1
     core.observe_time(5.0)
     assert not step_cost.is_known
+    assert step_cost.item_seconds(4) == 5.0
     core.step()
     core.observe_time(0.5)
-    assert step_cost.line() == (0.0, 0.5)
+    assert step_cost.seconds(1, 0) == 0.5
 
 
 def test_a_repeated_prompt_and_its_image_are_not_recomputed() -> None:

@@ -14,18 +14,24 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from shared.protocol import subjects
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams
+from tests.engine.core.test_step_cost import observe_line
 from tests.fakes import FakeRunner, ShakyDrafter
-from workers.engine.core import step_cost
+from workers.engine.core import batch_lane
+from workers.engine.core.batch_lane import DELAY_S, EXPECTED_S, MAX_LEAST_STEPS
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.scheduler import LANE_DELAY_STEPS, RECENT_STEPS, Scheduler
+from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import EngineRequest, Item, Sequence, Status
-from workers.engine.core.step_cost import MIN_CHUNK
+from workers.engine.core.step_cost import MIN_CHUNK, StepWork
 
 MAX_MODEL_LEN = 16
 BLOCK_SIZE = 2
 VOCAB_SIZE = 50
+SLOWEST_TOKEN = 8
+"""Steps for a token of the batch lane: it takes as long as four allowances of the smallest step,
+and every second step may have none, because an interactive prompt begins."""
 
 
 def full_len(sequence: Sequence) -> int:
@@ -79,7 +85,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         ),
         max_tokens=st.integers(1, 6),
         n=st.sampled_from([1, 1, 2, 3]),
-        lane=st.sampled_from(list(LANE_DELAY_STEPS)),
+        lane=st.sampled_from(subjects.LANES),
         item_at=st.integers(0, 8),
     )
     def arrive(self, prompt: list[int], max_tokens: int, n: int, lane: str, item_at: int) -> None:
@@ -132,7 +138,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         for s, sampled in zip(batch.scheduled, tokens, strict=True):
             s.sequence.token_ids += [token.token_id for token in sampled]
         self.scheduler.update_after_step(batch)
-        self.scheduler.step_cost.observe(batch.num_tokens, self.base_s + batch.num_tokens)
+        self.scheduler.observe(batch.work(), self.base_s + batch.num_tokens)
         for sequence in self.alive:
             num_held = len(sequence.block_table)
             assert num_held == -(-sequence.num_computed_tokens // BLOCK_SIZE)
@@ -147,8 +153,9 @@ class LaneOrderMachine(RuleBasedStateMachine):
         if first is not self.first:
             running = [s for s in self.alive if s.status is Status.RUNNING and s is not first]
             self.first = first
-            # One token of one of them at a time, at the very worst.
-            self.due = self.num_steps + full_len(first) + sum(map(full_len, running))
+            # One token of one of them at a time, at the very worst, once it is paid for.
+            num_tokens = full_len(first) + sum(map(full_len, running))
+            self.due = self.num_steps + SLOWEST_TOKEN * num_tokens
         assert self.num_steps < self.due
 
     def check_blocks(self, scheduled: list[Any]) -> None:
@@ -176,7 +183,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("min_chunk", [1, MIN_CHUNK])
 def test_everybody_comes_to_an_end(min_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_cost, "MIN_CHUNK", min_chunk)
+    monkeypatch.setattr(batch_lane, "MIN_CHUNK", min_chunk)
     run_state_machine_as_test(LaneOrderMachine)
 
 
@@ -195,12 +202,14 @@ def test_the_interactive_lane_has_priority_for_a_limited_time() -> None:
     while batch.status is not Status.FINISHED:
         arrive("interactive")
         arrive("interactive")
-        (s,) = scheduler.schedule().scheduled
+        step = scheduler.schedule()
+        (s,) = step.scheduled
         scheduler.remove(s.sequence)
+        scheduler.observe(step.work(), 1.0)
         num_steps += 1
-        assert (s.sequence is batch) == (num_steps > 2 * LANE_DELAY_STEPS["batch"])
-    # Only sequences that arrived within its delay were scheduled before it.
-    assert num_steps == 2 * LANE_DELAY_STEPS["batch"] + 1
+    # Only sequences that arrived within its delay were scheduled before it, and a few while its
+    # token was not paid for.
+    assert 2 * DELAY_S < num_steps <= 2 * DELAY_S + SLOWEST_TOKEN
 
 
 def test_the_last_batch_sequence_is_preempted() -> None:
@@ -229,45 +238,72 @@ def of_lane(name: str, lane: str, num_tokens: int, max_tokens: int = 9) -> Seque
     return Sequence(request, 0, 0, list(prompt), max_tokens)
 
 
-def run_step(scheduler: Scheduler, token_s: float) -> dict[str, int]:
-    """Run a step; return the number of tokens of each request."""
+BASE_S, TOKEN_S = 0.01, 0.001
+
+
+def run_step(scheduler: Scheduler) -> dict[str, int]:
+    """Run a step on a machine with a constant time of a token; return the tokens of requests."""
     batch = scheduler.schedule()
     for s in batch.scheduled:
         if s.samples:
             s.sequence.token_ids.append(0)
     scheduler.update_after_step(batch)
-    scheduler.step_cost.observe(batch.num_tokens, batch.num_tokens * token_s)
+    scheduler.observe(batch.work(), BASE_S + batch.num_tokens * TOKEN_S)
     return {s.sequence.request_id: s.num_new_tokens for s in batch.scheduled}
 
 
+def measured_scheduler(max_num_seqs: int = 64, slowdown: float = 1.25) -> Scheduler:
+    pool = BlockPool(4000, BLOCK_SIZE)
+    scheduler = Scheduler(
+        pool, max_num_seqs, 256, MAX_MODEL_LEN, False, interactive_slowdown=slowdown
+    )
+    observe_line(scheduler.step_cost, BASE_S, TOKEN_S, [1, 4, 16, 64])
+    return scheduler
+
+
 def test_steps_with_interactive_sequences_have_few_tokens_of_the_batch_lane() -> None:
-    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
+    scheduler = measured_scheduler()
     for number in range(40):
         scheduler.add(of_lane(f"b{number}", "batch", 4))
-    assert sum(run_step(scheduler, 0.01).values()) == 160
-    scheduler.add(of_lane("i99", "interactive", 4, max_tokens=2))
-    # Half as many as the interactive sequence has, and one at least.
-    for num_tokens, others in ((4, ["b0", "b1"]), (1, ["b0"])):
-        step = run_step(scheduler, 0.01)
-        assert step.pop("i99") == num_tokens
-        assert list(step) == others, "the first of them"
+    assert sum(run_step(scheduler).values()) == 160
+    scheduler.add(of_lane("i99", "interactive", 4))
+    assert run_step(scheduler) == {"i99": 4}, "a first token comes alone"
+    for _ in range(20):
+        # 11 ms by itself, and a quarter more, sometimes with a token that earlier steps have paid.
+        assert [*run_step(scheduler)] in (["i99", "b0", "b1"], ["i99", "b0", "b1", "b2"])
+
+
+@pytest.mark.parametrize(("slowdown", "num_decodes"), [(1.1, 1), (1.5, 5), (2.0, 11), (9.0, 40)])
+def test_a_larger_slowdown_leaves_the_batch_lane_more(slowdown: float, num_decodes: int) -> None:
+    scheduler = measured_scheduler(slowdown=slowdown)
+    for number in range(40):
+        scheduler.add(of_lane(f"b{number}", "batch", 4))
+    run_step(scheduler)
+    scheduler.add(of_lane("i99", "interactive", 1))
+    assert len(run_step(scheduler)) == 1 + num_decodes
 
 
 def test_steps_of_the_batch_lane_stay_short_for_some_time() -> None:
-    scheduler = Scheduler(BlockPool(4000, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
-    scheduler.add(of_lane("i99", "interactive", 4, max_tokens=1))
-    run_step(scheduler, 0.001)
+    scheduler = measured_scheduler()
+    scheduler.add(of_lane("i99", "interactive", 16, max_tokens=1))
+    run_step(scheduler)
     scheduler.remove(scheduler.running[0])
-    for number in range(RECENT_STEPS):
-        # More than a step may have.
-        for choice in range(8):
-            scheduler.add(of_lane(f"b{number}{choice}", "batch", 4))
-        assert sum(run_step(scheduler, 0.001).values()) == MIN_CHUNK
+
+    def run_prompts() -> int:
+        """Offer a step of the batch lane more prompts than it may have."""
+        for number in range(64):
+            scheduler.add(of_lane(f"b{number}", "batch", 10))
+        num_tokens = sum(run_step(scheduler).values())
         for sequence in (*scheduler.running, *scheduler.waiting):
             scheduler.remove(sequence)
-    for number in range(40):
-        scheduler.add(of_lane(f"b{number}", "batch", 4))
-    assert sum(run_step(scheduler, 0.001).values()) == 160
+        return num_tokens
+
+    assert run_prompts() == MIN_CHUNK
+    scheduler._lane.observe(EXPECTED_S - 1)
+    assert run_prompts() == MIN_CHUNK
+    scheduler._lane.observe(2.0)
+    longest_s = MAX_LEAST_STEPS * (BASE_S + 2 * TOKEN_S)
+    assert run_prompts() == pytest.approx((longest_s - BASE_S) / TOKEN_S, rel=0.05)
 
 
 def with_items(name: str, lane: str, *offsets: int) -> Sequence:
@@ -278,98 +314,97 @@ def with_items(name: str, lane: str, *offsets: int) -> Sequence:
     return sequence
 
 
-def new_scheduler() -> Scheduler:
-    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
-    scheduler.add(of_lane("i99", "interactive", 4))
+ITEM_S = 0.02
+
+
+def with_known_items(slowdown: float = 1.25) -> Scheduler:
+    scheduler = measured_scheduler(slowdown=slowdown)
+    scheduler.step_cost.observe(StepWork(4, 0, num_item_tokens=2), BASE_S + 4 * TOKEN_S + ITEM_S)
     return scheduler
 
 
-def run_interactive_step(scheduler: Scheduler) -> None:
-    """Run a step of an interactive sequence, after which the limits of the batch lane hold."""
-    scheduler.add(of_lane("i99", "interactive", 4))
-    run_step(scheduler, 0)
+def test_an_item_of_the_batch_lane_waits_until_interactive_steps_have_paid_for_it() -> None:
+    scheduler = with_known_items()
+    scheduler.add(of_lane("i99", "interactive", 1))
+    scheduler.add(with_items("b0", "batch", 0))
+    scheduler.add(of_lane("b1", "batch", 12))
+    num_steps = 0
+    while (step := run_step(scheduler)) == {"i99": 1}:
+        num_steps += 1
+    # A later prompt does not use the allowance of 2.75 ms a step meanwhile.
+    assert num_steps == pytest.approx((ITEM_S + TOKEN_S) / 0.00275, abs=1)
+    assert step["b0"] > 0
+
+
+def test_a_step_of_the_batch_lane_alone_has_one_item() -> None:
+    scheduler = with_known_items()
+    scheduler.add(of_lane("i99", "interactive", 4, max_tokens=1))
+    run_step(scheduler)
     scheduler.remove(scheduler.running[0])
-
-
-def test_no_item_of_the_batch_lane_is_encoded_in_a_step_with_interactive_sequences() -> None:
-    scheduler = new_scheduler()
     scheduler.add(with_items("b0", "batch", 3, 8))
     scheduler.add(with_items("b1", "batch", 0))
-    assert run_step(scheduler, 0) == {"i99": 4, "b0": 3}
-    for _ in range(3):
-        assert run_step(scheduler, 0) == {"i99": 1}
-    scheduler.remove(scheduler.running[0])
-    # One item in each step, whichever sequence has it.
-    assert run_step(scheduler, 0) == {"b0": 5}
-    assert run_step(scheduler, 0) == {"b0": 4}
-    assert run_step(scheduler, 0) == {"b0": 1, "b1": 12}
+    assert run_step(scheduler) == {"b0": 8}
+    assert run_step(scheduler) == {"b0": 4}
+    assert run_step(scheduler) == {"b0": 1, "b1": 12}
 
 
 def test_items_that_an_encoder_has_encoded_do_not_wait() -> None:
-    scheduler = new_scheduler()
-    sequence = with_items("b0", "batch", 3)
+    scheduler = with_known_items()
+    sequence = with_items("b0", "batch", 0)
     sequence.request.items[0] = replace(sequence.request.items[0], embedding=b"")
+    scheduler.add(of_lane("i99", "interactive", 1))
     scheduler.add(sequence)
-    assert run_step(scheduler, 0) == {"i99": 4, "b0": 12}
-
-
-def test_an_item_of_the_batch_lane_is_encoded_when_it_comes_first_of_all() -> None:
-    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN)
-    scheduler.add(with_items("b0", "batch", 3))
-    num_steps = 0
-    while scheduler.waiting or scheduler.running[0].num_computed_tokens < 12:
-        scheduler.add(of_lane("i0", "interactive", 4))
-        run_step(scheduler, 0)
-        for sequence in scheduler.running[:]:
-            if sequence.request_id == "i0":
-                scheduler.remove(sequence)
-        num_steps += 1
-    assert num_steps == LANE_DELAY_STEPS["batch"] + 1
+    assert run_step(scheduler) == {"i99": 1, "b0": 2}
 
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_an_item_is_encoded_before_the_items_of_later_sequences(begins: bool) -> None:
     """Others would be started up to their items, and would then come before those that wait."""
-    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 256, MAX_MODEL_LEN, False)
-    run_interactive_step(scheduler)
+    scheduler = with_known_items()
+    scheduler.add(of_lane("i99", "interactive", 4, max_tokens=1))
+    run_step(scheduler)
+    scheduler.remove(scheduler.running[0])
     scheduler.add(with_items("b0", "batch", 0 if begins else 3, 8))
     for number in range(1, 9):
         sequence = of_lane(f"b{number}", "batch", 3)
-        sequence.request.items.append(Item("image", "i", PlaceholderRange(2, 1), {}))
+        sequence.request.items.append(Item("image", "i", PlaceholderRange(2, 2), {}))
         scheduler.add(sequence)
     last = with_items("b99", "batch", 0)
     scheduler.add(last)
     for _ in range(2):
-        run_step(scheduler, 0)
+        run_step(scheduler)
     first, *others = (*scheduler.running, *scheduler.waiting)
     assert first.num_output_tokens == 1, "two items, one a step"
     assert not any(sequence.num_output_tokens for sequence in others)
     for _ in range(9):
         assert last.num_computed_tokens == 0
-        run_step(scheduler, 0)
-    assert last.num_output_tokens == 1
+        run_step(scheduler)
+    assert last.num_computed_tokens > 0
 
 
 def test_an_interactive_sequence_that_waits_for_an_item_of_the_batch_lane_gets_it() -> None:
     """Its prefix is being computed, so that it cannot be in the step."""
     scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 64, 4, MAX_MODEL_LEN)
+    scheduler.observe(StepWork(num_decodes=4, num_item_tokens=2), 5.0)
     first, second = with_items("b0", "batch", 6), with_items("b0", "interactive", 6)
-    run_interactive_step(scheduler)
+    scheduler.add(of_lane("i99", "interactive", 4, max_tokens=1))
+    run_step(scheduler)
+    scheduler.remove(scheduler.running[0])
     scheduler.add(first)
-    run_step(scheduler, 0)
+    run_step(scheduler)
     scheduler.add(second)
     for _ in range(20):
-        run_step(scheduler, 0)
+        run_step(scheduler)
     assert second.num_output_tokens > 0
 
 
 def test_an_interactive_sequence_takes_the_place_of_one_of_the_batch_lane() -> None:
-    scheduler = Scheduler(BlockPool(400, BLOCK_SIZE), 2, 256, MAX_MODEL_LEN)
+    scheduler = measured_scheduler(max_num_seqs=2)
     for name in ("b0", "b1"):
         scheduler.add(of_lane(name, "batch", 4))
-    run_step(scheduler, 0.01)
+    run_step(scheduler)
     for name in ("i0", "i1", "i2"):
         scheduler.add(of_lane(name, "interactive", 4))
-    assert set(run_step(scheduler, 0.01)) == {"i0", "i1"}
+    assert set(run_step(scheduler)) == {"i0", "i1"}
     assert [s.request_id for s in scheduler.waiting] == ["i2", "b0", "b1"]
     assert scheduler.num_preemptions == 2

@@ -1,4 +1,4 @@
-"""The time of a step by its tokens, and the limit on prompts in a step with decodes."""
+"""The time of a step by its work, and the limit on prompts in a step with decodes."""
 
 import math
 import random
@@ -12,24 +12,36 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import Sequence
 from workers.engine.core.step_cost import (
-    BATCH_SHARE,
-    BATCH_STEP_S,
-    DECAY,
+    MAX_AGE,
     MIN_CHUNK,
+    NUM_TIMES,
     PrefillLimit,
     StepCost,
-    max_batch_tokens,
+    StepWork,
+    TimeCurve,
 )
 
 counts = st.integers(1, 4096)
 seconds = st.floats(1e-5, 10)
 
 
-def cost_of(base_s: float, token_s: float, sizes: list[int]) -> StepCost:
-    cost = StepCost()
+def curve_of(base_s: float, token_s: float, sizes: list[int]) -> TimeCurve:
+    curve = TimeCurve()
     for size in sizes:
-        cost.observe(size, base_s + size * token_s)
+        curve.observe(size, base_s + size * token_s)
+    return curve
+
+
+def cost_of(base_s: float, token_s: float, sizes: list[int]) -> StepCost:
+    """The same line for steps with prompts and without."""
+    cost = StepCost()
+    observe_line(cost, base_s, token_s, sizes)
     return cost
+
+
+def observe_line(cost: StepCost, base_s: float, token_s: float, sizes: list[int]) -> None:
+    for work in (*(StepWork(size) for size in sizes), *(StepWork(0, size) for size in sizes)):
+        cost.observe(work, base_s + work.num_tokens * token_s)
 
 
 @given(
@@ -37,29 +49,115 @@ def cost_of(base_s: float, token_s: float, sizes: list[int]) -> StepCost:
     st.floats(1e-5, 1e-2),
     st.lists(counts, min_size=2, max_size=30).filter(lambda sizes: max(sizes) > 2 * min(sizes)),
 )
-def test_the_line_of_steps_is_found(base_s: float, token_s: float, sizes: list[int]) -> None:
-    base, token = cost_of(base_s, token_s, sizes).line()
-    for size in (1, 100, 5000):
-        assert base + size * token == pytest.approx(base_s + size * token_s, rel=0.01, abs=1e-4)
+def test_a_line_is_found_and_continued(base_s: float, token_s: float, sizes: list[int]) -> None:
+    curve = curve_of(base_s, token_s, sizes)
+    for size in (0, 1, *sizes, 1.4 * max(sizes)):
+        assert curve.seconds(size) == pytest.approx(base_s + size * token_s, rel=0.01, abs=1e-4)
 
 
-@given(st.lists(st.tuples(counts, seconds), min_size=1, max_size=60))
-def test_any_steps_have_a_line_that_rises(steps: list[tuple[int, float]]) -> None:
-    cost = StepCost()
+def test_tokens_that_cost_nothing_are_found() -> None:
+    """A machine reads its weights in 10 ms, and computes ten tokens in this time."""
+    curve = TimeCurve()
+    for size in (1, 2, 4, 8, 10, 16, 32, 64):
+        curve.observe(size, max(0.01, 0.001 * size))
+    assert curve.max_tokens(0.0101) == 10
+    assert curve.max_tokens(0.0125) == 12
+    assert curve.seconds(48) == pytest.approx(0.048)
+
+
+@given(st.lists(st.tuples(counts, seconds), min_size=1, max_size=60), st.floats(1e-6, 20))
+def test_any_steps_have_a_curve_that_rises(steps: list[tuple[int, float]], limit_s: float) -> None:
+    curve = TimeCurve()
     for size, took_s in steps:
-        cost.observe(size, took_s)
-    base_s, token_s = cost.line()
-    assert base_s >= 0
-    assert 0 < token_s < math.inf
+        curve.observe(size, took_s)
+    times = [curve.seconds(size) for size in (0, 1, 3, 10, 100, 1000, 10_000, 10**6)]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert times[-1] < math.inf
+    most = curve.max_tokens(limit_s)
+    if most:
+        assert curve.seconds(most) <= limit_s * 1.000001
+    if limit_s >= times[0]:
+        assert curve.seconds(most + 1) >= limit_s * 0.999999
 
 
-def test_a_machine_that_slows_down_is_noticed_within_some_dozens_of_steps() -> None:
-    cost = cost_of(0.01, 1e-4, [8, 256] * 50)
-    for size in [8, 256] * 50:
-        cost.observe(size, 3 * (0.01 + size * 1e-4))
-    base_s, token_s = cost.line()
-    assert base_s == pytest.approx(0.03, rel=3 * DECAY**100 + 0.01)
-    assert token_s == pytest.approx(3e-4, rel=3 * DECAY**100 + 0.01)
+@given(
+    st.lists(st.floats(0.9, 1.1), min_size=NUM_TIMES // 2 + 1, max_size=NUM_TIMES),
+    st.lists(st.floats(0, 1e6), max_size=NUM_TIMES // 2),
+    st.randoms(),
+)
+def test_a_few_outliers_change_nothing(
+    usual: list[float], outliers: list[float], rng: random.Random
+) -> None:
+    """As many as half of the times that count, such as the first step, or a pause."""
+    times = (usual + outliers)[:NUM_TIMES]
+    rng.shuffle(times)
+    curve = TimeCurve()
+    for time_s in times:
+        curve.observe(8, time_s)
+    assert 0.9 <= curve.seconds(8) <= 1.1
+
+
+def test_a_slow_step_of_one_size_is_corrected_by_a_faster_one_of_more_tokens() -> None:
+    curve = TimeCurve()
+    curve.observe(16, 5.0)
+    curve.observe(32, 0.02)
+    assert curve.seconds(16) <= 0.02
+
+
+def test_a_machine_that_slows_down_is_noticed_within_five_steps() -> None:
+    curve = curve_of(0.01, 1e-4, [8, 256] * 50)
+    for size in [8, 256] * 5:
+        curve.observe(size, 3 * (0.01 + size * 1e-4))
+    assert curve.seconds(100) == pytest.approx(3 * 0.02)
+
+
+def test_a_size_that_no_longer_occurs_is_forgotten() -> None:
+    curve = TimeCurve()
+    curve.observe(64, 9.0)
+    for _ in range(MAX_AGE + 1):
+        curve.observe(1, 0.01)
+        curve.observe(8, 0.01)
+    assert curve.seconds(8) == 0.01
+    assert curve.max_tokens(0.02) > 16
+
+
+def test_prompts_cost_what_they_add_to_decodes() -> None:
+    """A machine needs 10 ms, 1 ms for a decode, 0.1 ms for a prompt's token, 5 ms for any."""
+    cost = StepCost()
+    assert not cost.is_known
+    for num_decodes in (1, 2, 4, 8, 16, 32):
+        cost.observe(StepWork(num_decodes), 0.01 + 0.001 * num_decodes)
+    assert cost.seconds(0, 20) == pytest.approx(0.03), "nothing better is known"
+    for num_decodes, num_prompt_tokens in ((1, 10), (30, 50), (8, 200), (0, 400)):
+        seconds = 0.015 + 0.001 * num_decodes + 0.0001 * num_prompt_tokens
+        cost.observe(StepWork(num_decodes, num_prompt_tokens), seconds)
+    assert cost.seconds(20, 0) == pytest.approx(0.03)
+    assert cost.seconds(20, 100) == pytest.approx(0.045)
+    assert cost.max_prompt_tokens(0.045001, 20) == 100
+    assert cost.max_decodes(0.045001, 100) == 20
+    assert cost.max_prompt_tokens(0.02, 20) == 0
+    assert cost.least_s == pytest.approx(0.0161)
+
+
+def test_prompts_alone_have_a_time_too() -> None:
+    """An engine for embeddings decodes nothing."""
+    cost = StepCost()
+    for num_tokens in (8, 64, 512):
+        cost.observe(StepWork(0, num_tokens), 0.01 + 0.001 * num_tokens)
+    assert cost.seconds(0, 100) == pytest.approx(0.11)
+    assert cost.max_prompt_tokens(0.110001, 0) == 100
+    assert cost.least_s == pytest.approx(0.011)
+
+
+def test_an_item_costs_what_its_step_took_in_addition() -> None:
+    cost = cost_of(0.01, 0.001, [1, 10, 100])
+    assert cost.item_seconds(50) == 0
+    for _ in range(5):
+        cost.observe(StepWork(1, 9, num_item_tokens=8), 0.02 + 0.4)
+    cost.observe(StepWork(1, 9, num_item_tokens=8), 30.0)
+    assert cost.item_seconds(16) == pytest.approx(0.8, rel=0.01)
+    assert cost.seconds(1, 9) == pytest.approx(0.02, rel=0.01)
 
 
 @given(
@@ -101,8 +199,7 @@ def test_nothing_is_limited_without_decodes_or_a_limit_or_a_measured_step() -> N
 def make_scheduler(limit: PrefillLimit, num_blocks: int = 600) -> Scheduler:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(pool, 8, 256, 300, prefill_limit=limit)
-    for size in (1, 100, 200):
-        scheduler.step_cost.observe(size, 0.01 + size * 1e-3)
+    observe_line(scheduler.step_cost, 0.01, 1e-3, [1, 100, 200])
     return scheduler
 
 
@@ -149,34 +246,8 @@ def test_all_sequences_end_under_any_limit(seed: int, max_step_s: float, min_sha
             scheduler.add(left.pop())
         batch = scheduler.schedule()
         assert batch.num_tokens <= 256
-        scheduler.step_cost.observe(max(1, batch.num_tokens), rng.uniform(1e-4, 0.5))
+        if batch.scheduled:
+            scheduler.observe(batch.work(), rng.uniform(1e-4, 0.5))
         advance(scheduler, batch)
         num_steps += 1
         assert num_steps < 5000
-
-
-@given(st.floats(0, 0.05), st.floats(1e-5, 1e-2), st.integers(1, 512))
-def test_the_batch_lane_makes_a_step_half_as_long_again_at_most(
-    base_s: float, token_s: float, num_interactive: int
-) -> None:
-    cost = cost_of(base_s, token_s, [1, 64] * 20)
-    limit = max_batch_tokens(cost, num_interactive)
-    assert limit is not None
-    assert limit >= 1
-    step_s = base_s + num_interactive * token_s
-    if limit > 1:
-        assert limit * token_s <= BATCH_SHARE * step_s * 1.01 + 1e-6
-
-
-@given(st.floats(0, 0.05), st.floats(1e-5, 1e-2))
-def test_steps_of_the_batch_lane_alone_are_short(base_s: float, token_s: float) -> None:
-    limit = max_batch_tokens(cost_of(base_s, token_s, [1, 64] * 20), 0)
-    assert limit is not None
-    assert limit >= MIN_CHUNK
-    if limit > MIN_CHUNK:
-        assert base_s + limit * token_s <= max(BATCH_STEP_S, 2 * base_s) * 1.01 + 1e-4
-
-
-def test_the_batch_lane_has_no_limit_before_a_step_was_measured() -> None:
-    assert max_batch_tokens(StepCost(), 0) is None
-    assert max_batch_tokens(StepCost(), 8) is None

@@ -7,7 +7,7 @@ import pytest
 
 from shared.protocol.requests import VideoPart
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.openai.chat import MAX_NAMED_SOUNDS, plan_chat
+from workers.gateway.openai.chat import MAX_NAMED_FILES, plan_chat
 from workers.gateway.openai.chat_assembler import CHAT
 from workers.gateway.openai.completions import plan_completion
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
@@ -30,6 +30,27 @@ def test_requests_keep_their_prompt_cache_key(key: str | None) -> None:
 def test_prompt_cache_keys_are_bounded() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"<= 128 - at `\$.prompt_cache_key`"):
         plan(prompt_cache_key="x" * 129)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lane"),
+    [
+        ({}, "interactive"),
+        ({"priority": 0}, "interactive"),
+        ({"priority": 1}, "batch"),
+        ({"service_tier": "flex"}, "batch"),
+        ({"service_tier": "flex", "priority": -1}, "batch"),
+        ({"service_tier": "priority", "priority": 1}, "batch"),
+        ({"service_tier": "auto"}, "interactive"),
+        ({"service_tier": "default"}, "interactive"),
+        ({"service_tier": "priority"}, "interactive"),
+    ],
+)
+def test_a_priority_above_zero_and_the_flex_tier_mean_the_batch_lane(
+    fields: dict[str, Any], lane: str
+) -> None:
+    for submit_plan in plan(**fields):
+        assert [request.lane for request in submit_plan.requests] == [lane]
 
 
 @pytest.mark.parametrize("options", [None, {}, {"use_audio_in_video": False}])
@@ -64,7 +85,7 @@ def test_the_fields_of_countless_sounds_are_not_stored() -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "", "format": ""}}
     messages = [{"role": "user", "content": [sound] * 1000}]
     chat = msgspec.convert({"model": "m", "messages": messages}, ChatRequest)
-    assert len(plan_chat(chat).options.fields) == MAX_NAMED_SOUNDS
+    assert len(plan_chat(chat).options.fields) == MAX_NAMED_FILES
 
 
 def test_other_options_of_processors_are_refused() -> None:

@@ -139,14 +139,14 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
             "input[0].content[0].file_id",
         ),
         (
-            [said({"type": "input_file", "file_data": "data:application/pdf;base64,AA"})],
-            "unsupported_parameter",
-            "input[0].content[0].file_data",
+            [said({"type": "input_file", "file_id": FILE, "file_url": "https://a.example/b"})],
+            "invalid_request",
+            "input[0].content[0]",
         ),
         (
-            [said({"type": "input_file", "file_id": FILE, "file_url": "https://a.example/b"})],
-            "unsupported_parameter",
-            "input[0].content[0].file_url",
+            [said({"type": "input_file", "file_data": "AA==", "pages": "1-"})],
+            "invalid_request",
+            "input[0].content[0].pages",
         ),
         ([said({"type": "input_audio"})], "invalid_request", "input[0].content[0].input_audio"),
         ([{"type": "reasoning", "summary": []}], "unsupported_parameter", "input[0].type"),
@@ -228,6 +228,13 @@ def test_fields_become_limits_sampling_and_echo() -> None:
     for name in fields.keys() - {"include", "store"}:
         assert begun.echo[name] == fields[name]
     assert begun_from({"include": [LOGPROBS]}).sampling == {"logprobs": 0}
+
+
+@pytest.mark.parametrize("tier", [None, "auto", "default", "flex"])
+def test_a_flexible_response_is_computed_in_the_batch_lane(tier: str | None) -> None:
+    begun = begun_from({"service_tier": tier})
+    assert begun.lane == ("batch" if tier == "flex" else "interactive")
+    assert begun.echo.get("service_tier", "default") == ("flex" if tier == "flex" else "default")
 
 
 def test_a_request_lowers_the_limit_on_calls_and_does_not_raise_it() -> None:

@@ -54,7 +54,7 @@ async def test_a_removed_file_is_gone(http: httpx.AsyncClient, bus: Bus) -> None
         "deleted": True,
     }
     after, _ = await bus.figures.size(subjects.MEDIA_STREAM)
-    assert before - after == 1 + 4
+    assert before - after == 2 + 4
     for method in ("GET", "DELETE"):
         answer = await http.request(method, f"{FILES}/{file_id}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

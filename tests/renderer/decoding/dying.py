@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from workers.renderer.decoding import formats, job, spawner
 from workers.renderer.decoding.containers import Bytes
+from workers.renderer.decoding.document_file import DocumentFile
 from workers.renderer.decoding.messages import AudioProbe, DecodingLimits, Reply, VideoProbe
 from workers.renderer.decoding.video_file import Pixels, VideoFile
 
@@ -28,6 +29,12 @@ class CostlyVideo:
         if len(indexes) > 1:
             os.abort()
         yield np.zeros((8, 8, 3), np.uint8)
+
+
+class SleepingDocument(DocumentFile):
+    def __init__(self, data: Bytes, limits: DecodingLimits) -> None:
+        time.sleep(60)
+        super().__init__(data, limits)
 
 
 class LateSound:
@@ -73,4 +80,5 @@ def die(data: Bytes, limits: DecodingLimits) -> VideoFile:
 
 def main(descriptor: int) -> None:
     vars(formats).update(open_video=die, open_audio=lambda *_: LateSound())
+    vars(job)["DocumentFile"] = SleepingDocument
     spawner.main(descriptor)

@@ -15,6 +15,7 @@ LIMITS = DecodingLimits(
     max_side=16_384,
     max_video_s=3600.0,
     max_audio_s=30.0,
+    max_page_pixels=2**25,
     max_cpu_s=10,
     max_memory_mib=1536,
 )
@@ -37,3 +38,15 @@ class Reader:
             probe = decoding.probe_audio()
             pieces = list(decoding.read_samples(rate))
             return probe, np.concatenate([np.zeros(0, np.float32), *pieces])
+
+    def pages(
+        self, data: bytes, numbers: list[int], dpi: int = 72
+    ) -> tuple[int, list[NDArray[np.uint8]]]:
+        """Return the number of pages, and the images of some of them."""
+        with self.pool.open("pages", data, content_hash(data), FIELD, tuple(numbers)) as decoding:
+            num_pages = decoding.probe_document().num_pages
+            return num_pages, [image.copy() for image in decoding.read_pages(numbers, dpi)]
+
+    def texts(self, data: bytes, numbers: list[int]) -> list[str]:
+        with self.pool.open("pages", data, content_hash(data), FIELD) as decoding:
+            return list(decoding.read_texts(numbers))

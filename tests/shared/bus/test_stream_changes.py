@@ -10,7 +10,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.stream_changes import StreamChange, differences, words_of
 from shared.bus.stream_keeper import HOW_TO_CHANGE, NOT_CHANGED
-from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
+from shared.config.schema import AgentConfig, BatchConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError
 from shared.protocol import subjects
 
@@ -24,7 +24,7 @@ async def fill(bus: Bus, number: int) -> None:
 
 
 async def changes_to(bus: Bus, delivery: DeliveryConfig) -> list[StreamChange]:
-    bus.streams.configure(NATS, delivery, AgentConfig())
+    bus.streams.configure(NATS, delivery, AgentConfig(), BatchConfig())
     return await bus.streams.find_changes(bus.now_ms())
 
 
@@ -34,7 +34,7 @@ async def num_stored(bus: Bus) -> int:
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_configuration_differs_from_itself_in_nothing(replicas: int) -> None:
-    for config in streams.durable_streams(DeliveryConfig(), AgentConfig(), replicas):
+    for config in streams.durable_streams(DeliveryConfig(), AgentConfig(), BatchConfig(), replicas):
         assert differences(config, config) == []
 
 
@@ -97,7 +97,9 @@ async def test_a_greater_limit_keeps_everything(own_bus: Bus) -> None:
 async def test_a_shorter_age_counts_what_is_older(own_bus: Bus) -> None:
     await fill(own_bus, 20)
     now_ms = own_bus.now_ms()
-    own_bus.streams.configure(NATS, DeliveryConfig(token_log_age_s=60), AgentConfig())
+    own_bus.streams.configure(
+        NATS, DeliveryConfig(token_log_age_s=60), AgentConfig(), BatchConfig()
+    )
     assert not any(c.shrinks for c in await own_bus.streams.find_changes(now_ms))
     later = await own_bus.streams.find_changes(now_ms + 61_000)
     assert [c.effect for c in later if c.shrinks] == ["would delete 20 messages"]

@@ -23,7 +23,7 @@ from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S, check_server
 from shared.bus.streams import create_missing, durable_streams, streams_of_tenant
 from shared.bus.waits import ReplyWaits
 from shared.client import ask
-from shared.config.schema import AgentConfig, DeliveryConfig, NatsConfig
+from shared.config.schema import AgentConfig, BatchConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -282,7 +282,7 @@ async def test_tasks_are_in_memory_only_where_the_broker_runs_alone(
     process, url = start_server(tmp_path, settings)
     try:
         bus = await Bus.connect(url, "test")
-        bus.streams.configure(NatsConfig(), DeliveryConfig(), AgentConfig())
+        bus.streams.configure(NatsConfig(), DeliveryConfig(), AgentConfig(), BatchConfig())
         stored = {config.name: config.storage for config in bus.streams.configs}
         await bus.close()
     finally:

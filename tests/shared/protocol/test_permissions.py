@@ -56,6 +56,7 @@ def may_subscribe(permissions: Permissions, subject: str) -> bool:
         subjects.tokens("r", "audio"),
         subjects.tokens("r@tenant"),
         subjects.steps("tenant", "r"),
+        subjects.stored_batch(subjects.batch_log("tenant", "b")),
     ],
 )
 def test_live_messages_do_not_look_like_stored_ones(identity: str, subject: str) -> None:
@@ -117,6 +118,13 @@ def test_each_other_role_has_further_permissions() -> None:
     own = {
         "gateway": [subjects.request("m", "r@t"), subjects.job("r"), subjects.step("t", "r")],
         "agent": [subjects.request("m", "r@t"), subjects.step("t", "r"), subjects.attempts("r")],
+        "batcher": [
+            subjects.request("m", "r@t"),
+            subjects.job("r"),
+            subjects.batch_log("t", "b"),
+            subjects.attempts("b"),
+            "$JS.ACK.BATCHJOBS.batcher.1.2.3.4.5",
+        ],
         "autoscaler": [subjects.SCALE_PLAN],
         "pool": [subjects.scale_report("engine/org/m")],
         "coordinator": [subjects.ended("r"), "$JS.API.CONSUMER.MSG.NEXT.REQUESTS.coordinator"],
@@ -126,6 +134,7 @@ def test_each_other_role_has_further_permissions() -> None:
     others = {
         "gateway": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
         "agent": [subjects.append("r"), subjects.stage("engine", "m", "batch", "r")],
+        "batcher": [subjects.append("r"), subjects.audit("gateway")],
         "autoscaler": [subjects.append("r"), subjects.request("m", "r"), subjects.SETTINGS + ".x"],
         "pool": [subjects.SCALE_PLAN, subjects.SCALE_ORDERS, subjects.append("r")],
         "coordinator": [subjects.request("m", "r"), subjects.step("t", "r")],

@@ -18,10 +18,12 @@ FORMAT = 1
 # dead letters after the logs that end with an error.
 ORDER = (
     subjects.RESPONSES_STREAM,
+    subjects.BATCHJOBS_STREAM,
     subjects.CANCELS_STREAM,
     subjects.REQUESTS_STREAM,
     subjects.TOKENS_STREAM,
     subjects.STEPS_STREAM,
+    subjects.BATCHES_STREAM,
     subjects.MEDIA_STREAM,
     subjects.JOBS_STREAM,
     subjects.DEAD_STREAM,
@@ -30,7 +32,12 @@ ORDER = (
 )
 # Queues are restored without their consumers: claims on messages belong to workers that no longer
 # exist, and so every message is delivered again.
-QUEUES = (subjects.RESPONSES_STREAM, subjects.CANCELS_STREAM, subjects.REQUESTS_STREAM)
+QUEUES = (
+    subjects.RESPONSES_STREAM,
+    subjects.BATCHJOBS_STREAM,
+    subjects.CANCELS_STREAM,
+    subjects.REQUESTS_STREAM,
+)
 # Streams that are not copied: coordinators publish the tasks of all queued requests again.
 DERIVED = (
     subjects.STAGES_STREAM,
@@ -39,9 +46,9 @@ DERIVED = (
     subjects.KV_STREAM,
     subjects.WORKERS_STREAM,
 )
-# Logs of queued requests and responses. Their last messages may belong to requests that were
-# accepted after the queue was copied.
-LOGS = (subjects.TOKENS_STREAM, subjects.STEPS_STREAM)
+# Logs of queued requests, responses and batches. Their last messages may belong to requests that
+# were accepted after the queue was copied.
+LOGS = (subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.BATCHES_STREAM)
 
 
 def kind_of(stream: str) -> str:

@@ -1,9 +1,9 @@
 """Repair of a restored cluster: records that refer to a missing message of another stream.
 
 Queues are copied before logs. So the last messages of the logs may belong to requests and
-responses that were accepted after their queue was copied. Such a response can continue from its
-log, and is queued again. Such a request cannot, because its prompt was in the queue: its log is
-removed, and the request is unknown, like all later ones.
+responses that were accepted after their queue was copied. Such a response or batch can continue
+from its log, and is queued again. Such a request cannot, because its prompt was in the queue: its
+log is removed, and the request is unknown, like all later ones.
 """
 
 from collections.abc import Iterable
@@ -12,9 +12,11 @@ from typing import NamedTuple
 from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.protocol.batch_log import decode_batch_begun
 from shared.protocol.encoding import to_json
 from shared.protocol.steps import ResponseTask, decode_step
 from shared.responses.state import state_of
+from shared.state.batch_log import open_batches, queue_batch
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
 
@@ -26,12 +28,16 @@ class Mended(NamedTuple):
     """Removed logs: they have no end, and their request is not queued."""
     requeued_responses: int
     """Responses that have not ended, which were queued again."""
+    requeued_batches: int = 0
+    """Batches that have not ended, which were queued again."""
 
 
 async def mend(bus: Bus, log_ends: dict[str, int]) -> Mended:
     """Repair the records after `log_ends`. Raises Unavailable."""
     removed = await _remove_logs(bus, log_ends.get(subjects.TOKENS_STREAM))
-    return Mended(removed, await _requeue(bus, log_ends.get(subjects.STEPS_STREAM)))
+    responses = await _requeue(bus, log_ends.get(subjects.STEPS_STREAM))
+    batches = await _requeue_batches(bus, log_ends.get(subjects.BATCHES_STREAM))
+    return Mended(removed, responses, batches)
 
 
 async def _remove_logs(bus: Bus, end: int | None) -> int:
@@ -64,6 +70,18 @@ async def _requeue(bus: Bus, end: int | None) -> int:
         await bus.publish(subjects.response(state.begun.model), task, response_id)
         num_requeued += 1
     return num_requeued
+
+
+async def _requeue_batches(bus: Bus, end: int | None) -> int:
+    if end is None:
+        return 0
+    stored = await bus.read(subjects.BATCHES_STREAM, subjects.BATCHES_BEGUN, end + 1)
+    orders = [order for message in stored if (order := decode_batch_begun(message.data))]
+    states = await open_batches(bus, orders)
+    unfinished = [state.begun for state in states if state.ended is None]
+    for begun in unfinished:
+        await queue_batch(bus, begun)
+    return len(unfinished)
 
 
 async def _subjects_after(bus: Bus, stream: str, subject: str, end: int | None) -> Iterable[str]:

@@ -79,6 +79,8 @@ async def restore(
         )
     if mended.requeued_responses:
         print_note(f"queued {mended.requeued_responses} responses again")
+    if mended.requeued_batches:
+        print_note(f"queued {mended.requeued_batches} batches again")
     return 0
 
 

@@ -41,7 +41,7 @@ async def migrate(
     """
     loaded = load(config)
     async with connected(settings.login_of(loaded, given_url=nats), "migrate") as bus:
-        bus.streams.configure(loaded.nats, loaded.delivery, loaded.agent)
+        bus.streams.configure(loaded.nats, loaded.delivery, loaded.agent, loaded.batch)
         changes = await bus.streams.find_changes(bus.now_ms())
         if json:
             for change in changes:

@@ -23,7 +23,7 @@ from workers.cli.terminal import errors, noted, print_refusal
 from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
 from workers.roles import GATEWAY, WorkerSpec
-from workers.supervisor.cluster import LocalCluster, start_agent_on_first_use
+from workers.supervisor.cluster import LocalCluster, start_on_first_use
 from workers.supervisor.pool import SupervisedPools
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -89,7 +89,7 @@ def up(
         if pools.by_name:
             local = SupervisedPools(cluster.supervisor, pools.by_name.values())
             cluster.follow = lambda bus: follow_plan(bus, local)
-        cluster.when_ready = lambda bus: start_agent_on_first_use(bus, cluster.supervisor)
+        cluster.when_ready = lambda bus: start_on_first_use(bus, cluster.supervisor)
         return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)

@@ -26,7 +26,7 @@ from workers.cli.manifests.scaling import (
 )
 from workers.cli.manifests.target import CONFIG, Manifest, Target, metadata
 from workers.pools import pools_of
-from workers.roles import AGENT, AUTOSCALER, WorkerSpec, default_workers, role_of
+from workers.roles import AGENT, AUTOSCALER, BATCHER, WorkerSpec, default_workers, role_of
 
 Sizes = Mapping[WorkerSpec, PoolSettings]
 
@@ -62,7 +62,7 @@ def sizes_of(config: Config, source: str) -> dict[WorkerSpec, PoolSettings]:
     replaced. Raises ConfigError.
     """
     fixed = Counter(default_workers(config))
-    fixed[WorkerSpec(GATEWAY)] = fixed[WorkerSpec(AGENT)] = 1
+    fixed.update(WorkerSpec(role) for role in (GATEWAY, AGENT, BATCHER))
     sizes = {
         worker: PoolSettings(min=size, max=size)
         for worker, num in fixed.items()

@@ -30,7 +30,7 @@ from workers.engine.core.sequence import (
     Sequence,
     SpokenText,
 )
-from workers.engine.core.step_cost import UNLIMITED, PrefillLimit
+from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepWork
 from workers.engine.core.step_runner import StepRunner
 
 
@@ -53,6 +53,7 @@ class EngineCore:
         new_drafter: Callable[[], Drafter | None] = lambda: None,
         max_drafting_tokens: int = 0,
         prefill_limit: PrefillLimit = UNLIMITED,
+        interactive_slowdown: float = 1.25,
         pooling: Pooling = LAST_TOKEN,
         kv_memory: KVMemory | None = None,
     ) -> None:
@@ -80,6 +81,7 @@ class EngineCore:
             prefix_caching,
             max_drafting_tokens,
             prefill_limit,
+            interactive_slowdown,
         )
         self.kv_exchange = KVExchange(pool, self._scheduler, runner, kv_memory)
         self._requests: dict[str, RequestState] = {}
@@ -87,8 +89,9 @@ class EngineCore:
         """Deltas of this step by request id, returned at its end."""
         self._num_steps = 0
         self._num_batched_tokens = 0
-        self._measurable_tokens = 0
-        """Tokens of the last step; 0 if it also encoded items, so that its time is not used."""
+        self._last_work = StepWork()
+        self._num_item_tokens = 0
+        """Tokens of the items that the last step encoded."""
         self._first_scheduled: list[str] = []
         """Requests that were prepared in the last step."""
 
@@ -166,10 +169,9 @@ class EngineCore:
         """Run one step and return the outputs of all requests that it changed."""
         self._first_scheduled = []
         self.kv_exchange.restore()
-        num_encoded = self._runner.encoded_items
+        self._num_item_tokens = 0
         batch, failures = self._prepare_batch(self._scheduler.schedule())
-        is_plain = self._runner.encoded_items == num_encoded
-        self._measurable_tokens = batch.num_tokens if is_plain else 0
+        self._last_work = batch.work(self._num_item_tokens)
         self._num_steps += bool(batch.scheduled)
         self._num_batched_tokens += batch.num_tokens
         self._record_kv_blocks(batch)
@@ -182,9 +184,9 @@ class EngineCore:
         return failures + self._take_outputs()
 
     def observe_time(self, seconds: float) -> None:
-        """Record the duration of the last step; the prefill limit is derived from it."""
-        if self._measurable_tokens:
-            self._scheduler.step_cost.observe(self._measurable_tokens, seconds)
+        """Record the duration of the last step; limits on later steps are derived from it."""
+        if self._last_work.num_tokens:
+            self._scheduler.observe(self._last_work, seconds)
 
     # -- step -------------------------------------------------------------------------------
 
@@ -213,8 +215,12 @@ class EngineCore:
         needed = state.request.items_within(start, start + s.num_new_tokens)
         missing = [index for index in needed if index not in state.encoded]
         if missing:
+            num_encoded = self._runner.encoded_items
             self._runner.encode(state.request, missing)
             state.encoded.update(missing)
+            if self._runner.encoded_items > num_encoded:
+                items = (state.request.items[index] for index in missing)
+                self._num_item_tokens += sum(item.placeholder.length for item in items)
         if s.samples and s.sequence.token_mask is not None:
             # An invalid grammar fails here, before it can fail the batch of other requests.
             s.sequence.token_mask.allowed()

@@ -1,24 +1,22 @@
 """Scheduler: selects the sequences of each step, their numbers of tokens and their KV blocks.
 
-It works on integers only. A sequence gets its priority when it arrives: the number of the current
-step, plus the delay of its lane. Interactive sequences thus overtake batch sequences that arrived
-up to `LANE_DELAY_STEPS` steps earlier, and no others. Sequences are admitted and get their share of
-the token budget in order of priority; the running sequence with the lowest one is preempted first.
+It computes nothing on tensors. A sequence gets its priority when it arrives: the time of all steps
+so far, plus the delay of its lane. Interactive sequences thus overtake batch sequences that arrived
+up to `batch_lane.DELAY_S` earlier, and no others. Sequences are admitted and get their share of the
+token budget in order of priority; the running sequence with the lowest one is preempted first.
 
 No sequence starves. Only finitely many sequences can ever have a better priority, because it
-derives from the step count and not from other requests. The sequence with the best priority makes
-progress at every step; or it waits for blocks while no other sequence is admitted and the first
-running sequence makes progress, until enough of them have finished. Two bounds ensure this
+derives from the time of steps and not from other requests. The sequence with the best priority
+makes progress at every step, or, in the batch lane, after each few steps that pay for it; or it
+waits for blocks while no other sequence is admitted and the first running sequence makes progress,
+until enough of them have finished. Two bounds ensure this
 progress: the pool can hold a sequence of `max_model_len` tokens, and no more sequences run than the
 budget has tokens, so that decodes leave at least one token for it. A sequence that needs prompt
 logits may also wait for running sequences that need them; no later one that needs prompt logits is
 started before it.
 
-While interactive sequences run, the batch lane may lengthen a step by at most half, and always gets
-one token. Its items are not encoded in such a step, unless the sequence with the best priority is a
-batch sequence. Between interactive sequences, steps of the batch lane are short, with one item at
-most. A batch sequence also gives up its place for a waiting interactive sequence with a better
-priority.
+`batch_lane` limits the batch sequences of a step. A batch sequence also gives up its place for a
+waiting interactive sequence with a better priority.
 
 A running sequence may wait for input: the row of its next token depends on data that another worker
 has not written yet. It keeps its place and its blocks, and steps skip it. It is preempted like any
@@ -26,19 +24,14 @@ other sequence, and also for any waiting sequence with a better priority. Waitin
 lower priority wait until it continues.
 """
 
-import math
 from bisect import insort
 
+from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
 from workers.engine.core.step_budget import StepBudget
-from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost, max_batch_tokens
-
-LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
-"""Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
-RECENT_STEPS = 1000
-"""Steps since the last one with interactive sequences after which none are expected any more."""
+from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepCost, StepWork
 
 
 class Scheduler:
@@ -53,8 +46,10 @@ class Scheduler:
         prefix_caching: bool = True,
         max_drafting_tokens: int = 0,
         prefill_limit: PrefillLimit = UNLIMITED,
+        interactive_slowdown: float = 1.25,
     ) -> None:
-        """`max_drafting_tokens` is the total number of tokens up to which a step gets drafts."""
+        """`max_drafting_tokens` is the total number of tokens up to which a step gets drafts. For
+        `interactive_slowdown` see `BatchLane`."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_drafting_tokens = max_drafting_tokens
         self.prefill_limit = prefill_limit
@@ -71,10 +66,8 @@ class Scheduler:
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         assert self._max_num_seqs >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
-        self._num_steps = 0
         self._num_added = 0
-        self._last_interactive = -math.inf
-        """Number of the last step that had interactive sequences to schedule."""
+        self._lane = BatchLane(self.step_cost, interactive_slowdown)
         # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
@@ -101,7 +94,7 @@ class Scheduler:
 
     @property
     def num_waiting_batch(self) -> int:
-        return sum(sequence.request.lane == "batch" for sequence in self._waiting)
+        return sum(sequence.is_batch for sequence in self._waiting)
 
     @property
     def num_without_input(self) -> int:
@@ -121,8 +114,7 @@ class Scheduler:
         """Queue a new sequence with the priority of its lane."""
         self._can_admit = True
         self._num_added += 1
-        delay_steps = LANE_DELAY_STEPS[sequence.request.lane]
-        sequence.priority = (self._num_steps + delay_steps, self._num_added)
+        sequence.priority = (self._lane.turn_s(sequence), self._num_added)
         insort(self._waiting, sequence, key=_priority)
 
     def remove(self, sequence: Sequence) -> None:
@@ -141,16 +133,15 @@ class Scheduler:
         Decodes are scheduled first. Prefills use the rest of the budget, in chunks, as far as the
         prefill limit lets them.
         """
-        self._num_steps += 1
         num_preemptions = self.num_preemptions
-        step = self._new_budget()
-        puts_off_items = step.batch_items == 0
+        self._lane.begin_step(self._interactive_work())
+        step = StepBudget(self.max_num_batched_tokens, self._lane)
         # A copy, because preemption removes sequences from the list.
         running = self._running[:]
         prefills = []
         for sequence in running:
             # A last token that begins an item is scheduled with the prefills.
-            if sequence.num_uncomputed_tokens > 1 or sequence.num_items_begun(1):
+            if sequence.num_uncomputed_tokens > 1 or sequence.begins_item:
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
                 self._schedule_tokens(sequence, step)
@@ -158,13 +149,14 @@ class Scheduler:
         limit = self.prefill_limit.max_tokens(self.step_cost, num_decoding)
         step.prompt_tokens = step.budget if limit is None else min(step.budget, limit)
         self._schedule_prefills(prefills, step, num_preemptions)
-        if puts_off_items and not step.has_interactive:
-            # An interactive sequence may wait for a prefix with an item of the batch lane.
-            step.batch_items, step.is_item_awaited = 1, False
+        if self._lane.has_interactive and not step.has_interactive:
+            # An interactive sequence may wait for a prefix of the batch lane.
+            self._lane.begin_alone()
             left = [s for s in self._running if s not in step.scheduled]
             self._schedule_prefills(left, step, num_preemptions)
         # If all running sequences wait for input, the next step could not admit any either.
         self._can_admit = bool(step.scheduled) or not running or self._running != running
+        self._lane.end_step()
         self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
 
@@ -179,22 +171,34 @@ class Scheduler:
         if self._waiting and self.num_preemptions == num_preemptions:
             self._admit_waiting(step)
 
-    def _new_budget(self) -> StepBudget:
-        """Return the budget of the next step, including the limits of the batch lane."""
-        most = self.max_num_batched_tokens
-        # Waiting sequences count too: they are likely to be admitted in the next step.
-        sequences = (*self._running, *self._waiting)
-        interactive = (s for s in sequences if s.request.lane != "batch")
-        num_interactive = min(most, sum(s.num_computable_tokens for s in interactive))
-        if num_interactive:
-            self._last_interactive = self._num_steps
-        elif self._num_steps - self._last_interactive > RECENT_STEPS:
-            return StepBudget(most, most, most)
-        limit = max_batch_tokens(self.step_cost, num_interactive)
-        first = min(sequences, key=_priority, default=None)
-        is_batch_first = first is None or first.request.lane == "batch"
-        items = 1 if num_interactive == 0 or is_batch_first else 0
-        return StepBudget(most, most, most if limit is None else min(most, limit), items)
+    def _interactive_work(self) -> StepWork:
+        """Return the work of interactive sequences that the next step is likely to have."""
+        lengths = [s.num_computable_tokens for s in self._running if not s.is_batch]
+        num_places = self._max_num_seqs - len(lengths)
+        # An interactive sequence also gets the places and blocks of batch sequences.
+        held = (len(s.block_table) for s in self._running if s.is_batch)
+        num_free = self._pool.num_free + sum(held)
+        for sequence in (s for s in self._waiting if not s.is_batch):
+            num_places -= 1
+            if num_places < 0 or sum(lengths) >= self.max_num_batched_tokens:
+                break
+            match = self.prefix_cache.match_prefix(sequence)
+            num_free -= self._num_blocks(sequence.num_tokens) - len(match.blocks)
+            if num_free < 0:
+                break
+            if not self.prefix_cache.is_being_computed(sequence, match):
+                lengths.append(sequence.num_computable_tokens - match.num_tokens)
+        num_decodes = sum(length == 1 for length in lengths)
+        num_prompt_tokens = min(sum(lengths), self.max_num_batched_tokens) - num_decodes
+        limit = self.prefill_limit.max_tokens(self.step_cost, num_decodes)
+        if limit is not None:
+            num_prompt_tokens = min(num_prompt_tokens, limit)
+        return StepWork(num_decodes, num_prompt_tokens)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Record the time of the last step. The limits of later steps are derived from it."""
+        self.step_cost.observe(work, seconds)
+        self._lane.observe(seconds)
 
     def update_after_step(self, batch: Batch) -> None:
         """Update computed tokens and blocks after the model has run.
@@ -336,7 +340,7 @@ class Scheduler:
         for sequence in reversed(self._running):
             if sequence.priority < candidate.priority:
                 return False
-            is_slower = sequence.request.lane == "batch" and candidate.request.lane != "batch"
+            is_slower = sequence.is_batch and not candidate.is_batch
             if is_slower or sequence.num_computable_tokens == 0:
                 self._preempt(sequence, step)
                 return True
@@ -355,5 +359,5 @@ class Scheduler:
         return -(-num_tokens // self._pool.block_size)
 
 
-def _priority(sequence: Sequence) -> tuple[int, int]:
+def _priority(sequence: Sequence) -> tuple[float, int]:
     return sequence.priority

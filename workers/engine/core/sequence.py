@@ -17,6 +17,7 @@ from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.records import ChoiceDelta, TokenLogprobs, Usage
 from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
+from workers.engine.core.step_cost import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ class Sequence:
         """Tokens whose keys and values are in the KV cache."""
         self.block_table: list[int] = []
         self.status = Status.WAITING
-        self.priority = (0, 0)
+        self.priority = (0.0, 0)
         """Scheduling priority; lower values are scheduled first."""
         self.num_verified_tokens = 0
         """Computed tokens verified by a later sample; see `prefix_cache`."""
@@ -247,6 +248,11 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the sequence belongs to the batch lane."""
+        return self.request.lane == "batch"
 
     @property
     def num_tokens(self) -> int:
@@ -272,25 +278,21 @@ class Sequence:
         # The tokens of the prefix cache may be ahead of the text that has been read again.
         return max(0, num_ready - self.num_computed_tokens)
 
-    def num_tokens_before_item(self, number: int, num_cached: int = 0) -> int:
-        """Return the number of uncomputed tokens before the start of an item.
+    def items_ahead(self, num_cached: int = 0) -> list[tuple[int, int]]:
+        """Return starts and lengths of the items that uncomputed tokens begin and that need
+        encoding. Starts are counted from the first uncomputed token.
 
-        Items that need encoding are counted from 0, without those that have begun. `num_cached`
-        tokens of a sequence that has not started count as computed.
+        `num_cached` tokens of a sequence that has not started count as computed.
         """
-        starts = self.starts_of_items(num_cached)
-        return starts[number] if number < len(starts) else self.num_uncomputed_tokens
-
-    def num_items_begun(self, num_new_tokens: int) -> int:
-        """Return the number of items to be encoded that the next tokens begin."""
-        return sum(start < num_new_tokens for start in self.starts_of_items())
-
-    def starts_of_items(self, num_cached: int = 0) -> list[int]:
-        """Return the starts of items to be encoded, counted from the first uncomputed token."""
         num_computed = max(num_cached, self.num_computed_tokens)
-        items = (item for item in self.request.items if item.embedding is None)
-        starts = (item.placeholder.offset - num_computed for item in items)
-        return [start for start in starts if start >= 0]
+        items = (item.placeholder for item in self.request.items if item.embedding is None)
+        ahead = ((item.offset - num_computed, item.length) for item in items)
+        return [(start, length) for start, length in ahead if start >= 0]
+
+    @property
+    def begins_item(self) -> bool:
+        """Whether the next token begins an item that needs encoding."""
+        return any(start == 0 for start, _ in self.items_ahead())
 
     @property
     def samples_tokens(self) -> bool:
@@ -340,6 +342,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_new_tokens for s in self.scheduled)
+
+    def work(self, num_item_tokens: int = 0) -> StepWork:
+        """Return the work of the step by kind, with the tokens of the items that were encoded."""
+        num_prompt_tokens = sum(
+            s.num_new_tokens
+            for s in self.scheduled
+            if s.num_new_tokens > 1 + len(s.draft_token_ids)
+        )
+        return StepWork(self.num_tokens - num_prompt_tokens, num_prompt_tokens, num_item_tokens)
 
     @property
     def copies(self) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.sequence import ScheduledSequence, Sequence
 
 MAX_PROMPT_LOGITS = 256
@@ -12,38 +13,23 @@ logits in float32 has 0.6 MB and takes a millisecond to process."""
 class StepBudget:
     """Sequences scheduled in the current step, and the tokens left of its budget."""
 
-    def __init__(
-        self, budget: int, prompt_tokens: int, batch_tokens: int, batch_items: int | None = None
-    ) -> None:
+    def __init__(self, budget: int, lane: BatchLane) -> None:
         self.budget = budget
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens = budget
         """Tokens that prefills may still have in this step, out of the budget."""
-        self.batch_tokens = batch_tokens
-        """Tokens that batch sequences may still have in this step, out of the budget."""
-        self.batch_items = batch_items
-        """Items of the batch lane that may still be encoded in this step; None for any number."""
-        self.is_item_awaited = False
-        """Whether a waiting sequence needs an item of the batch lane, and none is left for it."""
+        self._lane = lane
         self.prompt_logits = MAX_PROMPT_LOGITS
         """Prompt tokens that may still have logits in this step."""
         self.scheduled: dict[Sequence, ScheduledSequence] = {}
 
     @property
     def has_interactive(self) -> bool:
-        return any(sequence.request.lane != "batch" for sequence in self.scheduled)
+        return not all(sequence.is_batch for sequence in self.scheduled)
 
     def can_start(self, sequence: Sequence, num_cached: int = 0) -> bool:
-        """Return whether a waiting sequence can have tokens in this step.
-
-        Once a batch sequence cannot start because of an item, no other batch sequence with items
-        can.
-        """
-        if self.batch_items is not None and sequence.request.lane == "batch":
-            starts = sequence.starts_of_items(num_cached)
-            is_next = starts[self.batch_items : self.batch_items + 1] == [0]
-            if is_next or (starts and self.is_item_awaited):
-                self.is_item_awaited = True
-                return False
+        """Return whether a waiting sequence can have tokens in this step."""
+        if sequence.is_batch and not self._lane.may_start(sequence, num_cached):
+            return False
         return self.max_new_tokens(sequence, num_cached) > 0
 
     def max_new_tokens(self, sequence: Sequence, num_cached: int = 0) -> int:
@@ -54,10 +40,8 @@ class StepBudget:
         budget = self.budget
         if sequence.num_uncomputed_tokens > 1:
             budget = min(budget, self.prompt_tokens)
-        if sequence.request.lane == "batch":
-            budget = min(budget, self.batch_tokens)
-            if self.batch_items is not None:
-                budget = min(budget, sequence.num_tokens_before_item(self.batch_items, num_cached))
+        if sequence.is_batch:
+            budget = min(budget, self._lane.tokens_left(sequence, num_cached))
         if sequence.prompt_logprobs is not None:
             budget = min(budget, self.prompt_logits)
         return budget
@@ -65,19 +49,19 @@ class StepBudget:
     def add(self, s: ScheduledSequence) -> None:
         self.scheduled[s.sequence] = s
         self._spend(s.sequence, s.num_new_tokens)
-        if self.batch_items is not None and s.sequence.request.lane == "batch":
-            self.batch_items -= s.sequence.num_items_begun(s.num_new_tokens)
+        if s.sequence.is_batch:
+            self._lane.add(s.sequence, s.num_new_tokens)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         if (s := self.scheduled.pop(sequence, None)) is not None:
             self._spend(sequence, -s.num_new_tokens)
+            if sequence.is_batch:
+                self._lane.remove(sequence, s.num_new_tokens)
 
     def _spend(self, sequence: Sequence, num_tokens: int) -> None:
         self.budget -= num_tokens
         if sequence.num_uncomputed_tokens > 1:
             self.prompt_tokens -= num_tokens
-        if sequence.request.lane == "batch":
-            self.batch_tokens -= num_tokens
         if sequence.prompt_logprobs is not None:
             self.prompt_logits -= num_tokens
 

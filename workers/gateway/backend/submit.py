@@ -70,6 +70,9 @@ async def submit(
         raise Unavailable("the gateway is shutting down")
     model = plan.requests[0].model
     context.check_model(model)
+    if context.lane is not None:
+        parts = [structs.replace(part, lane=context.lane) for part in plan.requests]
+        plan = structs.replace(plan, requests=parts)
     request_id, is_named = read_request_id(request, kind)
     if not is_named:
         await context.room.check()

@@ -22,13 +22,14 @@ from shared.protocol.requests import (
     SEQUENCE_HEAD,
     AudioPart,
     ContentPart,
+    DocumentPart,
     GenerateRequest,
     ImagePart,
     MediaContent,
     TextPart,
     VideoPart,
 )
-from shared.responses.conversation import modality_of_file
+from shared.responses.conversation import kind_of_file
 from shared.state import media_store
 from workers.gateway.app import AppContext
 
@@ -36,6 +37,11 @@ from workers.gateway.app import AppContext
 MAX_INLINE = 256 * 2**10
 MAX_INLINE_TOGETHER = 2 * 2**20
 MAX_INLINE_OF_MANY = 8 * 2**10
+_DATA_FIELDS: dict[type, str] = {
+    InputImagePart: "image_url",
+    InputAudioPart: "input_audio.data",
+    InputFilePart: "file_data",
+}
 
 
 async def store_large_images(
@@ -68,6 +74,8 @@ async def store_large_images(
                 return VideoPart(replace(part.video_url, url=url))
             case AudioPart():
                 return AudioPart(replace(part.audio_url, url=url))
+            case DocumentPart():
+                return DocumentPart(replace(part.document_url, url=url))
 
     messages = [
         replace(
@@ -99,14 +107,16 @@ async def store_large_item_media(
             url, field = _data_of(part), f"input[{i}].{part_field}"
             if len(url) <= limit:
                 continue
-            name = "image_url" if isinstance(part, InputImagePart) else "input_audio.data"
-            data = await asyncio.to_thread(_decode_data, url, f"{field}.{name}")
+            data = await asyncio.to_thread(_decode_data, url, f"{field}.{_DATA_FIELDS[type(part)]}")
             media = await context.pin_media(data, tenant)
-            if isinstance(part, InputImagePart):
-                item = _with_part(item, part, replace(part, image_url=media))
-            elif isinstance(part, InputAudioPart):
-                sound = replace(part.input_audio, data=media)
-                item = _with_part(item, part, InputAudioPart(sound))
+            match part:
+                case InputImagePart():
+                    item = _with_part(item, part, replace(part, image_url=media))
+                case InputAudioPart(input_audio=sound):
+                    item = _with_part(item, part, InputAudioPart(replace(sound, data=media)))
+                case InputFilePart():
+                    stored = replace(part, file_data=None, file_url=media)
+                    item = _with_part(item, part, stored)
         new_items.append(item)
     return new_items
 
@@ -119,9 +129,9 @@ async def name_files(context: AppContext, items: Sequence[Item], tenant: str) ->
     named_items: list[Item] = []
     for i, item in enumerate(items):
         for name, part in _parts_of(item):
-            if isinstance(part, InputFilePart):
+            if isinstance(part, InputFilePart) and part.file_id is not None:
                 field = f"input[{i}].{name}"
-                filename = await _name_of(context, part.file_id or "", tenant, field)
+                filename = await _name_of(context, part.file_id, tenant, field)
                 item = _with_part(item, part, replace(part, filename=filename))
         named_items.append(item)
     return named_items
@@ -133,9 +143,10 @@ async def _name_of(context: AppContext, file_id: str, tenant: str, field: str) -
     if file is None:
         raise MediaNotFound(f"there is no file {file_id!r}", field=f"{field}.file_id")
     filename = file.head.filename or ""
-    if modality_of_file(filename) is None:
+    if kind_of_file(filename) is None:
         raise UnsupportedContent(
-            f"the name {filename!r} does not have the ending of an image, a video or a sound",
+            f"the name {filename!r} does not have the ending of an image, a video, a sound or a"
+            " document",
             field=f"{field}.file_id",
         )
     return filename
@@ -148,6 +159,8 @@ def _data_of(part: MessagePart) -> str:
             return url
         case InputAudioPart(input_audio=sound) if sound.is_inline:
             return sound.url
+        case InputFilePart(file_data=str()):
+            return part.url
         case _:
             return ""
 

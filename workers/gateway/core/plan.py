@@ -153,6 +153,12 @@ def _schema(value: dict[str, Any] | str, field: str) -> dict[str, Any]:
     return {"json_schema": schema}
 
 
+def is_batch(request: CommonRequest | PooledRequest) -> bool:
+    """Return whether a request is for the batch lane."""
+    is_flex = isinstance(request, CommonRequest) and request.service_tier == "flex"
+    return is_flex or (request.priority or 0) > 0
+
+
 def generate_request(request: CommonRequest | PooledRequest, **prompt: Any) -> GenerateRequest:
     """Return the request for the bus. `prompt` are its fields for the prompt, which depend on the
     endpoint."""
@@ -160,7 +166,7 @@ def generate_request(request: CommonRequest | PooledRequest, **prompt: Any) -> G
         model=request.model,
         cache_salt=request.cache_salt,
         prompt_cache_key=request.prompt_cache_key if isinstance(request, CommonRequest) else None,
-        lane="batch" if (request.priority or 0) > 0 else "interactive",
+        lane="batch" if is_batch(request) else "interactive",
         timeout_s=request.timeout_s,
         adapter=request.adapter,
         **{"add_special_tokens": request.add_special_tokens} | prompt,

@@ -42,6 +42,7 @@ from workers.gateway.core.plan import (
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.openai_request import (
     ChatAudioPart,
+    ChatDocumentPart,
     ChatInputAudioPart,
     ChatMessage,
     ChatPart,
@@ -55,7 +56,7 @@ from workers.gateway.schemas.openai_request import (
     ProcessorKwargs,
 )
 
-MAX_NAMED_SOUNDS = 100
+MAX_NAMED_FILES = 100
 
 
 class AudioOptions(OutputOptions, frozen=True, kw_only=True):
@@ -108,7 +109,7 @@ def plan_chat(
     if strict and tools.form is not None and structure is None and card is not None:
         structure = strict_structure(request, card)
     sampling = sampling_of(request) | _logprobs_of(request)
-    fields = client_fields_of(request) | _sound_fields(request.messages)
+    fields = client_fields_of(request) | _file_fields(request.messages)
     limit = request.max_completion_tokens
     if limit is not None:
         if sampling.get("max_tokens", limit) != limit:
@@ -159,7 +160,11 @@ def _message_of(message: ChatMessage, field: str, use_audio: bool) -> Message:
         content = message.audio.transcript
     if content is None and not message.tool_calls:
         raise InvalidRequest("a message needs content", field=f"{field}.content")
-    parts = [_part_of(p, use_audio) for p in content] if isinstance(content, list) else content
+    parts = (
+        [_part_of(p, f"{field}.content[{j}]", use_audio) for j, p in enumerate(content)]
+        if isinstance(content, list)
+        else content
+    )
     return Message(
         role="system" if message.role == "developer" else message.role,
         content=parts,
@@ -169,25 +174,29 @@ def _message_of(message: ChatMessage, field: str, use_audio: bool) -> Message:
     )
 
 
-def _sound_fields(messages: Sequence[ChatMessage]) -> dict[str, str]:
-    """Return the client's field of each sound in base64, by its field on the bus.
+def _file_fields(messages: Sequence[ChatMessage]) -> dict[str, str]:
+    """Return the client's field of each sound in base64 and each document, by its field on the bus.
 
-    The names are stored with the request, so their number is limited. Models accept fewer sounds.
+    The names are stored with the request, so their number is limited. Models accept fewer files.
     """
+    names: dict[type, tuple[str, str]] = {
+        ChatInputAudioPart: ("audio_url", "input_audio.data"),
+        ChatDocumentPart: ("document_url", "file"),
+    }
     fields = (
-        f"messages[{i}].content[{j}]"
+        (f"messages[{i}].content[{j}]", *names[type(part)])
         for i, message in enumerate(messages)
         if isinstance(message.content, list)
         for j, part in enumerate(message.content)
-        if isinstance(part, ChatInputAudioPart)
+        if type(part) in names
     )
     return {
-        f"{field}.audio_url": f"{field}.input_audio.data"
-        for field in itertools.islice(fields, MAX_NAMED_SOUNDS)
+        f"{field}.{on_bus}": f"{field}.{of_client}"
+        for field, on_bus, of_client in itertools.islice(fields, MAX_NAMED_FILES)
     }
 
 
-def _part_of(part: ChatPart, use_audio: bool) -> ContentPart:
+def _part_of(part: ChatPart, field: str, use_audio: bool) -> ContentPart:
     match part:
         case ChatTextPart(text=text) | ChatRefusalPart(refusal=text):
             return TextPart(text)
@@ -198,6 +207,12 @@ def _part_of(part: ChatPart, use_audio: bool) -> ContentPart:
         case ChatVideoPart():
             video = part.video_url
             return VideoPart(replace(video, use_audio=video.use_audio or use_audio))
+        case ChatDocumentPart(file=file):
+            if not file.has_one_file:
+                raise InvalidRequest(
+                    "a file needs one of file_data, file_id and file_url", field=f"{field}.file"
+                )
+            return file.document
         case _:
             return ImagePart(part.image_url)
 

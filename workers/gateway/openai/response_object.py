@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from shared.protocol.items import (
     FunctionOutputItem,
+    InputFilePart,
     InputImagePart,
     Item,
     MessageItem,
@@ -114,7 +115,7 @@ def message_logprobs(
 
 
 def without_images(item: Item) -> Item:
-    """Return an input item without the images in its parts."""
+    """Return an input item without the images and documents in its parts."""
     match item:
         case MessageItem(content=list(parts)):
             return replace(item, content=[_without_image(part) for part in parts])
@@ -125,4 +126,10 @@ def without_images(item: Item) -> Item:
 
 
 def _without_image(part: MessagePart) -> MessagePart:
-    return replace(part, image_url=None) if isinstance(part, InputImagePart) else part
+    match part:
+        case InputImagePart():
+            return replace(part, image_url=None)
+        case InputFilePart():
+            return replace(part, file_data=None)
+        case _:
+            return part

@@ -106,16 +106,10 @@ def _check_part(part: MessagePart, field: str) -> None:
     """Raises a RequestError for a part without the location of its file."""
     if isinstance(part, InputImagePart) and (part.image_url is None) == (part.file_id is None):
         raise InvalidRequest("an input_image needs an image_url or a file_id", field=field)
-    if isinstance(part, InputFilePart):
-        for name in ("file_data", "file_url"):
-            if getattr(part, name) is not None:
-                raise UnsupportedParameter(
-                    f"{name} is not supported here: store the file with /v1/files and send its"
-                    " file_id, or use input_image or input_audio",
-                    field=f"{field}.{name}",
-                )
-        if part.file_id is None:
-            raise InvalidRequest("an input_file needs a file_id", field=field)
+    if isinstance(part, InputFilePart) and not part.has_one_file:
+        raise InvalidRequest(
+            "an input_file needs one of file_data, file_id and file_url", field=field
+        )
 
 
 def _with_id(item: Item, response_id: str, index: int) -> Item:
@@ -196,6 +190,7 @@ def begun_of(
         deadline_s=created_s + math.ceil(config.timeout_s),
         truncate=request.truncation == "auto",
         prompt_cache_key=request.prompt_cache_key,
+        lane="batch" if request.service_tier == "flex" else "interactive",
         logprobs=LOGPROBS in (request.include or []),
     )
 
@@ -241,6 +236,8 @@ def _echo_of(request: ResponseRequest) -> dict[str, object]:
         "truncation": request.truncation,
         "metadata": request.metadata,
         "top_logprobs": request.top_logprobs,
+        # The tier that is used: `auto` is not one.
+        "service_tier": "flex" if request.service_tier == "flex" else None,
     }
     echo: dict[str, object] = {name: value for name, value in optional.items() if value is not None}
     for name in _REPEATED:

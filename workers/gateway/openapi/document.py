@@ -19,6 +19,7 @@ from workers.gateway.openapi.json_schema import JsonSchema, Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
     answers,
+    batches,
     files,
     generate,
     health,
@@ -48,6 +49,7 @@ TABLES = (
     speech.ROUTES,
     transcription.ROUTES,
     files.ROUTES,
+    batches.ROUTES,
     images.ROUTES,
     responses.ROUTES,
     requests.ROUTES,

@@ -39,7 +39,7 @@ ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, counted=True)
 @ROUTES.answer(
     CHAT,
     "/v1/chat/completions",
-    summary="Answer a conversation, with images, videos and sounds",
+    summary="Answer a conversation, with images, videos, sounds and documents",
     body=ChatRequest,
     unsupported=UNSUPPORTED,
     answer=ChatCompletion,

@@ -1,4 +1,6 @@
-"""`/v1/files`: media that requests refer to, stored while they arrive."""
+"""`/v1/files`: media that requests refer to, and input and results of batches.
+
+An upload is stored while it arrives."""
 
 import asyncio
 import contextlib
@@ -6,66 +8,39 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from shared.bus.streams import MEDIA_REUSE_S
-from shared.errors import DiskFull, InvalidRequest, NotFound, QuotaExceeded, Unavailable
-from shared.protocol.multimodal import MEDIA_SCHEME
-from shared.state import media_store
+from shared.errors import DiskFull, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from shared.protocol import subjects
+from shared.state import batch_files
 from shared.state.media_store import MediaUpload, StoredFile
 from workers.gateway.app import AppContext, Json
+from workers.gateway.backend.files import TenantFile, describe, find_file, list_files
 from workers.gateway.core.multipart import FileHead, FormEvent, FormStream, FormValue
+from workers.gateway.core.pages import page_of
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_form
 from workers.gateway.http.errors import BodyTooLarge, RequestTimeout, validation_error
-from workers.gateway.route_table import RouteTable
-
-ID_PREFIX = "file-"
-
-
-class FileForm(Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of the form, except for `file`."""
-
-    purpose: Annotated[str, Meta(max_length=64)] = "user_data"
-    """Purpose of the file, such as `vision` or `user_data`; it has no effect."""
-
-
-class FileObject(Struct, frozen=True, kw_only=True):
-    id: str
-    """`file-` and the SHA-256 of the file's bytes. A URL in a request is `media:` and this id."""
-    bytes: int
-    created_at: int
-    """Unix seconds."""
-    expires_at: int
-    """Unix seconds until which the file is stored at least. Each request that names the file starts
-    the time again."""
-    filename: str
-    purpose: str
-    object: Literal["file"] = "file"
-    status: Literal["processed"] = "processed"
-
-
-class DeletedFile(Struct, frozen=True, kw_only=True):
-    id: str
-    deleted: bool = True
-    object: Literal["file"] = "file"
-
+from workers.gateway.route_table import Parameter, RouteTable
+from workers.gateway.schemas.files import BATCH, DeletedFile, FileForm, FileList, FileObject
 
 ROUTES = RouteTable("Files")
 FILE = "file"
 MAX_FILENAME_LEN = 255
+MAX_PAGE = 10_000
+CONTENT = "application/octet-stream"
 
 
 @ROUTES.endpoint(
     "POST",
     "/v1/files",
-    "Store an image, a video or a sound for requests",
+    "Store an image, a video, a sound or a document for requests, or the requests of a batch",
     answer=FileObject,
     body=FileForm,
     file=FILE,
-    refuses=(DiskFull, QuotaExceeded, Unavailable),
+    refuses=(DiskFull, Overloaded, QuotaExceeded, Unavailable),
     counted=True,
 )
 async def upload_file(context: AppContext, request: Request, caller: Caller) -> Response:
@@ -76,12 +51,41 @@ async def upload_file(context: AppContext, request: Request, caller: Caller) -> 
         async with _in_time(context):
             events = _receive(context, request, form_stream)
             filename, form = await _store(context, caller.tenant, events, upload)
-        stored = await upload.finish(filename, form.purpose)
+        stored = await _finish(context, caller.tenant, upload, filename, form)
     finally:
         if stored is None:
             # The client may be gone, and must not wait for this.
             context.background.start(upload.abort())
-    return Json(_describe(context, stored))
+    return Json(describe(context, stored))
+
+
+@ROUTES.endpoint(
+    "GET",
+    "/v1/files",
+    "The stored files of a tenant, the newest first",
+    answer=FileList,
+    refuses=(InvalidRequest, NotFound, Unavailable),
+    parameters=(
+        Parameter("after", "query", "Id of the last file of the page before"),
+        Parameter(
+            "limit",
+            "query",
+            f"1 to {MAX_PAGE}, by default {MAX_PAGE}",
+            Annotated[int, Meta(ge=1, le=MAX_PAGE)],
+        ),
+        Parameter("order", "query", "`desc`, the default, or `asc`", Literal["asc", "desc"]),
+        Parameter("purpose", "query", "Only files with this purpose"),
+    ),
+)
+async def list_all(context: AppContext, request: Request, caller: Caller) -> Response:
+    query = request.query_params
+    files = await list_files(context, caller.tenant, query.get("purpose"))
+    page = page_of(files, lambda file: file.id, query, limit=MAX_PAGE, most=MAX_PAGE)
+    ids = [file.id for file in page.items]
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    return Json(
+        FileList(data=page.items, first_id=first_id, last_id=last_id, has_more=page.has_more)
+    )
 
 
 @ROUTES.endpoint(
@@ -92,20 +96,35 @@ async def upload_file(context: AppContext, request: Request, caller: Caller) -> 
     refuses=(NotFound, Unavailable),
 )
 async def show_file(context: AppContext, request: Request, caller: Caller) -> Response:
-    return Json(_describe(context, await _find(context, request, caller)))
+    return Json((await _find(context, request, caller)).body)
+
+
+@ROUTES.endpoint(
+    "GET",
+    "/v1/files/{file_id}/content",
+    "The bytes of a stored file",
+    answer=CONTENT,
+    refuses=(NotFound, Unavailable),
+)
+async def send_content(context: AppContext, request: Request, caller: Caller) -> Response:
+    file = await _find(context, request, caller)
+    # Files of the tenant must not be opened in a browser.
+    headers = {"content-length": str(file.body.bytes), "content-disposition": "attachment"}
+    return StreamingResponse(file.read(), headers=headers, media_type=CONTENT)
 
 
 @ROUTES.endpoint(
     "DELETE",
     "/v1/files/{file_id}",
-    "Remove a stored file, also from requests that have not read it yet",
+    "Remove a stored file, also from requests that have not read it yet. Either file of a batch's"
+    " results removes both",
     answer=DeletedFile,
-    refuses=(NotFound, Unavailable),
+    refuses=(NotFound, Overloaded, Unavailable),
 )
 async def delete_file(context: AppContext, request: Request, caller: Caller) -> Response:
     file = await _find(context, request, caller)
-    await media_store.remove(context.bus, file, caller.tenant)
-    return Json(DeletedFile(id=ID_PREFIX + file.name))
+    await file.remove()
+    return Json(DeletedFile(id=file.body.id))
 
 
 @contextlib.asynccontextmanager
@@ -147,7 +166,8 @@ async def _store(
     Raises DiskFull, and QuotaExceeded, also while the file arrives.
     """
     await context.room.check()
-    limit = max(context.config.renderer.max_bytes.values())
+    # The purpose may follow the content.
+    limit = max(_media_limit(context), context.config.batch.max_file_mib * 2**20)
     values: dict[str, str] = {}
     filename: str | None = None
     async for event in events:
@@ -169,30 +189,44 @@ async def _store(
     if filename is None:
         raise InvalidRequest("file is missing", field=FILE)
     try:
-        return filename[:MAX_FILENAME_LEN], msgspec.convert(values, FileForm)
+        return filename[:MAX_FILENAME_LEN], msgspec.convert(values, FileForm, strict=False)
     except msgspec.ValidationError as error:
         raise validation_error(error, frozenset()) from error
 
 
-async def _find(context: AppContext, request: Request, caller: Caller) -> StoredFile:
-    name = media_store.parse_media_url(MEDIA_SCHEME + request.path_params["file_id"])
-    file = None
-    if name is not None:
-        file = await media_store.look_up(context.bus, name, caller.tenant)
+async def _finish(
+    context: AppContext, tenant: str, upload: MediaUpload, filename: str, form: FileForm
+) -> StoredFile:
+    """Make an uploaded file available.
+
+    Raises BodyTooLarge, InvalidRequest, Overloaded, QuotaExceeded or Unavailable.
+    """
+    batch = context.config.batch
+    if form.purpose == BATCH:
+        if upload.num_bytes > (limit := batch.max_file_mib * 2**20):
+            raise BodyTooLarge(f"the input of a batch may have at most {limit} bytes")
+        await context.quotas.check(tenant, [subjects.BATCHES_STREAM])
+        life_s = min(form.expires_after_s or batch.ttl_s, batch.ttl_s)
+        name, head = await upload.seal(filename, form.purpose)
+        expires_s = context.now_s + int(life_s)
+        return await batch_files.adopt(context.bus, name, head, expires_s, tenant)
+    if form.expires_after_s is not None:
+        raise InvalidRequest(
+            "expires_after is for files with the purpose batch: other files are stored for as long"
+            " as requests use them",
+            field="expires_after",
+        )
+    if upload.num_bytes > (limit := _media_limit(context)):
+        raise BodyTooLarge(f"a file may have at most {limit} bytes")
+    return await upload.finish(filename, form.purpose)
+
+
+def _media_limit(context: AppContext) -> int:
+    return max(context.config.renderer.max_bytes.values())
+
+
+async def _find(context: AppContext, request: Request, caller: Caller) -> TenantFile:
+    file = await find_file(context, caller.tenant, request.path_params["file_id"])
     if file is None:
         raise NotFound("there is no file of this id")
     return file
-
-
-def _describe(context: AppContext, file: StoredFile) -> FileObject:
-    stored_s = int(file.stored_ms / 1000)
-    # A request that names the file is refused if it could run longer than the file is stored.
-    age_s = MEDIA_REUSE_S + context.config.delivery.max_timeout_s
-    return FileObject(
-        id=ID_PREFIX + file.name,
-        bytes=file.head.num_bytes,
-        created_at=stored_s,
-        expires_at=stored_s + int(age_s),
-        filename=file.head.filename or file.name,
-        purpose=file.head.purpose or FileForm().purpose,
-    )

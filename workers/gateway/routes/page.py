@@ -83,6 +83,7 @@ def _limits(config: Config) -> dict[str, int]:
         "maxImageSide": config.renderer.max_image_side,
         "maxAudioBytes": config.renderer.max_audio_bytes,
         "maxVideoBytes": config.renderer.max_video_bytes,
+        "maxDocumentBytes": config.renderer.max_document_bytes,
         "maxBodyBytes": config.gateway.max_body_mib * 2**20,
     }
 

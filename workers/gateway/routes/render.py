@@ -16,7 +16,7 @@ from shared.errors import InvalidGrammar
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json
 from workers.gateway.core.assembler import Options
-from workers.gateway.core.plan import SubmitPlan
+from workers.gateway.core.plan import SubmitPlan, is_batch
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import plan_chat
@@ -137,7 +137,7 @@ async def _render(
         stream=stream,
         stream_options=options,
         cache_salt=body.cache_salt,
-        priority=body.priority or 0,
+        priority=body.priority or int(is_batch(body)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from shared.protocol.items import InputAudio
+from shared.protocol.items import InputAudio, InputFile
 from shared.protocol.requests import AudioURL, FunctionCall, ImageURL, OnLate, Tool, VideoURL
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.generate import GenerateStreamOptions
@@ -71,6 +71,9 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
     """For a model with slots, requests with the same key are queued in the same slot."""
     priority: Int64 | None = None
     """Above 0: queued in the batch lane, after interactive requests."""
+    service_tier: str | None = None
+    """`flex`: queued in the batch lane, as with a `priority` above 0. Other values have no effect.
+    """
     adapter: str | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """Seconds from acceptance to the last token: by default `delivery.default_timeout_s`, at most
@@ -82,7 +85,6 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
 
@@ -145,7 +147,11 @@ class ChatVideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_
     video_url: VideoURL
 
 
-ChatFilePart = ChatImagePart | ChatInputAudioPart | ChatAudioPart | ChatVideoPart
+class ChatDocumentPart(Struct, frozen=True, forbid_unknown_fields=True, tag="file"):
+    file: InputFile
+
+
+ChatFilePart = ChatImagePart | ChatInputAudioPart | ChatAudioPart | ChatVideoPart | ChatDocumentPart
 ChatPart = ChatTextPart | ChatRefusalPart | ChatFilePart
 
 

@@ -160,10 +160,12 @@ class ResponseRequest(ResponseFields, frozen=True, forbid_unknown_fields=True, k
     top_logprobs: NumLogprobs | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=128)] | None = None
 
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    """`flex`: the turns are queued in the batch lane, after interactive requests."""
+
     # These fields have no effect.
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
     # Other values of these fields would have an effect that is not implemented.

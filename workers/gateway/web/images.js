@@ -3,7 +3,8 @@ import { LIMITS } from "./pipeline.js";
 
 // The images and clips of the next question: chosen, dropped or pasted.
 
-const KINDS = "a PNG, JPEG or WebP image, a GIF, MP4 or WebM clip, or a WAV, FLAC, OGG or MP3 sound";
+const KINDS =
+  "a PNG, JPEG or WebP image, a GIF, MP4 or WebM clip, a WAV, FLAC, OGG or MP3 sound, or a PDF document";
 const MIB = 2 ** 20;
 
 /** The list of files: `chosen` has the name, the size, the kind and the data: URL of each, in order. */
@@ -98,7 +99,7 @@ async function readImage(file) {
 
 /** Return a sentence about a file that the server would refuse, or null. The bytes decide, not the name. */
 async function findFault(file, found) {
-  const limits = { audio: LIMITS.maxAudioBytes, video: LIMITS.maxVideoBytes };
+  const limits = { audio: LIMITS.maxAudioBytes, video: LIMITS.maxVideoBytes, document: LIMITS.maxDocumentBytes };
   const limit = limits[found?.kind] ?? LIMITS.maxImageBytes;
   if (file.size > limit) return `${file.name} has ${mebibytes(file.size)}, over the limit of ${mebibytes(limit)}.`;
   if (found === null) return `${file.name} is not ${KINDS}.`;

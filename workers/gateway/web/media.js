@@ -1,9 +1,10 @@
-// What a file is by its first bytes, and how an image, a clip or a sound is shown and sent.
+// What a file is by its first bytes, and how an image, a clip, a sound or a document is shown and sent.
 
 /** How much of a file tells whether it moves: the chunks about an animation come before its pixels. */
 export const HEAD_BYTES = 4096;
+const PDF = "application/pdf";
 
-/** Return the media type and the kind, `image`, `video` or `audio`, of a file that begins so; null for others. */
+/** Return the media type and the kind, such as `image` or `document`, of a file that begins so; null for others. */
 export function typeOf(head) {
   const text = String.fromCharCode(...head);
   if (text.startsWith("\x89PNG\r\n\x1a\n")) return { type: "image/png", kind: moves(text, "acTL") };
@@ -12,6 +13,7 @@ export function typeOf(head) {
   if (text.startsWith("RIFF") && text.slice(8, 12) === "WEBP") return { type: "image/webp", kind: moves(text, "ANIM") };
   if (text.slice(4, 8) === "ftyp") return { type: "video/mp4", kind: "video" };
   if (text.startsWith("\x1aE\xdf\xa3")) return { type: "video/webm", kind: "video" };
+  if (text.startsWith("%PDF-")) return { type: PDF, kind: "document" };
   const sound = soundTypeOf(head, text);
   return sound === null ? null : { type: sound, kind: "audio" };
 }
@@ -27,13 +29,17 @@ function soundTypeOf(head, text) {
 const moves = (text, chunk) => (text.includes(chunk) ? "video" : "image");
 
 /** Return the part of a message that names a file. */
-export function partOf({ kind }, url) {
+export function partOf({ kind, name }, url) {
+  if (kind === "document") return { type: "file", file: { file_data: url, filename: name } };
   if (kind === "audio") return { type: "audio_url", audio_url: { url } };
   return kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } };
 }
 
-/** Return an element that shows an image, or plays a clip or a sound. */
+/** Return an element that shows an image, plays a clip or a sound, or names a document. */
 export function viewOf(url, name) {
+  if (url.startsWith(`data:${PDF}`)) {
+    return Object.assign(document.createElement("span"), { textContent: name || "PDF", className: "document" });
+  }
   if (url.startsWith("data:audio/")) {
     const player = Object.assign(document.createElement("audio"), { src: url, controls: true });
     player.ariaLabel = name;

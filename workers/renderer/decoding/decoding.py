@@ -27,14 +27,18 @@ from workers.renderer.decoding.messages import (
     NUM_SLOTS,
     PIECE_SAMPLES,
     AudioProbe,
+    DocumentProbe,
     Done,
     Job,
+    Kind,
     Order,
     Piece,
     Probe,
     Proceed,
     ReadFrames,
+    ReadPages,
     ReadSamples,
+    ReadTexts,
     Refused,
     Reply,
     VideoProbe,
@@ -55,6 +59,11 @@ class ExceedsLimits(InvalidMedia):
 
 
 Value = TypeVar("Value", np.uint8, np.float32)
+_PROBES: dict[Kind, type[Probe]] = {
+    "frames": VideoProbe,
+    "samples": AudioProbe,
+    "pages": DocumentProbe,
+}
 _ERRORS: dict[str, type[RequestError]] = {
     "invalid": InvalidMedia,
     "exceeded": ExceedsLimits,
@@ -82,7 +91,11 @@ class Decoding:
         self._channel: socket.socket | None = None
         self._report: socket.socket | None = None
         self._probe: Probe | None = None
-        slot_bytes = PIECE_SAMPLES * 4 if job.kind == "samples" else job.limits.max_pixels * 3
+        slot_bytes = {
+            "frames": job.limits.max_pixels * 3,
+            "samples": PIECE_SAMPLES * 4,
+            "pages": job.limits.max_page_pixels * 3,
+        }[job.kind]
         with contextlib.ExitStack() as undo:
             self._source = make_source(data)
             undo.callback(os.close, self._source)
@@ -120,6 +133,11 @@ class Decoding:
         assert isinstance(probe, AudioProbe)
         return probe
 
+    def probe_document(self) -> DocumentProbe:
+        probe = self._get_probe()
+        assert isinstance(probe, DocumentProbe)
+        return probe
+
     def read_frames(self, indexes: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         """Yield the frame of each index, [height, width, 3], valid until the next frame.
 
@@ -134,14 +152,26 @@ class Decoding:
         for index in indexes:
             if index != read:
                 frame, read = next(pieces, None), index
-            if frame is None or frame.size != math.prod(shape):
+            if frame is None or frame.shape != shape:
                 raise self._incomplete()
-            yield frame.reshape(shape)
+            yield frame
 
     def read_samples(self, rate: int) -> Iterator[NDArray[np.float32]]:
         """Yield the samples in pieces: the mean of all channels at `rate` samples a second."""
         for piece in self._read(lambda num_read: ReadSamples(rate, num_read), np.float32):
-            yield piece.copy()
+            yield piece.flatten()
+
+    def read_pages(self, numbers: list[int], dpi: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield the image of each page, [height, width, 3], valid until the next image."""
+        for image in self._read(lambda num_read: ReadPages(numbers[num_read:], dpi), np.uint8):
+            if image.shape[2:] != (3,) or not image.size:
+                raise self._incomplete()
+            yield image
+
+    def read_texts(self, numbers: list[int]) -> Iterator[str]:
+        """Yield the text of each page."""
+        for text in self._read(lambda num_read: ReadTexts(numbers[num_read:]), np.uint8):
+            yield text.tobytes().decode(errors="replace")
 
     def _get_probe(self) -> Probe:
         while self._probe is None:
@@ -149,9 +179,7 @@ class Decoding:
                 self._start()
         return self._probe
 
-    def _read(
-        self, order: Callable[[int], ReadFrames | ReadSamples], dtype: type[Value]
-    ) -> Iterator[NDArray[Value]]:
+    def _read(self, order: Callable[[int], Order], dtype: type[Value]) -> Iterator[NDArray[Value]]:
         """Yield all pieces. `order` is called with the number of pieces that are already read."""
         self._get_probe()
         num_read, is_done = 0, False
@@ -162,7 +190,7 @@ class Decoding:
                 self._send(order(num_read))
                 slot = 0
                 while isinstance(reply := self._receive(), Piece):
-                    yield self._view(slot, reply.num_values, dtype)
+                    yield self._view(slot, reply.shape, dtype)
                     num_read += 1
                     slot = (slot + 1) % NUM_SLOTS
                     self._send(Proceed())
@@ -195,7 +223,7 @@ class Decoding:
                 raise WorkerFailure("a process to decode media could not be started") from error
         self._report.settimeout(MAX_WAIT_S)
         reply = self._receive()
-        kind = VideoProbe if self._job.kind == "frames" else AudioProbe
+        kind = _PROBES[self._job.kind]
         if not isinstance(reply, kind) or self._probe not in (None, reply):
             raise self._incomplete()
         self._probe = reply
@@ -206,11 +234,12 @@ class Decoding:
                 each.close()
         self._channel = self._report = None
 
-    def _view(self, slot: int, num_values: int, dtype: type[Value]) -> NDArray[Value]:
-        slot_bytes = len(self._memory) // NUM_SLOTS
+    def _view(self, slot: int, shape: list[int], dtype: type[Value]) -> NDArray[Value]:
+        slot_bytes, num_values = len(self._memory) // NUM_SLOTS, math.prod(shape)
         if num_values * np.dtype(dtype).itemsize > slot_bytes:
             raise self._incomplete()
-        return np.frombuffer(self._memory, dtype, num_values, slot * slot_bytes)
+        view = np.frombuffer(self._memory, dtype, num_values, slot * slot_bytes)
+        return view.reshape(shape)
 
     def _send(self, order: Order) -> None:
         assert self._channel is not None

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shared.helpers.sandbox import confine
 from workers.renderer.decoding import audio_file, formats
+from workers.renderer.decoding.document_file import DocumentFile
 from workers.renderer.decoding.messages import (
     MAX_MESSAGE_BYTES,
     MEDIA,
@@ -19,7 +20,9 @@ from workers.renderer.decoding.messages import (
     Job,
     Piece,
     ReadFrames,
+    ReadPages,
     ReadSamples,
+    ReadTexts,
     Refused,
     Reply,
     decode_order,
@@ -43,6 +46,8 @@ def run(job: Job, channel: socket.socket, source: int, target: int) -> None:
         confine(job.limits.max_cpu_s, job.limits.max_memory_mib * 2**20, NICENESS)
         if job.kind == "frames":
             _serve_video(job, channel, data, slots)
+        elif job.kind == "pages":
+            _serve_document(job, channel, data, slots)
         else:
             _serve_audio(job, channel, source, data, slots)
     except Refusal as refusal:
@@ -82,6 +87,17 @@ def _serve_audio(
         _write(channel, slots, pieces)
 
 
+def _serve_document(job: Job, channel: socket.socket, data: mmap.mmap, slots: memoryview) -> None:
+    document = DocumentFile(data, job.limits)
+    _send(channel, document.probe)
+    order = _receive(channel)
+    if isinstance(order, ReadPages):
+        _write(channel, slots, document.images(order.numbers, order.dpi))
+    elif isinstance(order, ReadTexts):
+        texts = document.texts(order.numbers)
+        _write(channel, slots, (np.frombuffer(text.encode(), np.uint8) for text in texts))
+
+
 def _write(channel: socket.socket, slots: memoryview, pieces: Iterable[Pixels | _Samples]) -> None:
     """Write pieces to the slots in turn. A slot is only overwritten after the renderer read it."""
     slot_bytes = len(slots) // NUM_SLOTS
@@ -91,7 +107,7 @@ def _write(channel: socket.socket, slots: memoryview, pieces: Iterable[Pixels | 
         begin = number % NUM_SLOTS * slot_bytes
         target = np.frombuffer(slots[begin : begin + values.nbytes], values.dtype)
         target.reshape(values.shape)[...] = values
-        _send(channel, Piece(values.size))
+        _send(channel, Piece(list(values.shape)))
     _send(channel, Done())
 
 

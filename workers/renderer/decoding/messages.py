@@ -20,9 +20,9 @@ PIECE_SAMPLES = 2**18
 
 Count = Annotated[int, Meta(ge=0, le=2**48)]
 Size = Annotated[int, Meta(ge=1, le=2**31)]
-Kind = Literal["frames", "samples"]
-"""Kind of a job: reading the frames of a video, or the samples of a sound."""
-MEDIA: Mapping[Kind, str] = {"frames": "video", "samples": "sound"}
+Kind = Literal["frames", "samples", "pages"]
+"""Kind of a job: reading the frames of a video, the samples of a sound, or pages of a document."""
+MEDIA: Mapping[Kind, str] = {"frames": "video", "samples": "sound", "pages": "document"}
 """Names of the media in error messages."""
 Fault = Literal["invalid", "exceeded", "too_large", "unsupported"]
 """`exceeded` means that a limit on the decoder process was exceeded."""
@@ -41,8 +41,10 @@ class DecodingLimits(Struct, frozen=True):
     """Limit on the duration of a video."""
     max_audio_s: float
     """Limit on the duration of a sound."""
+    max_page_pixels: int
+    """Limit on the pixels of the image of a page."""
     max_cpu_s: int
-    """Limit on the processor time of one file."""
+    """Limit on the processor time of one job."""
     max_memory_mib: int
     """Limit on the address space of the process."""
 
@@ -71,11 +73,24 @@ class ReadSamples(Struct, frozen=True, tag="samples"):
     """Number of pieces to skip, because an earlier decoder has read them."""
 
 
+class ReadPages(Struct, frozen=True, tag="pages"):
+    """Order to read these pages, as pieces of one image each."""
+
+    numbers: list[Count]
+    dpi: int
+
+
+class ReadTexts(Struct, frozen=True, tag="texts"):
+    """Order to read the text of these pages, as pieces of UTF-8 of one page each."""
+
+    numbers: list[Count]
+
+
 class Proceed(Struct, frozen=True, tag="proceed"):
     """The older of the two pieces in memory may be overwritten."""
 
 
-Order = ReadFrames | ReadSamples | Proceed
+Order = ReadFrames | ReadSamples | ReadPages | ReadTexts | Proceed
 
 
 class VideoProbe(Struct, frozen=True, tag="video_probe"):
@@ -107,14 +122,20 @@ class AudioProbe(Struct, frozen=True, tag="audio_probe"):
     """Readable names of container and codec."""
 
 
-Probe = VideoProbe | AudioProbe
+class DocumentProbe(Struct, frozen=True, tag="document_probe"):
+    """Properties of a document."""
+
+    num_pages: Size
+
+
+Probe = VideoProbe | AudioProbe | DocumentProbe
 
 
 class Piece(Struct, frozen=True, tag="piece"):
-    """The next piece is in memory: a frame, or some samples."""
+    """The next piece is in memory: an image, some samples, or a text."""
 
-    num_values: Count
-    """Bytes of pixels, or samples."""
+    shape: Annotated[list[Count], Meta(min_length=1, max_length=3)]
+    """[height, width, 3] of an image, or the number of samples or bytes."""
 
 
 class Done(Struct, frozen=True, tag="done"):
@@ -128,7 +149,7 @@ class Refused(Struct, frozen=True, tag="refused"):
     message: str
 
 
-Reply = VideoProbe | AudioProbe | Piece | Done | Refused
+Reply = VideoProbe | AudioProbe | DocumentProbe | Piece | Done | Refused
 
 encode: Callable[[Job | Order | Reply], bytes] = msgspec.msgpack.Encoder().encode
 decode_job: Callable[[bytes], Job] = msgspec.msgpack.Decoder(Job).decode

@@ -1,4 +1,4 @@
-"""Media decoders: one function per modality, from a file's bytes to decoded media."""
+"""Media decoders: one function per kind of file, from its bytes to decoded media."""
 
 import asyncio
 import os
@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+
+from PIL import Image
 
 from shared.config.schema import RendererConfig
 from shared.models.frames import resize_frame
@@ -22,10 +24,11 @@ from shared.models.media import (
 from shared.protocol.multimodal import (
     AUDIO,
     DEFAULT_SAMPLING,
+    DOCUMENT,
     IMAGE,
     VIDEO,
+    FileKind,
     FrameSampling,
-    Modality,
     content_hash,
 )
 from workers.renderer.decoding.decoding import Decoding
@@ -115,19 +118,31 @@ def open_image(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedIm
     yield decode_image(data, tools.config, field)
 
 
-DECODERS: Mapping[Modality, MediaDecoder] = {
+@contextmanager
+def decode_page(data: bytes, tools: MediaTools, field: str) -> Iterator[DecodedImage]:
+    """Decode a page of a document to an image. Raises InvalidMedia or MediaTooLarge."""
+    page = tools.sampling.page
+    assert page is not None
+    source_hash = content_hash(data)
+    with tools.pool.open("pages", data, source_hash, field, tools.use) as decoding:
+        (pixels,) = decoding.read_pages([page.number], page.dpi)
+        yield DecodedImage(Image.fromarray(pixels), source_hash)
+
+
+DECODERS: Mapping[FileKind, MediaDecoder] = {
     IMAGE: open_image,
     VIDEO: decode_video,
     AUDIO: decode_audio,
+    DOCUMENT: decode_page,
 }
 
 
 class MediaDecoders:
     """Decoders of a renderer, and the threads that wait for them.
 
-    Videos and sounds have separate threads, so that images do not wait for them. The batch lane has
-    separate threads with a lower priority, because Linux does not allow a thread to return to a
-    higher priority.
+    Videos, sounds and documents have separate threads, so that images do not wait for them. The
+    batch lane has separate threads with a lower priority, because Linux does not allow a thread to
+    return to a higher priority.
     """
 
     def __init__(self, config: RendererConfig, in_thread: InThread) -> None:
@@ -138,7 +153,7 @@ class MediaDecoders:
         self._tools = MediaTools(config, DecoderPool(_limits_of(config), config.decoders))
 
     def start(self) -> None:
-        """Start the process that forks the decoders of videos and sounds."""
+        """Start the process that forks the decoders of videos, sounds and documents."""
         self._tools.pool.start()
 
     def close(self) -> None:
@@ -148,7 +163,7 @@ class MediaDecoders:
 
     def open(
         self,
-        modality: Modality,
+        kind: FileKind,
         data: bytes,
         field: str,
         tenant: str = "",
@@ -160,17 +175,27 @@ class MediaDecoders:
         and this sampling.
         """
         tools = replace(self._tools, tenant=tenant, sampling=sampling)
-        return DECODERS[modality](data, tools, field)
+        return DECODERS[kind](data, tools, field)
+
+    @contextmanager
+    def open_document(
+        self, data: bytes, field: str, tenant: str, use: Hashable
+    ) -> Iterator[Decoding]:
+        """Open a document to count its pages and read their text. `use` is as for the pool."""
+        check_num_bytes(len(data), self._tools.config, field, DOCUMENT)
+        source_hash = content_hash(data)
+        with self._tools.pool.open("pages", data, source_hash, field, (tenant, use)) as decoding:
+            yield decoding
 
     async def run(
-        self, modality: Modality, function: Callable[[], Result], lane: str = "interactive"
+        self, kind: FileKind, function: Callable[[], Result], lane: str = "interactive"
     ) -> Result:
-        """Run a function that decodes media of this modality, in a thread."""
-        if modality == IMAGE and lane != "batch":
+        """Run a function that decodes files of this kind, in a thread."""
+        if kind == IMAGE and lane != "batch":
             return await self._in_thread(function)
         threads = self._threads
         if lane == "batch":
-            threads = self._batch_image_threads if modality == IMAGE else self._batch_threads
+            threads = self._batch_image_threads if kind == IMAGE else self._batch_threads
         return await asyncio.get_running_loop().run_in_executor(threads, function)
 
 
@@ -186,6 +211,7 @@ def _limits_of(config: RendererConfig) -> DecodingLimits:
         config.max_image_side,
         config.max_video_seconds,
         config.max_audio_seconds,
+        config.max_image_pixels,
         config.decoder_cpu_s,
         config.decoder_memory_mib,
     )

@@ -7,7 +7,7 @@ fetch, from the first name to the last byte.
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from ipaddress import ip_network
 from urllib.parse import urljoin
@@ -19,7 +19,7 @@ from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge
 from shared.net.dialing import AddressBlocked, GuardedBackend, NameNotResolved, Resolver, url_of
 from shared.net.targets import Target, parse_target
-from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality
+from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
 from shared.tenants.fair_turns import FairTurns
 
 MAX_REDIRECTS = 3
@@ -35,10 +35,11 @@ _HEADERS = [
     ("Accept-Encoding", "identity"),
     ("User-Agent", "pagemill"),
 ]
-_ACCEPTED = {
+_ACCEPTED: Mapping[FileKind, str] = {
     IMAGE: "image/jpeg, image/png, image/webp",
     VIDEO: "video/*, image/gif, image/webp, image/png",
     AUDIO: "audio/*",
+    DOCUMENT: "application/pdf",
 }
 
 
@@ -69,10 +70,8 @@ class Fetcher:
         self._turns = FairTurns(MAX_FETCHES, "media files are being fetched already")
         self._of_tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def fetch(
-        self, url: str, field: str, modality: Modality = IMAGE, tenant: str = ""
-    ) -> bytes:
-        """Return the body of the response, which is not longer than the limit of the modality.
+    async def fetch(self, url: str, field: str, kind: FileKind = IMAGE, tenant: str = "") -> bytes:
+        """Return the body of the response, which is not longer than the limit of the kind.
 
         Raises MediaBlocked for a host or address that is not allowed, MediaTooLarge, InvalidMedia,
         or Overloaded.
@@ -81,13 +80,11 @@ class Fetcher:
         try:
             async with of_tenant, self._turns.turn(tenant, MAX_HELD):
                 async with asyncio.timeout(self._config.fetch_timeout_s):
-                    return await self._follow(url, field, modality)
+                    return await self._follow(url, field, kind)
         except AddressBlocked:
-            raise MediaBlocked(
-                f"the {modality}'s host is not on the internet", field=field
-            ) from None
+            raise MediaBlocked(f"the {kind}'s host is not on the internet", field=field) from None
         except NameNotResolved:
-            raise InvalidMedia(f"the {modality}'s host has no address", field=field) from None
+            raise InvalidMedia(f"the {kind}'s host has no address", field=field) from None
         except (
             OSError,
             ValueError,
@@ -95,15 +92,13 @@ class Fetcher:
             httpcore2.NetworkError,
             httpcore2.ProtocolError,
         ):
-            raise InvalidMedia(
-                f"the {modality} could not be fetched in time", field=field
-            ) from None
+            raise InvalidMedia(f"the {kind} could not be fetched in time", field=field) from None
 
     async def close(self) -> None:
         await self._pool.aclose()
         await self._resolver.close()
 
-    async def _follow(self, url: str, field: str, modality: Modality) -> bytes:
+    async def _follow(self, url: str, field: str, kind: FileKind) -> bytes:
         """Return the body at the end of all redirects."""
         for _ in range(1 + MAX_REDIRECTS):
             target = parse_url(url, field)
@@ -111,32 +106,30 @@ class Fetcher:
                 raise MediaBlocked(
                     "media are not fetched from this host (renderer.media_hosts)", field=field
                 )
-            body_or_location = await self._get(target, field, modality)
+            body_or_location = await self._get(target, field, kind)
             if isinstance(body_or_location, bytes):
                 return body_or_location
             url = urljoin(url, body_or_location)
         raise InvalidMedia(f"more than {MAX_REDIRECTS} redirects", field=field)
 
-    async def _get(self, target: Target, field: str, modality: Modality) -> bytes | str:
+    async def _get(self, target: Target, field: str, kind: FileKind) -> bytes | str:
         """Return the body, or the location of a redirect."""
-        headers = [("Host", target.host_header), ("Accept", _ACCEPTED[modality]), *_HEADERS]
+        headers = [("Host", target.host_header), ("Accept", _ACCEPTED[kind]), *_HEADERS]
         async with self._pool.stream("GET", url_of(target), headers=headers) as response:
             if response.status in _REDIRECTS:
                 return _location(response.headers)
             if response.status != 200:
-                raise InvalidMedia(
-                    f"the {modality}'s server answered {response.status}", field=field
-                )
-            return await self._read(response.aiter_stream(), field, modality)
+                raise InvalidMedia(f"the {kind}'s server answered {response.status}", field=field)
+            return await self._read(response.aiter_stream(), field, kind)
 
-    async def _read(self, chunks: AsyncIterable[bytes], field: str, modality: Modality) -> bytes:
-        limit = self._config.max_bytes[modality]
+    async def _read(self, chunks: AsyncIterable[bytes], field: str, kind: FileKind) -> bytes:
+        limit = self._config.max_bytes[kind]
         body = bytearray()
         async for chunk in chunks:
             body += chunk
             if len(body) > limit:
                 raise MediaTooLarge(
-                    f"the {modality} has more than the limit of {limit} bytes", field=field
+                    f"the {kind} has more than the limit of {limit} bytes", field=field
                 )
         return bytes(body)
 

@@ -15,7 +15,7 @@ from PIL import Image
 from shared.config.schema import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge, RequestError
 from shared.models.media import DecodedImage
-from shared.protocol.multimodal import IMAGE, VIDEO, Modality, content_hash
+from shared.protocol.multimodal import IMAGE, VIDEO, FileKind, content_hash
 from shared.protocol.requests import SEQUENCE_HEAD
 from workers.renderer.decoding.pictures import to_upright_rgb
 from workers.renderer.decoding.refusal import Refusal
@@ -59,9 +59,7 @@ def hash_source(data: bytes) -> str:
     return content_hash(data)
 
 
-def decode_data_url(
-    url: str, limits: RendererConfig, field: str, modality: Modality = IMAGE
-) -> bytes:
+def decode_data_url(url: str, limits: RendererConfig, field: str, kind: FileKind = IMAGE) -> bytes:
     """Return the bytes of `data:[<type>];base64,<base64>`; the declared type is ignored.
 
     A sequence of JPEG files is returned undecoded, because only the commas in the URL separate the
@@ -70,8 +68,8 @@ def decode_data_url(
     header, comma, payload = url.partition(",")
     if not comma or not header[:5].lower() == "data:" or not header.lower().endswith(";base64"):
         raise InvalidMedia("expected data:<type>;base64,<data>", field=field)
-    check_num_bytes(len(payload) // 4 * 3 - 2, limits, field, modality)
-    if modality == VIDEO and header.lower().encode() + b"," == SEQUENCE_HEAD:
+    check_num_bytes(len(payload) // 4 * 3 - 2, limits, field, kind)
+    if kind == VIDEO and header.lower().encode() + b"," == SEQUENCE_HEAD:
         return SEQUENCE_HEAD + payload.encode()
     try:
         return base64.b64decode(payload, validate=True)
@@ -107,6 +105,10 @@ def _other_format(data: bytes, field: str) -> InvalidMedia:
     name = _name_format(data)
     if name is None:
         return InvalidMedia("not a readable JPEG, PNG or WEBP image", field=field)
+    if name == "PDF":
+        return InvalidMedia(
+            "PDF is not an image; send JPEG, PNG or WEBP, or send it as a document", field=field
+        )
     return InvalidMedia(f"{name} is not accepted; send JPEG, PNG or WEBP", field=field)
 
 
@@ -117,15 +119,15 @@ def _name_format(data: bytes) -> str | None:
 
 
 def check_num_bytes(
-    num_bytes: int, limits: RendererConfig, field: str, modality: Modality = IMAGE
+    num_bytes: int, limits: RendererConfig, field: str, kind: FileKind = IMAGE
 ) -> None:
-    """Raise InvalidMedia for an empty file, MediaTooLarge for one over the modality's limit."""
+    """Raise InvalidMedia for an empty file, MediaTooLarge for one over the limit of its kind."""
     if not num_bytes:
-        raise InvalidMedia(f"the {modality}'s file is empty", field=field)
-    limit = limits.max_bytes[modality]
+        raise InvalidMedia(f"the {kind}'s file is empty", field=field)
+    limit = limits.max_bytes[kind]
     if num_bytes > limit:
         raise MediaTooLarge(
-            f"the {modality}'s {num_bytes} bytes are over the limit of {limit} bytes",
+            f"the {kind}'s {num_bytes} bytes are over the limit of {limit} bytes",
             field=field,
         )
 

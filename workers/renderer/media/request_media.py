@@ -19,7 +19,7 @@ from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MM
 from shared.protocol import subjects
 from shared.protocol.encoding import to_msgpack
 from shared.protocol.messages import MediaPin, PinnedPart
-from shared.protocol.multimodal import Modality
+from shared.protocol.multimodal import FileKind
 from shared.protocol.requests import Feature, tenant_header
 from shared.state import media_store
 from workers.renderer.media.item_registry import ItemRegistry
@@ -73,16 +73,16 @@ class RequestMedia:
             self._pinned = _pin.decode(stored.data).parts
             self._sequence = stored.sequence
 
-    async def read(self, url: str, field: str, modality: Modality) -> Source:
+    async def read(self, url: str, field: str, kind: FileKind) -> Source:
         """Return the file at the URL of the next part.
 
         Raises a RequestError that names `field`, or Unavailable.
         """
         if is_stored(url):
-            return await self._read_stored(url, field, modality)
+            return await self._read_stored(url, field, kind)
         if is_remote(url):
-            return await self._read_remote(url, field, modality)
-        return Source(await self._loader.read(url, field, self._scope, modality, self._tenant))
+            return await self._read_remote(url, field, kind)
+        return Source(await self._loader.read(url, field, self._scope, kind, self._tenant))
 
     async def read_item(self, feature: Feature, field: str) -> Source:
         """Return the bytes of an item. Raises a RequestError that names `field`, or Unavailable."""
@@ -125,16 +125,16 @@ class RequestMedia:
             if stored is None or stored.data != data:
                 raise
 
-    async def _read_remote(self, url: str, field: str, modality: Modality) -> Source:
+    async def _read_remote(self, url: str, field: str, kind: FileKind) -> Source:
         url_hash = hashlib.sha256(url.encode()).hexdigest()
         if (pinned := self._pinned_part(url_hash)) is not None:
-            limit = self._config.max_bytes[modality]
+            limit = self._config.max_bytes[kind]
             data = await media_store.find(self._bus, pinned.media, limit, self._tenant)
             if data is not None:
                 self._fetched.append(pinned)
                 return Source(data)
             _log.warning("pinned_media_lost", request_id=self._request_id, media=pinned.media)
-        data = await self._loader.read(url, field, self._scope, modality, self._tenant)
+        data = await self._loader.read(url, field, self._scope, kind, self._tenant)
         name = await media_store.hash_media(data)
         self._fetched.append(PinnedPart(url_hash, name))
         return Source(data, name)
@@ -144,14 +144,14 @@ class RequestMedia:
         part = self._pinned[number] if number < len(self._pinned) else None
         return part if part is not None and part.url_hash == url_hash else None
 
-    async def _read_stored(self, url: str, field: str, modality: Modality) -> Source:
+    async def _read_stored(self, url: str, field: str, kind: FileKind) -> Source:
         name = media_store.parse_media_url(url)
-        data = self._loader.recall(url, self._scope, modality)
+        data = self._loader.recall(url, self._scope, kind)
         # A file may have been removed since it was read.
         if data is None or name is None or not await self._is_stored(name):
-            limit = self._config.max_bytes[modality]
+            limit = self._config.max_bytes[kind]
             data = await read_stored(self._bus, url, field, limit, self._tenant)
-            self._loader.remember(url, data, self._scope, modality)
+            self._loader.remember(url, data, self._scope, kind)
         return Source(data, name)
 
     async def _is_stored(self, name: str) -> bool:

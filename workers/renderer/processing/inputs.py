@@ -55,6 +55,8 @@ class Input:
             parts.append(to_json(self._bound(sampling)).decode())
         elif self.modality == AUDIO:
             parts.append(sampling.overflow)
+        elif sampling.page is not None:
+            parts.append(to_json(sampling.page).decode())
         return content_hash(*parts)
 
     def process(

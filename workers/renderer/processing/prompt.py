@@ -11,12 +11,26 @@ import msgspec
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import (
     DEFAULT_SAMPLING,
+    DOCUMENT,
+    FileKind,
     FrameSampling,
     Modality,
+    Page,
     PlaceholderRange,
     Placement,
 )
-from shared.protocol.requests import Feature, ImagePart, Message, Prompt, TextPart, Tool, ToolCall
+from shared.protocol.requests import (
+    AudioPart,
+    ContentPart,
+    DocumentPart,
+    Feature,
+    Message,
+    Prompt,
+    TextPart,
+    Tool,
+    ToolCall,
+    VideoPart,
+)
 from shared.protocol.text_length import texts_of
 from shared.protocol.value_limits import check_json
 
@@ -31,7 +45,12 @@ class MediaPart(NamedTuple):
     """Name of the request's field with the URL."""
     url: str
     sampling: FrameSampling = DEFAULT_SAMPLING
-    """Frames of a video that the request selects."""
+    """Frames of a video that the request selects, or the page of a document."""
+
+    @property
+    def kind(self) -> FileKind:
+        """Kind of the file at the URL."""
+        return self.modality if self.sampling.page is None else DOCUMENT
 
 
 class SizedMedia(Protocol):
@@ -172,16 +191,46 @@ def field_of(prompt: Prompt) -> str:
     return "messages" if prompt.text is None else "prompt"
 
 
-def media_parts(messages: Sequence[Message]) -> Iterator[MediaPart]:
-    """Yield all media parts in the order of the templated prompt."""
+class PagePart(DocumentPart, frozen=True, kw_only=True):
+    """A page of a document, which becomes one image."""
+
+    page: Page
+
+    @property
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(page=self.page)
+
+
+class ExpandedMessage(Message, frozen=True, kw_only=True):
+    """Message with pages and texts in place of documents."""
+
+    indexes: list[int]
+    """Index of each content part in the client's message."""
+
+
+def parts_of(messages: Sequence[Message]) -> Iterator[tuple[str, ContentPart]]:
+    """Yield all content parts, each with the client's field."""
     for i, message in enumerate(messages):
-        if message.content is None or isinstance(message.content, str):
+        parts = message.content if isinstance(message.content, list) else []
+        indexes = message.indexes if isinstance(message, ExpandedMessage) else range(len(parts))
+        for j, part in zip(indexes, parts, strict=True):
+            yield f"messages[{i}].content[{j}]", part
+
+
+def media_parts(messages: Sequence[Message]) -> Iterator[MediaPart]:
+    """Yield all media parts in the order of the templated prompt.
+
+    A document that is not expanded yet counts as one image, unless only its text is used.
+    """
+    for field, part in parts_of(messages):
+        if isinstance(part, TextPart):
             continue
-        for j, part in enumerate(message.content):
-            if not isinstance(part, TextPart):
-                field = f"messages[{i}].content[{j}].{part.url_field}"
-                sampling = DEFAULT_SAMPLING if isinstance(part, ImagePart) else part.sampling
-                yield MediaPart(part.modality, field, part.url, sampling)
+        if isinstance(part, DocumentPart) and part.document_url.mode == "text":
+            continue
+        sampling = DEFAULT_SAMPLING
+        if isinstance(part, VideoPart | AudioPart | PagePart):
+            sampling = part.sampling
+        yield MediaPart(part.modality, f"{field}.{part.url_field}", part.url, sampling)
 
 
 def template_messages(

@@ -1,0 +1,1 @@
+"""Batches: their state, their input file and the format of their results. Pure."""

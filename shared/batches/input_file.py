@@ -1,0 +1,271 @@
+"""Input files of batches: JSON lines, which are cut and checked while they are read. Pure."""
+
+import hashlib
+import json
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from shared.helpers.validation import split_validation_error
+from shared.protocol.batch_log import LineError
+from shared.protocol.encoding import UNDECODABLE
+from shared.protocol.value_limits import check_json
+
+MAX_ERRORS = 100
+"""Limit on the reported errors of one file."""
+MAX_CUSTOM_ID_LEN = 512
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ZIP_MARK = b"PK\x03\x04"
+GZIP_MARK = b"\x1f\x8b"
+DIGEST_BYTES = 16
+_MISSING = re.compile("Object missing required field `(.*)`")
+
+
+class LineTooLong(Exception):
+    """A line has more bytes than the limit. Its end has not been read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"line {number} is too long")
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """One line of a file, without its line break."""
+
+    number: int
+    offset: int
+    content: bytes
+
+
+class LineCutter:
+    """Cuts a file into lines while it is read. At most one unfinished line is held."""
+
+    def __init__(self, max_line_bytes: int, number: int = 1, offset: int = 0) -> None:
+        """Begin with line `number` at `offset`."""
+        self.next_line = number
+        self.next_offset = offset
+        self._max_line_bytes = max_line_bytes
+        self._rest = bytearray()
+
+    def feed(self, data: bytes, *, is_last: bool) -> Iterator[RawLine]:
+        """Yield the lines that end in `data`. Raises LineTooLong."""
+        start = 0
+        while (end := data.find(b"\n", start)) >= 0:
+            self._hold(data[start:end])
+            yield self._cut(1)
+            start = end + 1
+        self._hold(data[start:])
+        if is_last and self._rest:
+            yield self._cut(0)
+
+    def _hold(self, data: bytes) -> None:
+        self._rest += data
+        if len(self._rest) > self._max_line_bytes:
+            raise LineTooLong(self.next_line)
+
+    def _cut(self, num_break_bytes: int) -> RawLine:
+        line = RawLine(self.next_line, self.next_offset, bytes(self._rest))
+        self.next_line += 1
+        self.next_offset += len(self._rest) + num_break_bytes
+        self._rest.clear()
+        return line
+
+
+class InputLine(Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of an input file."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: Raw
+
+
+class _BodyHead(Struct, frozen=True):
+    model: str
+    stream: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedLine:
+    """Line of a checked file."""
+
+    custom_id: str
+    model: str
+    body: bytes
+
+
+def read_line(content: bytes) -> ParsedLine:
+    """Return the parts of a line that `InputCheck` has accepted."""
+    line = decode_line(content)
+    return ParsedLine(line.custom_id, _decode_head(line.body).model, bytes(line.body))
+
+
+class InputLimits(Struct, frozen=True):
+    """Limits on an input file."""
+
+    endpoint: str
+    models: Container[str]
+    max_lines: int
+    max_line_bytes: int
+
+
+class InputCheck:
+    """Checks a whole file, and collects its first errors."""
+
+    def __init__(self, limits: InputLimits) -> None:
+        self.errors: list[LineError] = []
+        self.num_lines = 0
+        """Lines up to the last one that is not blank."""
+        self._limits = limits
+        self._cutter = LineCutter(limits.max_line_bytes)
+        self._digests: set[bytes] = set()
+        self._first_blank: int | None = None
+        self._has_begun = False
+        self.is_over = False
+        """Whether the rest of the file need not be read."""
+
+    def feed(self, data: bytes, *, is_last: bool) -> None:
+        """Check the lines that end in `data`."""
+        if not self._has_begun and (complaint := _wrong_format(data)) is not None:
+            self._refuse("invalid_file", 1, complaint, over=True)
+            return
+        self._has_begun = True
+        try:
+            for line in self._cutter.feed(data, is_last=is_last):
+                self._add(line)
+                if self.is_over:
+                    return
+        except LineTooLong as error:
+            limit = self._limits.max_line_bytes
+            self._refuse(
+                "line_too_long", error.number, f"a line may have at most {limit} bytes", over=True
+            )
+        if is_last and not self.num_lines and not self.errors:
+            self._refuse("empty_file", None, "the file has no lines")
+
+    def _add(self, line: RawLine) -> None:
+        if not line.content.strip():
+            self._first_blank = self._first_blank or line.number
+            return
+        if self._first_blank is not None:
+            # Blank lines at the end of a file are ignored.
+            self._refuse("blank_line", self._first_blank, "the line is blank: remove it")
+            self._first_blank = None
+        self.num_lines = line.number
+        limit = self._limits.max_lines
+        if line.number > limit:
+            message = f"a batch may have at most {limit} lines (batch.max_lines): split the file"
+            self._refuse("too_many_lines", line.number, message, over=True)
+        else:
+            self._check(line)
+
+    def _check(self, line: RawLine) -> None:
+        complaint = find_fault(line.content, self._limits)
+        if complaint is not None:
+            self._refuse(complaint.code, line.number, complaint.message, complaint.param)
+            return
+        custom_id = decode_line(line.content).custom_id
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=DIGEST_BYTES).digest()
+        if digest in self._digests:
+            message = f"an earlier line has the same custom_id {custom_id!r}"
+            self._refuse("duplicate_custom_id", line.number, message, "custom_id")
+        self._digests.add(digest)
+
+    def _refuse(
+        self,
+        code: str,
+        line: int | None,
+        message: str,
+        param: str | None = None,
+        *,
+        over: bool = False,
+    ) -> None:
+        self.errors.append(LineError(code, message, line, param))
+        self.is_over = self.is_over or over or len(self.errors) == MAX_ERRORS
+
+
+decode_line = msgspec.json.Decoder(InputLine).decode
+_decode_head = msgspec.json.Decoder(_BodyHead).decode
+
+
+def find_fault(content: bytes, limits: InputLimits) -> LineError | None:
+    """Return the first fault of a line, without its number."""
+    try:
+        content.decode()
+        check_json(content)
+        line = decode_line(content)
+    except UnicodeDecodeError as error:
+        return LineError("invalid_json_line", f"the line is not UTF-8 at byte {error.start + 1}")
+    except RecursionError:
+        return LineError("invalid_json_line", "the line is nested too deeply")
+    except msgspec.ValidationError as error:
+        return _invalid(error, "")
+    except msgspec.DecodeError as error:
+        return LineError("invalid_json_line", f"the line is not valid JSON: {error}")
+    if (name := _repeated_key(content)) is not None:
+        return LineError("invalid_line", f"{name} is given twice", param=name)
+    return _fault_of(line, limits)
+
+
+def _fault_of(line: InputLine, limits: InputLimits) -> LineError | None:
+    if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID_LEN:
+        message = f"custom_id must have 1 to {MAX_CUSTOM_ID_LEN} characters"
+        return LineError("invalid_line", message, param="custom_id")
+    if line.method != "POST":
+        return LineError("invalid_method", "method must be POST", param="method")
+    if line.url != limits.endpoint:
+        message = f"url must be the endpoint of the batch, {limits.endpoint}"
+        return LineError("mismatched_endpoint", message, param="url")
+    try:
+        head = _decode_head(line.body)
+    except UNDECODABLE as error:
+        if not isinstance(error, msgspec.ValidationError):
+            return LineError("invalid_json_line", "body is not valid JSON", param="body")
+        return _invalid(error, "body")
+    if head.stream:
+        message = "a line of a batch cannot be streamed: leave stream out"
+        return LineError("invalid_line", message, param="body.stream")
+    if head.model not in limits.models:
+        return LineError("model_not_found", f"no model {head.model!r}", param="body.model")
+    return None
+
+
+def _invalid(error: msgspec.ValidationError, parent: str) -> LineError:
+    complaint, path = split_validation_error(error)
+    param = ".".join(name for name in (parent, path) if name)
+    if (missing := _MISSING.fullmatch(complaint)) is not None:
+        param = f"{param}.{missing[1]}".removeprefix(".")
+        complaint = "the field is missing"
+    return LineError("invalid_line", f"{param or 'the line'}: {complaint}", param=param or None)
+
+
+def _wrong_format(content: bytes) -> str | None:
+    """Return the complaint about the beginning of a file that has another format."""
+    if content.startswith(BYTE_ORDER_MARK):
+        return "the file begins with a byte order mark: save it as UTF-8 without one"
+    if content.startswith((ZIP_MARK, GZIP_MARK)):
+        return "the file is compressed: upload the JSON lines themselves"
+    return None
+
+
+def _repeated_key(content: bytes) -> str | None:
+    """Return a field of the line that is given twice; msgspec would use the last one."""
+    fields = InputLine.__struct_fields__
+    # Nearly all lines pass here. Content of bodies may contain the names as well.
+    if all(content.count(b'"%b"' % name.encode()) == 1 for name in fields):
+        return None
+    repeated: list[str] = []
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # The outermost object is read last.
+        names = [name for name, _ in pairs]
+        repeated[:] = [name for name in fields if names.count(name) > 1]
+        return dict(pairs)
+
+    json.loads(content, object_pairs_hook=read)
+    return repeated[0] if repeated else None

@@ -1,0 +1,55 @@
+"""Set of line numbers, as ascending ranges: its size depends on its gaps, not on its lines."""
+
+import bisect
+from collections.abc import Iterable
+
+
+class LineSet:
+    """Set of line numbers, which count from 1."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        """`ranges` are ascending and apart, each with its first line and the line after its last.
+
+        Raises ValueError for other ranges.
+        """
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in ranges:
+            if not start < end or start <= (self._ends[-1] if self._ends else 0):
+                raise ValueError("the ranges of lines are not ascending and apart")
+            self._starts.append(start)
+            self._ends.append(end)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(zip(self._starts, self._ends, strict=True))
+
+    @property
+    def first_missing(self) -> int:
+        """The smallest line that is not in the set."""
+        return self._ends[0] if self._starts[:1] == [1] else 1
+
+    def __len__(self) -> int:
+        return sum(self._ends) - sum(self._starts)
+
+    def __contains__(self, line: int) -> bool:
+        at = bisect.bisect_right(self._starts, line) - 1
+        return at >= 0 and line < self._ends[at]
+
+    def add(self, line: int) -> None:
+        """Add a line. Raises ValueError for a line that is in the set."""
+        if line in self or line < 1:
+            raise ValueError(f"line {line} is finished twice")
+        at = bisect.bisect_right(self._starts, line)
+        joins_before = at > 0 and self._ends[at - 1] == line
+        joins_after = at < len(self._starts) and self._starts[at] == line + 1
+        if joins_before and joins_after:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._starts[at]
+        elif joins_before:
+            self._ends[at - 1] += 1
+        elif joins_after:
+            self._starts[at] -= 1
+        else:
+            self._starts.insert(at, line)
+            self._ends.insert(at, line + 1)

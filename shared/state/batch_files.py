@@ -1,0 +1,113 @@
+"""Input files of batches. They are in the stream of batches, which deletes nothing to make room.
+
+An upload arrives in the stream of media, because the purpose of a file may follow its content. Then
+its chunks are moved here. As there, the name of a file is the SHA-256 of its bytes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from msgspec.structs import replace
+
+from shared.batches.input_file import LineCutter, RawLine
+from shared.bus.bus import Bus
+from shared.errors import NotFound
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import MediaHead, decode_media_head
+from shared.protocol.requests import tenant_header
+from shared.state.media_store import CHUNK_BYTES, MAX_CHUNKS_IN_FLIGHT, StoredFile
+
+ROLLUP = {"Nats-Rollup": "sub"}
+"""Header of a message that replaces all earlier messages of its subject."""
+
+
+async def adopt(bus: Bus, name: str, head: MediaHead, expires_s: int, tenant: str) -> StoredFile:
+    """Move an uploaded file to the input files, before its head is stored.
+
+    An equal file is replaced. Raises Overloaded if the stream is full, and Unavailable.
+    """
+    ttl_s = max(1, round(expires_s - bus.now_ms() / 1000))
+    headers = tenant_header(tenant) | ROLLUP | {"Nats-TTL": f"{ttl_s}s"}
+    credit = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
+
+    async def copy(number: int) -> None:
+        async with credit:
+            source = subjects.media_chunk(head.chunks or name, number)
+            chunk = await bus.read_last(subjects.MEDIA_STREAM, source)
+            if chunk is None:
+                raise NotFound("the file was removed while it was stored")
+            target = subjects.batch_file_chunk(tenant, name, number)
+            await bus.publish_without_id(target, chunk.data, headers)
+
+    was_stored = await look_up(bus, name, tenant) is not None
+    try:
+        await asyncio.gather(*(copy(number) for number in range(head.num_chunks)))
+        stored = replace(head, chunks=None, expires_s=expires_s)
+        await bus.publish_without_id(subjects.batch_file(tenant, name), to_json(stored), headers)
+    except BaseException:
+        if not was_stored:
+            await _purge(bus, name, tenant)
+        raise
+    await bus.purge(subjects.MEDIA_STREAM, subjects.media_chunks(head.chunks or name))
+    return StoredFile(name, stored, bus.now_ms())
+
+
+async def look_up(bus: Bus, name: str, tenant: str) -> StoredFile | None:
+    """Return an input file; None if it is not stored. Raises Unavailable."""
+    subject = subjects.stored_batch(subjects.batch_file(tenant, name))
+    stored = await bus.read_last(subjects.BATCHES_STREAM, subject)
+    head = None if stored is None else decode_media_head(stored.data)
+    return None if stored is None or head is None else StoredFile(name, head, stored.stored_ms)
+
+
+async def list_files(bus: Bus, tenant: str) -> list[StoredFile]:
+    """Return all input files of a tenant, the newest first. Raises Unavailable."""
+    subject = subjects.stored_batch(subjects.batch_file(tenant, "*"))
+    files: list[StoredFile] = []
+    for message in reversed(await bus.read(subjects.BATCHES_STREAM, subject)):
+        head = decode_media_head(message.data)
+        if head is not None:
+            name = subjects.last_token(message.subject)
+            files.append(StoredFile(name, head, message.stored_ms))
+    return files
+
+
+async def remove(bus: Bus, name: str, tenant: str) -> None:
+    """Remove a file. Batches in progress that read it fail. Raises Unavailable."""
+    await _purge(bus, name, tenant)
+
+
+async def _purge(bus: Bus, name: str, tenant: str) -> None:
+    head = subjects.stored_batch(subjects.batch_file(tenant, name))
+    await bus.purge(subjects.BATCHES_STREAM, head)
+    chunks = subjects.stored_batch(subjects.batch_file_chunk(tenant, name, "*"))
+    await bus.purge(subjects.BATCHES_STREAM, chunks)
+
+
+async def read(
+    bus: Bus, file: StoredFile, tenant: str, offset: int = 0
+) -> AsyncIterator[tuple[bytes, bool]]:
+    """Yield the bytes of a file from `offset` on, in pieces, and whether each is the last.
+
+    Raises NotFound if the file is removed meanwhile, and Unavailable.
+    """
+    numbers = range(offset // CHUNK_BYTES, file.head.num_chunks)
+    if not numbers:
+        yield b"", True
+    for number in numbers:
+        subject = subjects.stored_batch(subjects.batch_file_chunk(tenant, file.name, number))
+        chunk = await bus.read_last(subjects.BATCHES_STREAM, subject)
+        if chunk is None:
+            raise NotFound("the input file is not stored any more", field="input_file_id")
+        skipped = offset - number * CHUNK_BYTES if number == numbers[0] else 0
+        yield chunk.data[skipped:], number == numbers[-1]
+
+
+async def read_lines(
+    bus: Bus, file: StoredFile, tenant: str, cutter: LineCutter
+) -> AsyncIterator[RawLine]:
+    """Yield the lines of a file from the position of `cutter` on. Raises like `read`."""
+    async for data, is_last in read(bus, file, tenant, cutter.next_offset):
+        for line in cutter.feed(data, is_last=is_last):
+            yield line

@@ -1,0 +1,185 @@
+"""Batches in the broker: the orders of clients, and the fenced log of each batch."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec import structs
+
+from shared.batches.state import BatchState
+from shared.bus.bus import Bus
+from shared.errors import Fenced, UnsupportedVersion
+from shared.protocol import names, subjects
+from shared.protocol.batch_log import (
+    BatchBegun,
+    BatchCancelled,
+    BatchJob,
+    BatchRecord,
+    Results,
+    decode_batch_begun,
+    decode_batch_cancelled,
+    decode_batch_record,
+)
+from shared.protocol.encoding import to_json
+from shared.protocol.requests import tenant_header
+from shared.protocol.stored_size import LOG_BYTES_HEADER
+
+READ_AT_ONCE = 16
+BATCHER = "batcher"
+
+
+class BatchLog:
+    """Log of one batch, up to the last record that this process has read or appended."""
+
+    def __init__(self, bus: Bus, state: BatchState, last_sequence: int) -> None:
+        self.state = state
+        self._bus = bus
+        self._last_sequence = last_sequence
+        begun = state.begun
+        self._subject = subjects.batch_log(begun.tenant, begun.batch_id)
+
+    @property
+    def next_index(self) -> int:
+        return 0 if self.state.last is None else self.state.last.index + 1
+
+    async def append(self, record: BatchRecord) -> None:
+        """Append the next record.
+
+        Raises Fenced if another batcher has appended a record, and Overloaded if the stream is
+        full. After Overloaded or Unavailable, the same record may be appended again.
+        """
+        begun, data = self.state.begun, to_json(record)
+        checkpoint = record.checkpoint
+        num_bytes = checkpoint.output_bytes + checkpoint.error_bytes + len(data)
+        headers = tenant_header(begun.tenant) | {LOG_BYTES_HEADER: str(num_bytes)}
+        ttl_s = begun.expires_s - self._bus.now_ms() / 1000
+        try:
+            self._last_sequence = await self._bus.append(
+                self._subject, data, self._last_sequence, ttl_s, headers
+            )
+        except Fenced:
+            # The record is stored if only its acknowledgement was lost.
+            stored = await self._bus.read_last(
+                subjects.BATCHES_STREAM, subjects.stored_batch(self._subject)
+            )
+            if stored is None or stored.data != data:
+                raise
+            self._last_sequence = stored.sequence
+        self.state = replace(self.state, last=record)
+
+    async def is_cancelled(self) -> bool:
+        """Read the order to cancel the batch, and return whether there is one."""
+        if self.state.cancelled is None:
+            begun = self.state.begun
+            cancelled = await _read_cancelled(self._bus, begun.tenant, begun.batch_id)
+            self.state = replace(self.state, cancelled=cancelled)
+        return self.state.cancelled is not None
+
+
+async def open_batch(bus: Bus, tenant: str, batch_id: str) -> BatchLog | None:
+    """Return the log of a batch; None if there is no such batch.
+
+    Only the orders and the last record are read, so the time does not depend on the results. Raises
+    Unavailable, and UnsupportedVersion if a newer batcher has written the log.
+    """
+    if not names.is_name(batch_id):
+        return None
+    begun, cancelled, last = await asyncio.gather(
+        bus.read_last(
+            subjects.BATCHES_STREAM, subjects.stored_batch(subjects.batch_begun(tenant, batch_id))
+        ),
+        _read_cancelled(bus, tenant, batch_id),
+        bus.read_last(
+            subjects.BATCHES_STREAM, subjects.stored_batch(subjects.batch_log(tenant, batch_id))
+        ),
+    )
+    order = None if begun is None else decode_batch_begun(begun.data)
+    if order is None:
+        return None
+    if last is None:
+        return BatchLog(bus, BatchState(order, cancelled), 0)
+    record = decode_batch_record(last.data)
+    if record is None:
+        raise UnsupportedVersion(f"the log of {batch_id} has a record that cannot be read")
+    return BatchLog(bus, BatchState(order, cancelled, record), last.sequence)
+
+
+async def _read_cancelled(bus: Bus, tenant: str, batch_id: str) -> BatchCancelled | None:
+    subject = subjects.stored_batch(subjects.batch_cancelled(tenant, batch_id))
+    stored = await bus.read_last(subjects.BATCHES_STREAM, subject)
+    return None if stored is None else decode_batch_cancelled(stored.data)
+
+
+async def begin(bus: Bus, begun: BatchBegun) -> None:
+    """Store the order to run a batch, and queue the batch. Raises Overloaded or Unavailable."""
+    # A batcher waits for the order of a queued batch, but no process queues a forgotten order.
+    await queue_batch(bus, begun)
+    subject = subjects.batch_begun(begun.tenant, begun.batch_id)
+    ttl_s = begun.expires_s - bus.now_ms() / 1000
+    await bus.append(subject, to_json(begun), 0, ttl_s, tenant_header(begun.tenant))
+
+
+async def queue_batch(bus: Bus, begun: BatchBegun) -> None:
+    """Queue a batch, unless it is queued. Raises Overloaded or Unavailable."""
+    job = to_json(BatchJob(begun.batch_id, begun.tenant))
+    await bus.publish_without_id(subjects.batch_job(begun.batch_id), job)
+
+
+async def cancel(bus: Bus, begun: BatchBegun) -> None:
+    """Store the order to cancel a batch. Raises Overloaded or Unavailable."""
+    now_s = bus.now_ms() / 1000
+    subject = subjects.batch_cancelled(begun.tenant, begun.batch_id)
+    order = to_json(BatchCancelled(int(now_s)))
+    headers = tenant_header(begun.tenant)
+    with contextlib.suppress(Fenced):  # The batch is cancelled already.
+        await bus.append(subject, order, 0, begun.expires_s - now_s, headers)
+
+
+async def list_begun(bus: Bus, tenant: str) -> list[BatchBegun]:
+    """Return the orders of all stored batches of a tenant, the newest first. Raises Unavailable."""
+    subject = subjects.stored_batch(subjects.batch_begun(tenant, "*"))
+    stored = await bus.read(subjects.BATCHES_STREAM, subject)
+    orders = (decode_batch_begun(message.data) for message in reversed(stored))
+    return [order for order in orders if order is not None]
+
+
+async def open_batches(bus: Bus, begun: Sequence[BatchBegun]) -> list[BatchState]:
+    """Return the states of batches that are still stored. Raises Unavailable."""
+    states: list[BatchState] = []
+    for first in range(0, len(begun), READ_AT_ONCE):
+        orders = begun[first : first + READ_AT_ONCE]
+        logs = await asyncio.gather(*(open_batch(bus, o.tenant, o.batch_id) for o in orders))
+        states += [log.state for log in logs if log is not None]
+    return states
+
+
+async def read_results(
+    bus: Bus, begun: BatchBegun, first_sequence: int = 1
+) -> tuple[list[tuple[int, Results]], int]:
+    """Return a page of the records with results, each with its sequence, and the next sequence.
+
+    The next sequence is 0 at the end of the log. Raises Unavailable.
+    """
+    subject = subjects.stored_batch(subjects.batch_log(begun.tenant, begun.batch_id))
+    stored, has_more = await bus.read_batch(subjects.BATCHES_STREAM, subject, first_sequence)
+    results = [
+        (message.sequence, record)
+        for message in stored
+        if isinstance(record := decode_batch_record(message.data), Results)
+    ]
+    return results, stored[-1].sequence + 1 if stored and has_more else 0
+
+
+async def remove_results(bus: Bus, log: BatchLog) -> None:
+    """Remove the results of a batch that has ended; its last record stays.
+
+    Raises Overloaded or Unavailable.
+    """
+    ended, begun = log.state.ended, log.state.begun
+    assert ended is not None, "only a batcher removes records of other batches"
+    if not ended.removed:
+        with contextlib.suppress(Fenced):  # Another gateway has removed them.
+            await log.append(structs.replace(ended, index=log.next_index, removed=True))
+    subject = subjects.stored_batch(subjects.batch_log(begun.tenant, begun.batch_id))
+    await bus.purge(subjects.BATCHES_STREAM, subject, keep=1)

@@ -1,0 +1,101 @@
+"""The command `pagemill batch`, with a batch that the test runs itself."""
+
+import asyncio
+import json
+import secrets
+from pathlib import Path
+
+import pytest
+
+from shared.batches.state import FinishedLine, checkpoint_after, results_of
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.errors import InvalidRequest, NotFound
+from shared.protocol.batch_log import BatchBegun, BatchEnded, Checkpoint, Claimed, Validated
+from shared.state import batch_log
+from tests.cluster.conftest import ROOT
+from tests.support.waiting import until
+from workers.cli.commands import batch
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    config = f"models: {{m: {{path: {ROOT / 'ops' / 'demo_model'}}}}}\nnats: {{unchecked: true}}\n"
+    (tmp_path / "pagemill.yaml").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def file(folder: Path) -> Path:
+    """A file of four lines, unlike any other."""
+    lines = [
+        {"custom_id": f"{secrets.token_hex(4)}-{n}", "method": "POST", "url": CHAT}
+        | {"body": {"model": "m"}}
+        for n in range(4)
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "in.jsonl"
+
+
+async def finish(bus: Bus, tenant: str) -> BatchBegun:
+    """Run the newest batch of a tenant: the last of its four lines has an error."""
+    begun: list[BatchBegun] = await until(lambda: batch_log.list_begun(bus, tenant))
+    log = await batch_log.open_batch(bus, tenant, begun[0].batch_id)
+    assert log is not None
+    await log.append(Claimed(0, 1, "b", Checkpoint()))
+    await log.append(Validated(1, 1, Checkpoint(num_lines=4, began_s=1)))
+    lines = [FinishedLine(n, b'{"n":%d}' % n, n == 4) for n in range(1, 5)]
+    now = checkpoint_after(log.state.checkpoint, lines, lambda line: (line, 0))
+    await log.append(results_of(2, 1, lines, now))
+    await log.append(BatchEnded(3, 1, "completed", now))
+    return begun[0]
+
+
+async def test_a_file_is_run_once_and_its_results_are_written(
+    bus: Bus,
+    broker: EmbeddedServer,
+    folder: Path,
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tenant, url = f"t{secrets.token_hex(4)}", broker.url
+    finishing = asyncio.create_task(finish(bus, tenant))
+    output = folder / "out.jsonl"
+    assert await batch.run(file, output=output, tenant=tenant, nats=url) == 2
+    begun = await finishing
+    assert output.read_text() == '{"n":1}\n{"n":2}\n{"n":3}\n'
+    assert (folder / "out.errors.jsonl").read_text() == '{"n":4}\n'
+    # The same command finds the batch, and writes its results again.
+    output.unlink()
+    assert await batch.run(file, output=output, tenant=tenant, nats=url) == 2
+    assert output.exists()
+    assert await batch_log.list_begun(bus, tenant) == [begun]
+
+    capsys.readouterr()
+    await batch.results(begun.batch_id, which="errors", tenant=tenant, nats=url)
+    await batch.follow(begun.batch_id, tenant=tenant, nats=url)
+    assert [json.loads(line)["n"] for line in capsys.readouterr().out.split()] == [4, 1, 2, 3, 4]
+    await batch.show(begun.batch_id, json=True, tenant=tenant, nats=url)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["status"], shown["lines"], shown["errors"]) == ("completed", 4, 1)
+    # A batch that has ended is not cancelled.
+    assert await batch.cancel(begun.batch_id, tenant=tenant, nats=url) == 2
+    await batch.create(file, tenant=tenant, nats=url)
+    batch_id = capsys.readouterr().out.split()[-1]
+    assert (await batch_log.list_begun(bus, tenant))[0].batch_id == batch_id
+    await batch.list_batches(tenant=tenant, nats=url)
+    assert batch_id in capsys.readouterr().out
+
+
+async def test_a_file_with_errors_is_not_uploaded(
+    broker: EmbeddedServer, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(InvalidRequest, match="errors in its lines: 1"):
+        await batch.run(folder / "bad.jsonl", output=folder / "out", nats=broker.url)
+    assert "bad.jsonl:1: custom_id: the field is missing" in capsys.readouterr().err
+    with pytest.raises(NotFound):
+        await batch.show("batch_0", nats=broker.url)

@@ -1,0 +1,43 @@
+"""Batches whose results have no room: they pause, and continue when there is room."""
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, InternalServerError
+
+from shared.batches.state import faults_of
+from shared.bus.bus import Bus
+from tests.gateway.batches.conftest import (
+    BatchRig,
+    begin,
+    chat_line,
+    ended,
+    jsonl,
+    records_of,
+    results_of,
+)
+from tests.support.waiting import until
+
+SECTIONS: dict[str, Any] = {"batch": {"store_mib": 1}}
+FILLER_BYTES = 1_000_000
+"""It leaves room for the input of the batch, and not for its results."""
+NUM_LINES = 150
+
+
+async def test_a_batch_without_room_pauses_until_there_is_some(
+    client: AsyncOpenAI, rig: BatchRig, batch_bus: Bus
+) -> None:
+    filler = await client.files.create(file=("filler.jsonl", b" " * FILLER_BYTES), purpose="batch")
+    with pytest.raises(InternalServerError) as refusal:
+        await client.files.create(file=("more.jsonl", b"x" * FILLER_BYTES), purpose="batch")
+    assert refusal.value.code == "overloaded"
+    batch = await begin(client, jsonl([chat_line(number) for number in range(NUM_LINES)]))
+    rig.start_batcher()
+    await until(lambda: "batch_paused" in (rig.folder / "batcher.log").read_text())
+    assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+    await client.files.delete(filler.id)
+    batch = await ended(client, batch.id)
+    assert batch.status == "completed"
+    results = await results_of(client, batch.output_file_id)
+    assert len(results) == NUM_LINES
+    assert faults_of(await records_of(batch_bus, batch.id)) == []

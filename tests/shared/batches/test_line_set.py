@@ -1,0 +1,38 @@
+"""Sets of lines as ranges."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.batches.line_set import LineSet
+
+LINES = st.lists(st.integers(1, 40), unique=True)
+
+
+@given(LINES)
+def test_a_set_has_the_lines_that_were_added_in_any_order(lines: list[int]) -> None:
+    found = LineSet()
+    for line in lines:
+        assert line not in found
+        found.add(line)
+        assert line in found
+    assert len(found) == len(lines)
+    assert [line for line in range(50) if line in found] == sorted(lines)
+    assert found.first_missing == min(set(range(1, 50)) - set(lines))
+    # Ranges are as few as possible, and make the same set again.
+    gaps = sum(line + 1 not in lines for line in lines)
+    assert len(found.ranges) == gaps
+    assert LineSet(found.ranges).ranges == found.ranges
+
+
+def test_a_line_is_added_once() -> None:
+    lines = LineSet([(1, 3), (5, 6)])
+    for line in (0, 1, 2, 5):
+        with pytest.raises(ValueError, match="twice"):
+            lines.add(line)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 2)], [(2, 2)], [(1, 3), (3, 4)], [(4, 5), (1, 2)]])
+def test_other_ranges_are_refused(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        LineSet(ranges)

@@ -1,0 +1,204 @@
+"""Operations on batches: begin, find and show them, and the files of their results."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Literal, NamedTuple
+
+from starlette.requests import Request
+
+from shared.batches.orders import check_endpoint, parse_window
+from shared.batches.state import BatchState
+from shared.bus.bus import Bus
+from shared.errors import Fenced, InvalidRequest, NotFound
+from shared.protocol import subjects
+from shared.protocol.batch_log import BatchBegun, Results
+from shared.state import batch_files, batch_log, media_store
+from shared.state.media_store import StoredFile
+from workers.gateway.app import AppContext
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.errors import TooManyBatches
+from workers.gateway.schemas.batches import (
+    BatchBody,
+    BatchCounts,
+    BatchErrors,
+    BatchInputDetails,
+    BatchRequest,
+    BatchUsage,
+)
+
+FILE_PREFIX = "file-"
+ID_BYTES = 16
+Kind = Literal["output", "errors"]
+_RESULT_FILE = re.compile(r"file-(batch_[0-9a-f]{32})-(output|errors)")
+
+
+class ResultFile(NamedTuple):
+    """File with the answers or with the errors of a batch that has ended."""
+
+    state: BatchState
+    kind: Kind
+
+    @property
+    def file_id(self) -> str:
+        return f"{FILE_PREFIX}{self.state.begun.batch_id}-{self.kind}"
+
+    @property
+    def num_bytes(self) -> int:
+        now = self.state.checkpoint
+        return now.output_bytes if self.kind == "output" else now.error_bytes
+
+
+def result_files(state: BatchState) -> list[ResultFile]:
+    """Return the files of a batch that have a line."""
+    if state.ended is None or state.ended.removed:
+        return []
+    files = [ResultFile(state, "output"), ResultFile(state, "errors")]
+    return [file for file in files if file.num_bytes]
+
+
+async def find_result_file(context: AppContext, tenant: str, file_id: str) -> ResultFile | None:
+    """Return the file with an id of `ResultFile`. Raises Unavailable."""
+    if (match := _RESULT_FILE.fullmatch(file_id)) is None:
+        return None
+    log = await batch_log.open_batch(context.bus, tenant, match[1])
+    files = [] if log is None else result_files(log.state)
+    return next((file for file in files if file.file_id == file_id), None)
+
+
+async def read_result_file(bus: Bus, file: ResultFile) -> AsyncIterator[bytes]:
+    """Yield the content of a file, in pieces. Raises Unavailable."""
+    sequence = 1
+    while sequence:
+        records, sequence = await batch_log.read_results(bus, file.state.begun, sequence)
+        content = bytearray()
+        for _, record in records:
+            for line in record.output if file.kind == "output" else record.errors:
+                content += bytes(line) + b"\n"
+        yield bytes(content)
+
+
+async def read_page(bus: Bus, state: BatchState, first_sequence: int) -> tuple[list[Results], int]:
+    """Return some results from a sequence on, and the sequence from which more will follow."""
+    records, _ = await batch_log.read_results(bus, state.begun, first_sequence)
+    next_sequence = records[-1][0] + 1 if records else first_sequence
+    return [record for _, record in records], next_sequence
+
+
+async def begin(
+    context: AppContext, request: Request, caller: Caller, body: BatchRequest
+) -> BatchState:
+    """Begin a batch, and return its state. Raises InvalidRequest, NotFound or TooManyBatches.
+
+    The same `Idempotency-Key` from the same tenant means the same batch.
+    """
+    check_endpoint(body.endpoint)
+    limits, now_s = context.config.batch, context.now_s
+    window_s = parse_window(body.completion_window, limits.max_window_h)
+    file = await _find_input(context, caller.tenant, body.input_file_id)
+    deadline_s, expires_s = now_s + window_s, now_s + int(limits.ttl_s)
+    if (file.head.expires_s or expires_s) < deadline_s:
+        raise InvalidRequest(
+            "the input file expires before the window ends: upload it again with a later"
+            " expires_after",
+            field="input_file_id",
+        )
+    if body.output_expires_after is not None:
+        expires_s = min(expires_s, deadline_s + body.output_expires_after.seconds)
+    await context.room.check()
+    await context.quotas.check(caller.tenant, [subjects.BATCHES_STREAM])
+    await _check_unfinished(context, caller.tenant)
+    begun = BatchBegun(
+        _new_id(request, caller.tenant),
+        caller.tenant,
+        body.endpoint,
+        file.name,
+        now_s,
+        body.completion_window,
+        deadline_s,
+        expires_s,
+        body.metadata or {},
+    )
+    try:
+        await batch_log.begin(context.bus, begun)
+    except Fenced:
+        return await find(context, caller, begun.batch_id)
+    return BatchState(begun)
+
+
+def _new_id(request: Request, tenant: str) -> str:
+    name = request.headers.get("idempotency-key")
+    if name is None:
+        return f"batch_{secrets.token_hex(ID_BYTES)}"
+    digest = hashlib.blake2b(f"{tenant}:{name}".encode(), digest_size=ID_BYTES)
+    return f"batch_{digest.hexdigest()}"
+
+
+async def _find_input(context: AppContext, tenant: str, file_id: str) -> StoredFile:
+    name = media_store.parse_media_url(f"media:{file_id}")
+    if name is not None:
+        file = await batch_files.look_up(context.bus, name, tenant)
+        if file is not None:
+            return file
+        if await media_store.look_up(context.bus, name, tenant) is not None:
+            raise InvalidRequest(
+                "the input file must be uploaded with the purpose batch", field="input_file_id"
+            )
+    raise NotFound(f"there is no file {file_id!r}", field="input_file_id")
+
+
+async def _check_unfinished(context: AppContext, tenant: str) -> None:
+    """Raises TooManyBatches."""
+    limit, now_s = context.config.batch.max_unfinished, context.now_s
+    # A batch ends with its window.
+    orders = await batch_log.list_begun(context.bus, tenant)
+    recent = [order for order in orders if order.deadline_s > now_s]
+    if len(recent) < limit:
+        return
+    states = await batch_log.open_batches(context.bus, recent)
+    if sum(state.ended is None for state in states) >= limit:
+        raise TooManyBatches(
+            f"{limit} batches of this tenant have not ended, the limit (batch.max_unfinished):"
+            " try again when one has ended"
+        )
+
+
+async def find(context: AppContext, caller: Caller, batch_id: str) -> BatchState:
+    """Return the state of a batch. Raises NotFound, also for a batch of another tenant."""
+    log = await batch_log.open_batch(context.bus, caller.tenant, batch_id)
+    if log is None:
+        raise NotFound(f"there is no batch {batch_id!r}, or it has expired", field="id")
+    return log.state
+
+
+def describe(state: BatchState) -> BatchBody:
+    begun, now, ended = state.begun, state.checkpoint, state.ended
+    files = {file.kind: file.file_id for file in result_files(state)}
+    end_time: dict[str, Any] = {} if ended is None else {f"{ended.status}_at": ended.at_s}
+    usage = now.usage
+    return BatchBody(
+        id=begun.batch_id,
+        endpoint=begun.endpoint,
+        input_file_id=FILE_PREFIX + begun.input_file,
+        completion_window=begun.window,
+        status=state.status,
+        created_at=begun.created_s,
+        expires_at=begun.deadline_s,
+        in_progress_at=now.began_s,
+        cancelling_at=None if state.cancelled is None else state.cancelled.at_s,
+        output_file_id=files.get("output"),
+        error_file_id=files.get("errors"),
+        errors=BatchErrors(data=ended.errors) if ended is not None and ended.errors else None,
+        request_counts=BatchCounts(
+            total=now.num_lines, completed=now.num_answered, failed=now.num_refused
+        ),
+        usage=BatchUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=BatchInputDetails(usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        ),
+        metadata=begun.metadata or None,
+        **end_time,
+    )

@@ -1,0 +1,166 @@
+"""Batcher: runs the lines of batches by calling the gateway's endpoints inside its process.
+
+It is a second entry point of this package, a gateway without a listener, so that a line has every
+limit, error and answer that the same request has over HTTP. A batch stays in its queue until it has
+ended, and its log alone decides how it continues, so a batcher may be killed at any moment.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from shared.bus.connection import BROKER_DEADLINE_S
+from shared.bus.consumer import Delivery
+from shared.errors import DecodeError, Fenced, Overloaded, PagemillError, Unavailable
+from shared.protocol import names, subjects
+from shared.protocol.batch_log import BatchEnded, BatchJob, LineError, decode_batch_job
+from shared.protocol.encoding import UNDECODABLE
+from shared.protocol.messages import Heartbeat
+from shared.protocol.pipeline import TEXT
+from shared.stage.job import Job
+from shared.stage.long_jobs import LongJobs
+from shared.stage.runtime import Context
+from shared.stage.worker_loop import WorkerLoop
+from shared.state.batch_log import BatchLog, open_batch
+from workers.gateway.app import build_application
+from workers.gateway.batches.calls import BatchApp
+from workers.gateway.batches.run import BatchRun
+from workers.gateway.batches.slots import MIN_SLOTS, LineSlots
+from workers.gateway.openapi.document import KINDS, TABLES
+
+LIMITS_S = 2.0
+"""Interval at which the numbers of lines in flight follow the numbers of engines."""
+LINES_PER_SEQUENCE = 2
+"""Lines in flight for each sequence that the engines can compute at once. So their queues do not
+run dry."""
+LOOK_S = 0.2
+
+
+async def main(context: Context) -> None:
+    await Batcher(context).serve()
+
+
+class Batcher:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._stage = context.stage
+        self._jobs = LongJobs(context, context.config.batch.max_deaths)
+        app = BatchApp(context.bus, context.config, context.metrics, context.worker, KINDS)
+        app.lane = "batch"
+        self._app = app
+        routes = [route for table in TABLES for route in table.routes(app)]
+        self._endpoints = build_application(app, routes)
+        self._slots = LineSlots(context.config.delivery.tenant_weights)
+        self._runs: dict[str, BatchRun] = {}
+
+    async def serve(self) -> None:
+        context, loop = self._context, WorkerLoop(self._context)
+        consumer = await context.bus.queues.consume(
+            subjects.BATCHJOBS_STREAM,
+            subjects.BATCHJOBS_CONSUMER,
+            subjects.BATCHJOBS_FILTER,
+            context.config.batch.concurrency,
+            self._jobs.ack_wait_s,
+        )
+        loop.add_queue(consumer, self._batch_of, self._handle)
+        loop.start(self._follow_engines())
+        context.metrics.set_function("batch_lines_in_flight", lambda: self._slots.num_held)
+        context.metrics.set_function("batches_paused", self._num_paused)
+        models = sorted(context.config.models)
+        context.ready(models, lambda: {"held": float(loop.num_claimed)})
+        try:
+            await loop.run()
+        finally:
+            await self._app.close()
+
+    def _num_paused(self) -> float:
+        return sum(bool(run.pause) for run in self._runs.values())
+
+    def _batch_of(self, delivery: Delivery) -> Job | None:
+        task = _task_of(delivery)
+        batch_id = None if task is None else task.batch_id
+        job = Job(delivery, self._context.bus.now_ms(), batch_id, end=self._end)
+        return self._stage.receive_job(job)
+
+    async def _handle(self, job: Job) -> None:
+        task = _task_of(job.delivery)
+        if task is None:
+            raise DecodeError("the message does not name a batch", field="batch_id")
+        self._stage.claims.add(job)
+        progress = asyncio.create_task(self._jobs.keep(job))
+        try:
+            log = await self._open(task)
+            if log is None or log.state.ended is not None:
+                await self._stage.finish(job)
+                return
+            now = log.state.checkpoint
+            if not await self._jobs.may_begin(job, now.num_answered + now.num_refused):
+                return
+            has_ended = await self._run(log)
+        finally:
+            progress.cancel()
+        await (self._stage.finish(job) if has_ended else self._stage.requeue(job))
+
+    async def _open(self, task: BatchJob) -> BatchLog | None:
+        """Return the log of a batch. A gateway may still be storing its order."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2 * BROKER_DEADLINE_S):
+                while True:
+                    log = await open_batch(self._context.bus, task.tenant, task.batch_id)
+                    if log is not None:
+                        return log
+                    await asyncio.sleep(LOOK_S)
+        return None
+
+    async def _run(self, log: BatchLog) -> bool:
+        run = BatchRun(self._context, self._app, self._endpoints, self._slots, log)
+        batch_id = log.state.begun.batch_id
+        self._runs[batch_id] = run
+        try:
+            return await run.carry_out()
+        finally:
+            del self._runs[batch_id]
+
+    async def _follow_engines(self) -> None:
+        """Set the number of lines in flight of each model by its live engines. Never returns."""
+        while True:
+            with contextlib.suppress(Unavailable):
+                beats = await self._context.bus.heartbeats.read()
+                for model, pipeline in self._context.pipelines.items():
+                    writer = pipeline.outputs.get(TEXT)
+                    num_engines = sum(
+                        writer is not None
+                        and (beat.stage or beat.role) == writer.name
+                        and model in beat.models
+                        for beat in beats
+                    )
+                    self._slots.set_limit(model, self._num_lines(num_engines, beats))
+            await asyncio.sleep(LIMITS_S)
+
+    def _num_lines(self, num_engines: int, beats: Sequence[Heartbeat]) -> int:
+        """Return this batcher's share of the lines in flight that these engines need."""
+        num_sequences = num_engines * self._context.config.engine.max_num_seqs
+        num_batchers = max(1, sum(beat.role == self._context.role for beat in beats))
+        return max(MIN_SLOTS, LINES_PER_SEQUENCE * num_sequences // num_batchers)
+
+    async def _end(self, job: Job, error: PagemillError) -> None:
+        """End a batch with an error, unless it has ended or its log cannot be written."""
+        task = _task_of(job.delivery)
+        if task is None:
+            return
+        with contextlib.suppress(Fenced, Overloaded):
+            log = await open_batch(self._context.bus, task.tenant, task.batch_id)
+            if log is not None and log.state.ended is None:
+                at_s = int(self._context.bus.now_ms() / 1000)
+                errors = [LineError(error.code, error.message)]
+                end = BatchEnded(log.next_index, at_s, "failed", log.state.checkpoint, errors)
+                await log.append(end)
+
+
+def _task_of(delivery: Delivery) -> BatchJob | None:
+    """Return None for a message that does not name a batch."""
+    try:
+        task = decode_batch_job(delivery.data)
+    except UNDECODABLE:
+        return None
+    return task if names.is_name(task.batch_id) else None

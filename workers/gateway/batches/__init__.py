@@ -1,0 +1,1 @@
+"""Execution of batches by calls of the gateway's own endpoints."""

@@ -1,0 +1,144 @@
+"""Results of lines: the lines of output and error files, and the decision to try again. Pure."""
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw, Struct
+
+from shared.batches.state import FinishedLine
+from shared.protocol.encoding import UNDECODABLE, to_json
+from shared.protocol.records import Usage
+
+# Statuses of a busy or unreachable cluster. Such a line waits for as long as its batch may.
+BUSY = frozenset({429, 503, 507})
+# Statuses of a fault in the cluster, which may be the line's own.
+FAULTY = frozenset({500, 504})
+NOT_RETRYABLE = frozenset({"poison", "internal_error", "tool_failure"})
+MAX_FAULTS = 3
+"""Attempts that may end with a fault before the fault is the result of the line."""
+FIRST_DELAY_S = 1.0
+MAX_DELAY_S = 60.0
+
+
+class _PromptDetails(Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class _Usage(Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _WithUsage(Struct, frozen=True):
+    usage: _Usage | None = None
+
+
+class _Error(Struct, frozen=True):
+    code: str = ""
+
+
+class _WithError(Struct, frozen=True):
+    error: _Error = _Error()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Response of an endpoint."""
+
+    status: int
+    body: bytes
+    request_id: str
+
+
+class LineResponse(Struct, frozen=True):
+    status_code: int
+    request_id: str
+    body: Raw
+    """Body of the response, as the endpoint has sent it."""
+
+
+class ResultError(Struct, frozen=True):
+    code: str
+    message: str
+
+
+class ResultLine(Struct, frozen=True):
+    """Line of an output file or an error file."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None = None
+    error: ResultError | None = None
+
+
+_read_usage = msgspec.json.Decoder(_WithUsage).decode
+_read_error = msgspec.json.Decoder(_WithError).decode
+
+
+def error_code_of(body: bytes) -> str:
+    """Return the code in the body of an error; "" for a body of another form."""
+    try:
+        return _read_error(body).error.code
+    except UNDECODABLE:
+        return ""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """Attempts at one line."""
+
+    number: int = 0
+    """Number of the request for the line. A request that has ended is never answered again."""
+    num_faults: int = 0
+    _delay_s: float = FIRST_DELAY_S
+    _has_asked_again: bool = False
+
+    def delay_after(self, status: int, body: bytes, jitter: float = 0.0) -> float | None:
+        """Return the pause before the next attempt; None if this answer is the result.
+
+        `jitter` in [0, 1) spreads the attempts at many lines over half of the pause.
+        """
+        if status not in BUSY | FAULTY:
+            return None
+        code = error_code_of(body)
+        if code in NOT_RETRYABLE:
+            return None
+        if status in FAULTY:
+            self.num_faults += 1
+            if self.num_faults >= MAX_FAULTS:
+                return None
+        # The first time, the request may still be in progress, and only its reader has failed.
+        self._has_asked_again = code == "unavailable" and not self._has_asked_again
+        self.number += not self._has_asked_again
+        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)
+        return delay_s * (1 - jitter / 2)
+
+
+def answered(batch_id: str, line: int, custom_id: str, answer: Answer) -> FinishedLine:
+    """Return the result of a line after the answer of its endpoint, which may be an error."""
+    response = LineResponse(answer.status, answer.request_id, Raw(answer.body))
+    content = to_json(ResultLine(_result_id(batch_id, line), custom_id, response))
+    is_refused = answer.status >= 400
+    usage = Usage(0, 0) if is_refused else _usage_of(answer.body)
+    return FinishedLine(line, content, is_refused, usage)
+
+
+def refused(batch_id: str, line: int, custom_id: str, code: str, message: str) -> FinishedLine:
+    """Return the result of a line without an answer."""
+    error = ResultError(code, message)
+    content = to_json(ResultLine(_result_id(batch_id, line), custom_id, None, error))
+    return FinishedLine(line, content, True)
+
+
+def _result_id(batch_id: str, line: int) -> str:
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{line}"
+
+
+def _usage_of(body: bytes) -> Usage:
+    try:
+        usage = _read_usage(body).usage or _Usage()
+    except UNDECODABLE:
+        return Usage(0, 0)
+    details = usage.prompt_tokens_details or _PromptDetails()
+    return Usage(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens)

@@ -1,0 +1,342 @@
+"""One batch in a batcher: validation, the lines in flight, and the blocks of results."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, Literal
+
+from msgspec.structs import replace
+from starlette.types import ASGIApp
+
+from shared.batches.input_file import InputCheck, InputLimits, LineCutter, ParsedLine, read_line
+from shared.batches.line_set import LineSet
+from shared.batches.open_lines import BLOCK_BYTES, OpenLines
+from shared.batches.state import FinishedLine, checkpoint_after, is_complete, results_of
+from shared.errors import DiskFull, NotFound, Overloaded, QuotaExceeded, Unavailable, WorkerFailure
+from shared.helpers.task_set import TaskSet
+from shared.protocol import subjects
+from shared.protocol.batch_log import (
+    BatchBegun,
+    BatchEnded,
+    BatchRecord,
+    Checkpoint,
+    Claimed,
+    EndStatus,
+    LineError,
+    Results,
+    Validated,
+)
+from shared.stage.runtime import Context
+from shared.state import batch_files
+from shared.state.batch_log import BatchLog
+from shared.state.media_store import StoredFile
+from workers.gateway.batches import results
+from workers.gateway.batches.calls import BatchApp, Call, call
+from workers.gateway.batches.results import Attempts
+from workers.gateway.batches.slots import LineSlots
+
+# Results wait this long for others of the same block.
+FLUSH_S = 0.5
+# Bytes of results that wait to be written before no further line begins.
+MAX_UNWRITTEN_BYTES = 16 * BLOCK_BYTES
+# Room in a message for the checkpoint of a block.
+CHECKPOINT_BYTES = 2**17
+# Pause of a batch without room for its results.
+ROOM_PAUSE_S = 2.0
+# Live orders may be lost, so the stream is read after this silence.
+POLL_S = 5.0
+# Time for the requests of a batch that ends early to be cancelled.
+WITHDRAW_S = 5.0
+
+Stop = Literal["cancelled", "expired", "shutdown"]
+_REFUSALS = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this line had a result"),
+    "expired": ("batch_expired", "the window of the batch ended before this line had a result"),
+}
+
+
+class ShuttingDown(Exception):
+    """The batcher drains, so another one continues the batch."""
+
+
+class InvalidInput(Exception):
+    def __init__(self, errors: list[LineError]) -> None:
+        super().__init__("the input has errors")
+        self.errors = errors
+
+
+class BatchRun:
+    """The work of this process on one batch that has not ended."""
+
+    def __init__(
+        self, context: Context, app: BatchApp, endpoints: ASGIApp, slots: LineSlots, log: BatchLog
+    ) -> None:
+        self.pause = ""
+        """Code of the error for which results wait; "" if they do not."""
+        self._context = context
+        self._bus = context.bus
+        self._app = app
+        self._endpoints = endpoints
+        self._slots = slots
+        self._log = log
+        self._max_line_bytes = context.config.batch.max_line_mib * 2**20
+        self._lines = self._lines_from_checkpoint()
+        self._running = TaskSet()
+        self._withdrawn = asyncio.Event()
+        """Set when the requests in flight are to be cancelled."""
+        self._has_results = asyncio.Event()
+        self._may_begin = asyncio.Event()
+        """Cleared while too many results wait to be written."""
+        self._may_begin.set()
+        self._appending = asyncio.Lock()
+        """Held during an append, which must not be cancelled."""
+
+    @property
+    def _begun(self) -> BatchBegun:
+        return self._log.state.begun
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        return self._log.state.checkpoint
+
+    @property
+    def _now_s(self) -> int:
+        return int(self._bus.now_ms() / 1000)
+
+    def _lines_from_checkpoint(self) -> OpenLines:
+        now = self._log.state.checkpoint
+        return OpenLines(LineCutter(self._max_line_bytes, now.next_line, now.next_offset))
+
+    async def carry_out(self) -> bool:
+        """Return True when the batch has ended, and False when this batcher shuts down.
+
+        Raises Fenced if another batcher has claimed the batch, and Unavailable.
+        """
+        try:
+            await self._append(
+                lambda index, at_s: Claimed(index, at_s, self._context.worker, self._checkpoint)
+            )
+            file = await batch_files.look_up(self._bus, self._begun.input_file, self._begun.tenant)
+            if file is None:
+                raise NotFound("the input file is not stored any more", field="input_file_id")
+            await self._end(await self._run(file))
+        except InvalidInput as error:
+            await self._end("failed", error.errors)
+        except NotFound as error:
+            await self._end("failed", [LineError(error.code, error.message, param=error.field)])
+        except ShuttingDown:
+            return False
+        return True
+
+    async def _run(self, file: StoredFile) -> EndStatus:
+        """Run all lines, and return the status with which the batch ends."""
+        working = asyncio.create_task(self._work(file))
+        writing = asyncio.create_task(self._write())
+        stopping = asyncio.create_task(self._wait_stop())
+        tasks: set[asyncio.Task[Any]] = {working, writing, stopping}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+            if working.done():
+                working.result()
+            stop = None if working.done() else stopping.result()
+            if stop in _REFUSALS:
+                async with self._appending:
+                    working.cancel()
+                self._withdrawn.set()
+                if self._running:
+                    await asyncio.wait(self._running, timeout=WITHDRAW_S)
+        finally:
+            async with self._appending:
+                # Requests in flight stay there: the next batcher finds them by their ids.
+                pending = [*tasks, *self._running]
+                for task in pending:
+                    task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        await self._flush()
+        if writing.done() and not writing.cancelled():
+            writing.result()
+        if stop == "shutdown":
+            raise ShuttingDown
+        if stop is not None:
+            await self._refuse_rest(file, *_REFUSALS[stop])
+            return stop
+        if not is_complete(self._checkpoint):
+            raise WorkerFailure("lines of the batch have ended without a result")
+        return "completed"
+
+    async def _work(self, file: StoredFile) -> None:
+        if self._checkpoint.began_s is None:
+            await self._validate(file)
+        async for number, line in self._unfinished(file):
+            await self._may_begin.wait()
+            await self._slots.acquire(line.model, self._begun.tenant, self._begun.deadline_s)
+            running = self._running.start(self._run_line(number, line))
+            # A task that is cancelled before its first step runs no code.
+            running.add_done_callback(partial(self._release, line.model))
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _validate(self, file: StoredFile) -> None:
+        """Check the whole input. Raises InvalidInput."""
+        config = self._context.config
+        limits = InputLimits(
+            self._begun.endpoint, config.models, config.batch.max_lines, self._max_line_bytes
+        )
+        check = InputCheck(limits)
+        async for data, is_last in batch_files.read(self._bus, file, self._begun.tenant):
+            check.feed(data, is_last=is_last)
+            if check.is_over:
+                break
+        if check.errors:
+            raise InvalidInput(check.errors)
+        await self._append(
+            lambda index, at_s: Validated(
+                index, at_s, replace(self._checkpoint, num_lines=check.num_lines, began_s=at_s)
+            )
+        )
+
+    async def _unfinished(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
+        """Yield the lines without a result, from the checkpoint on."""
+        checkpoint, lines = self._checkpoint, self._lines
+        finished = LineSet(checkpoint.finished)
+        async for line in batch_files.read_lines(self._bus, file, self._begun.tenant, lines.cutter):
+            if line.number > checkpoint.num_lines:
+                return
+            if line.number not in finished:
+                lines.offsets[line.number] = line.offset
+                yield line.number, read_line(line.content)
+
+    async def _run_line(self, number: int, line: ParsedLine) -> None:
+        """Call the endpoint of the batch until the line has a result, or is withdrawn."""
+        begun, attempts = self._begun, Attempts()
+        retries = self._context.metrics.counter("batch_line_retries_total")
+        while True:
+            request_id = f"{begun.batch_id}-{number}-{attempts.number}"
+            question = Call(begun.endpoint, line.body, begun.tenant, request_id)
+            answer = await call(self._endpoints, question, self._withdrawn)
+            if answer is None:
+                return
+            delay_s = attempts.delay_after(answer.status, answer.body, random.random())
+            if delay_s is None:
+                break
+            retries.add()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._withdrawn.wait(), delay_s)
+                return
+        result = results.answered(begun.batch_id, number, line.custom_id, answer)
+        if len(result.content) > (limit := self._bus.max_payload - CHECKPOINT_BYTES):
+            message = f"the answer has more than {limit} bytes, the limit of a line of a batch"
+            result = results.refused(
+                begun.batch_id, number, line.custom_id, "answer_too_large", message
+            )
+        self._add(result)
+
+    def _release(self, model: str, _: asyncio.Task[None]) -> None:
+        self._slots.release(model, self._begun.tenant)
+
+    def _add(self, result: FinishedLine) -> None:
+        self._lines.add(result)
+        self._has_results.set()
+        if self._lines.num_bytes > MAX_UNWRITTEN_BYTES:
+            self._may_begin.clear()
+
+    async def _refuse_rest(self, file: StoredFile, code: str, message: str) -> None:
+        """Write an error for each line without a result."""
+        self._lines = self._lines_from_checkpoint()
+        async for number, line in self._unfinished(file):
+            refusal = results.refused(self._begun.batch_id, number, line.custom_id, code, message)
+            self._add(refusal)
+            if self._lines.num_bytes >= BLOCK_BYTES:
+                await self._flush()
+        await self._flush()
+
+    async def _wait_stop(self) -> Stop:
+        """Wait for the reason to stop before all lines have results."""
+        begun, shutdown = self._begun, self._context.shutdown
+        subject = subjects.batch_cancelled(begun.tenant, begun.batch_id)
+        live = await self._bus.subscribe(subjects.stored_batch(subject))
+        asked = asyncio.create_task(shutdown.asked.wait())
+        try:
+            while not asked.done():
+                with contextlib.suppress(Unavailable):
+                    if await self._log.is_cancelled():
+                        return "cancelled"
+                left_s = begun.deadline_s - self._bus.now_ms() / 1000
+                if left_s <= 0:
+                    return "expired"
+                order = asyncio.create_task(live.next(min(left_s, POLL_S)))
+                await asyncio.wait({order, asked}, return_when=asyncio.FIRST_COMPLETED)
+                order.cancel()
+            return "shutdown"
+        finally:
+            asked.cancel()
+            await self._bus.unsubscribe(live)
+
+    # -- records ----------------------------------------------------------------------------------
+
+    async def _write(self) -> None:
+        """Write the results as they arrive, in blocks. Never returns."""
+        while True:
+            await self._has_results.wait()
+            await asyncio.sleep(FLUSH_S)
+            self._has_results.clear()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Write all results that wait."""
+        while True:
+            async with self._appending:
+                if not (block := self._lines.take_block()):
+                    return
+                position = self._lines.position_before
+                checkpoint = checkpoint_after(self._checkpoint, block, position)
+                index, at_s = self._log.next_index, self._now_s
+                await self._store(results_of(index, at_s, block, checkpoint))
+                self._count(block)
+            if self._lines.num_bytes <= MAX_UNWRITTEN_BYTES:
+                self._may_begin.set()
+
+    def _count(self, block: list[FinishedLine]) -> None:
+        for result in block:
+            outcome = "refused" if result.is_refused else "answered"
+            self._context.metrics.counter("batch_lines_total", outcome=outcome).add()
+
+    async def _end(self, status: EndStatus, errors: list[LineError] | None = None) -> None:
+        await self._append(
+            lambda index, at_s: BatchEnded(index, at_s, status, self._checkpoint, errors or [])
+        )
+
+    async def _append(self, record: Callable[[int, int], BatchRecord]) -> None:
+        """Append the record that `record` returns for its index and time."""
+        async with self._appending:
+            await self._store(record(self._log.next_index, self._now_s))
+
+    async def _store(self, record: BatchRecord) -> None:
+        """Append a record, as soon as the broker has room for it.
+
+        Raises ShuttingDown if it has none before the drain. The results are then not lost: the next
+        batcher gets the same answers by the ids of the requests.
+        """
+        while True:
+            try:
+                if isinstance(record, Results):
+                    await self._app.room.check()
+                    await self._app.quotas.check(self._begun.tenant, [subjects.BATCHES_STREAM])
+                await self._log.append(record)
+            except (DiskFull, Overloaded, QuotaExceeded, Unavailable) as error:
+                self._log_pause(error.code)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._context.shutdown.asked.wait(), ROOM_PAUSE_S)
+                    raise ShuttingDown from error
+            else:
+                self.pause = ""
+                return
+
+    def _log_pause(self, code: str) -> None:
+        if self.pause != code:
+            self.pause = code
+            self._context.log.warning("batch_paused", batch_id=self._begun.batch_id, reason=code)

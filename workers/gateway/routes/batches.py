@@ -1,0 +1,127 @@
+"""`/v1/batches`: files of requests that run as one job, with one result for each line."""
+
+from typing import Annotated
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shared.errors import DiskFull, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from shared.state import batch_log
+from workers.gateway.app import AppContext, Json
+from workers.gateway.backend import batches
+from workers.gateway.core.pages import page_of
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.errors import TooManyBatches
+from workers.gateway.route_table import Parameter, RouteTable
+from workers.gateway.schemas.batches import BatchBody, BatchList, BatchRequest
+
+ROUTES = RouteTable("Batches")
+PATH = "/v1/batches"
+MAX_PAGE = 100
+DEFAULT_PAGE = 20
+LINES = "application/jsonl"
+NEXT_HEADER = "x-next-after"
+
+
+@ROUTES.endpoint(
+    "POST",
+    PATH,
+    "Run the requests of a file",
+    answer=BatchBody,
+    body=BatchRequest,
+    refuses=(DiskFull, NotFound, Overloaded, QuotaExceeded, TooManyBatches, Unavailable),
+    parameters=(
+        Parameter("Idempotency-Key", "header", "A name of the batch, for a repeated request"),
+    ),
+    counted=True,
+)
+async def create(context: AppContext, request: Request, caller: Caller) -> Response:
+    body = await context.bodies.decode(request, BatchRequest)
+    return Json(batches.describe(await batches.begin(context, request, caller, body)))
+
+
+@ROUTES.endpoint(
+    "GET",
+    PATH,
+    "The batches of a tenant, the newest first",
+    answer=BatchList,
+    refuses=(InvalidRequest, NotFound, Unavailable),
+    parameters=(
+        Parameter("after", "query", "Id of the last batch of the page before"),
+        Parameter(
+            "limit",
+            "query",
+            f"1 to {MAX_PAGE}, by default {DEFAULT_PAGE}",
+            Annotated[int, Meta(ge=1, le=MAX_PAGE)],
+        ),
+    ),
+)
+async def list_batches(context: AppContext, request: Request, caller: Caller) -> Response:
+    orders = await batch_log.list_begun(context.bus, caller.tenant)
+    page = page_of(
+        orders,
+        lambda order: order.batch_id,
+        request.query_params,
+        limit=DEFAULT_PAGE,
+        most=MAX_PAGE,
+    )
+    data = [
+        batches.describe(state) for state in await batch_log.open_batches(context.bus, page.items)
+    ]
+    ids = [body.id for body in data]
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    return Json(BatchList(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+
+
+@ROUTES.endpoint(
+    "GET",
+    f"{PATH}/{{id}}",
+    "The state of a batch",
+    answer=BatchBody,
+    refuses=(NotFound, Unavailable),
+)
+async def show(context: AppContext, request: Request, caller: Caller) -> Response:
+    return Json(batches.describe(await batches.find(context, caller, request.path_params["id"])))
+
+
+@ROUTES.endpoint(
+    "POST",
+    f"{PATH}/{{id}}/cancel",
+    "Cancel a batch; its finished lines keep their results",
+    answer=BatchBody,
+    refuses=(NotFound, Overloaded, Unavailable),
+)
+async def cancel(context: AppContext, request: Request, caller: Caller) -> Response:
+    state = await batches.find(context, caller, request.path_params["id"])
+    if state.ended is None:
+        await batch_log.cancel(context.bus, state.begun)
+        state = await batches.find(context, caller, state.begun.batch_id)
+    return Json(batches.describe(state))
+
+
+@ROUTES.endpoint(
+    "GET",
+    f"{PATH}/{{id}}/results",
+    "Results of a batch, also while it runs: answers and errors as lines of JSON, in the order in"
+    " which they ended",
+    answer=LINES,
+    refuses=(InvalidRequest, NotFound, Unavailable),
+    parameters=(
+        Parameter(
+            "after",
+            "query",
+            "Header `X-Next-After` of the page before; by default 0",
+            Annotated[int, Meta(ge=0)],
+        ),
+    ),
+)
+async def results(context: AppContext, request: Request, caller: Caller) -> Response:
+    text = request.query_params.get("after", "0")
+    if not text.isdecimal() or int(text) >= 2**53:
+        raise InvalidRequest("after must be the X-Next-After of a page", field="after")
+    state = await batches.find(context, caller, request.path_params["id"])
+    records, next_sequence = await batches.read_page(context.bus, state, int(text) + 1)
+    lines = [bytes(line) for record in records for line in (*record.output, *record.errors)]
+    headers = {NEXT_HEADER: str(next_sequence - 1)}
+    return Response(b"".join(line + b"\n" for line in lines), headers=headers, media_type=LINES)
