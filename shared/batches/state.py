@@ -4,12 +4,14 @@ Every record of the log contains the checkpoint up to and including this record.
 alone is enough to continue a batch, and a batcher takes over a long one as fast as a short one.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Raw
 from msgspec.structs import replace
 
+from shared.batches.line_errors import error_code_of
 from shared.batches.line_set import LineSet
 from shared.protocol.batch_log import (
     BatchBegun,
@@ -75,6 +77,7 @@ def checkpoint_after(
     earlier one. Raises ValueError for a line that was finished before, or is not part of the input.
     """
     lines, usage = LineSet(before.finished), before.usage
+    error_counts = Counter(before.error_counts)
     num_bytes, num_lines = [before.output_bytes, before.error_bytes], [0, 0]
     for result in finished:
         if result.line > before.num_lines:
@@ -82,6 +85,8 @@ def checkpoint_after(
         lines.add(result.line)
         num_bytes[result.is_refused] += len(result.content) + 1
         num_lines[result.is_refused] += 1
+        if result.is_refused:
+            error_counts[error_code_of(result.content)] += 1
         usage = Usage(
             usage.prompt_tokens + result.usage.prompt_tokens,
             usage.completion_tokens + result.usage.completion_tokens,
@@ -95,6 +100,7 @@ def checkpoint_after(
         next_offset=next_offset,
         num_answered=before.num_answered + num_lines[False],
         num_refused=before.num_refused + num_lines[True],
+        error_counts=dict(error_counts),
         usage=usage,
         output_bytes=num_bytes[False],
         error_bytes=num_bytes[True],

@@ -66,6 +66,8 @@ class Checkpoint(Struct, frozen=True, omit_defaults=True):
     """Lines in the output file."""
     num_refused: int = 0
     """Lines in the error file."""
+    error_counts: dict[str, int] = {}
+    """Lines in the error file by the code of their error."""
     usage: Usage = Usage(0, 0)
     output_bytes: int = 0
     error_bytes: int = 0

@@ -217,12 +217,22 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "batch_line_retries_total": (
             "Further attempts at lines, after a failure with a passing reason."
         ),
+        "batches_ended_total{status}": (
+            "Batches that this worker has ended, by status: `completed`, `failed`, `expired` or"
+            " `cancelled`."
+        ),
     },
     ("gauge", BATCHER, ()): {
-        "batch_lines_in_flight": "Lines of batches in flight.",
-        "batches_paused": (
-            "Batches that wait until the broker has room for their results; their log events"
-            " `batch_paused` have the reason."
+        "batch_lines{state}": (
+            "Lines without a stored result, of the batches that this worker runs: `waiting`,"
+            " `in_flight`, or `unwritten` if the result is not stored yet."
+        ),
+        "batches_paused{reason}": (
+            "Batches that wait until the broker has room for their results, by the code of the"
+            " error."
+        ),
+        "batches_late": (
+            "Batches that will not end within their windows at the pace of the last ten minutes."
         ),
     },
     ("gauge", AUTOSCALER, ()): {
@@ -284,6 +294,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
         "oldest_request_age_seconds": (
             "Age of the oldest request in flight, in seconds; 0 without one."
+        ),
+        "batches_unfinished": "Batches that have not ended.",
+        "oldest_batch_age_seconds": (
+            "Age of the oldest batch that has not ended, in seconds; 0 without one."
         ),
         "dead_letters": "Stored dead letters.",
     },

@@ -36,6 +36,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     shared_in_flight, _ = await bus.figures.size(subjects.REQUESTS_STREAM)
     in_flight, oldest_ms = await request_queue.size(bus)
     dead_letters, _ = await bus.figures.size(subjects.DEAD_STREAM)
+    num_batches, oldest_batch_ms = await bus.figures.size(subjects.BATCHJOBS_STREAM)
     beats = await bus.heartbeats.read()
     starting = await bus.heartbeats.read_starts()
     queues, metrics = await asyncio.gather(
@@ -54,6 +55,8 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
         shared_in_flight=shared_in_flight,
         oldest_ms=oldest_ms,
         dead_letters=dead_letters,
+        num_batches=num_batches,
+        oldest_batch_ms=oldest_batch_ms,
         pools=await _pools(bus),
         starting=sorted(starting, key=lambda report: (report.role, report.worker)),
     )
@@ -142,6 +145,8 @@ def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
         MetricSeries("requests_in_flight", {}, snapshot.in_flight),
         MetricSeries("shared_requests_in_flight", {}, snapshot.shared_in_flight),
         MetricSeries("oldest_request_age_seconds", {}, _age_s(snapshot, snapshot.oldest_ms)),
+        MetricSeries("batches_unfinished", {}, snapshot.num_batches),
+        MetricSeries("oldest_batch_age_seconds", {}, _age_s(snapshot, snapshot.oldest_batch_ms)),
         MetricSeries("dead_letters", {}, snapshot.dead_letters),
         MetricSeries("broker_up", {}, 1),
     ]

@@ -47,6 +47,10 @@ class ClusterSnapshot:
     oldest_ms: float | None
     """Acceptance time of the oldest of these requests: Unix ms of the broker's clock."""
     dead_letters: int
+    num_batches: int = 0
+    """Number of batches that have not ended."""
+    oldest_batch_ms: float | None = None
+    """Time at which the oldest of these batches was queued: Unix ms of the broker's clock."""
     starting: list[StartReport] = field(default_factory=list)
     """Reports of workers that are not ready."""
     pools: Mapping[str, PoolPlan] = field(default_factory=dict)

@@ -7,13 +7,14 @@ ended, and its log alone decides how it continues, so a batcher may be killed at
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import get_args
 
 from shared.bus.connection import BROKER_DEADLINE_S
 from shared.bus.consumer import Delivery
 from shared.errors import DecodeError, Fenced, Overloaded, PagemillError, Unavailable
 from shared.protocol import names, subjects
-from shared.protocol.batch_log import BatchEnded, BatchJob, LineError, decode_batch_job
+from shared.protocol.batch_log import BatchEnded, BatchJob, EndStatus, LineError, decode_batch_job
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.messages import Heartbeat
 from shared.protocol.pipeline import TEXT
@@ -24,7 +25,7 @@ from shared.stage.worker_loop import WorkerLoop
 from shared.state.batch_log import BatchLog, open_batch
 from workers.gateway.app import build_application
 from workers.gateway.batches.calls import BatchApp
-from workers.gateway.batches.run import BatchRun
+from workers.gateway.batches.run import NO_ROOM, BatchRun, LineState
 from workers.gateway.batches.slots import MIN_SLOTS, LineSlots
 from workers.gateway.openapi.document import KINDS, TABLES
 
@@ -64,8 +65,7 @@ class Batcher:
         )
         loop.add_queue(consumer, self._batch_of, self._handle)
         loop.start(self._follow_engines())
-        context.metrics.set_function("batch_lines_in_flight", lambda: self._slots.num_held)
-        context.metrics.set_function("batches_paused", self._num_paused)
+        self._register_metrics()
         models = sorted(context.config.models)
         context.ready(models, lambda: {"held": float(loop.num_claimed)})
         try:
@@ -73,8 +73,22 @@ class Batcher:
         finally:
             await self._app.close()
 
-    def _num_paused(self) -> float:
-        return sum(bool(run.pause) for run in self._runs.values())
+    def _register_metrics(self) -> None:
+        metrics = self._context.metrics
+        for state in get_args(LineState):
+            lines = self._sum(lambda run, state=state: run.lines_by_state()[state])
+            metrics.set_function("batch_lines", lines, state=state)
+        for error in NO_ROOM:
+            paused = self._sum(lambda run, code=error.code: run.pause == code)
+            metrics.set_function("batches_paused", paused, reason=error.code)
+        metrics.set_function("batches_late", self._sum(lambda run: run.is_late))
+        # The first end of a batch is an increase only if the series exists before.
+        for status in get_args(EndStatus):
+            metrics.counter("batches_ended_total", status=status)
+
+    def _sum(self, read: Callable[[BatchRun], int]) -> Callable[[], int]:
+        """Return a function that adds up a number of all batches in progress."""
+        return lambda: sum(map(read, self._runs.values()))
 
     def _batch_of(self, delivery: Delivery) -> Job | None:
         task = _task_of(delivery)
@@ -155,6 +169,7 @@ class Batcher:
                 errors = [LineError(error.code, error.message)]
                 end = BatchEnded(log.next_index, at_s, "failed", log.state.checkpoint, errors)
                 await log.append(end)
+                self._context.metrics.counter("batches_ended_total", status=end.status).add()
 
 
 def _task_of(delivery: Delivery) -> BatchJob | None:

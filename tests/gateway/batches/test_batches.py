@@ -122,6 +122,10 @@ async def test_an_error_of_a_line_is_in_the_error_file_alone(
     assert batch.request_counts is not None
     assert batch.request_counts.to_dict() == {"total": 4, "completed": 2, "failed": 2}
     assert (await results_of(client, batch.output_file_id)).keys() == {"line-0", "line-3"}
+    assert batch.to_dict()["error_counts"] == {
+        "invalid_request": 1,
+        "unknown_parameter": 1,
+    }
     errors = await results_of(client, batch.error_file_id)
     assert {
         name: (line["response"]["status_code"], line["response"]["body"]["error"]["param"])

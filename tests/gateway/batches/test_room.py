@@ -7,6 +7,7 @@ from openai import AsyncOpenAI, InternalServerError
 
 from shared.batches.state import faults_of
 from shared.bus.bus import Bus
+from shared.telemetry import cluster_snapshot
 from tests.gateway.batches.conftest import (
     BatchRig,
     begin,
@@ -24,6 +25,17 @@ FILLER_BYTES = 1_000_000
 NUM_LINES = 150
 
 
+async def is_paused(bus: Bus) -> bool:
+    series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
+    paused = {item.labels["reason"]: item.value for item in series if item.name == "batches_paused"}
+    return paused == {
+        "disk_full": 0,
+        "overloaded": 1,
+        "storage_quota_exceeded": 0,
+        "unavailable": 0,
+    }
+
+
 async def test_a_batch_without_room_pauses_until_there_is_some(
     client: AsyncOpenAI, rig: BatchRig, batch_bus: Bus
 ) -> None:
@@ -33,7 +45,7 @@ async def test_a_batch_without_room_pauses_until_there_is_some(
     assert refusal.value.code == "overloaded"
     batch = await begin(client, jsonl([chat_line(number) for number in range(NUM_LINES)]))
     rig.start_batcher()
-    await until(lambda: "batch_paused" in (rig.folder / "batcher.log").read_text())
+    await until(lambda: is_paused(batch_bus))
     assert (await client.batches.retrieve(batch.id)).status == "in_progress"
     await client.files.delete(filler.id)
     batch = await ended(client, batch.id)

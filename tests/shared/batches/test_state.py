@@ -1,6 +1,7 @@
 """State of a batch: any beginning of a log, any takeover, and logs that contradict themselves."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -37,11 +38,17 @@ from shared.protocol.records import Usage
 BEGUN = BatchBegun("batch_1", "t", "/v1/completions", "0" * 64, 1, "1h", 3601, 9999)
 MAX_IN_FLIGHT = 5
 SEEDS = st.integers(0, 2**32)
-FAULTS = ["twice", "early", "watermark", "lost", "both files"]
+CODES = ("batch_expired", "batch_cancelled")
+FAULTS = ["twice", "early", "watermark", "lost", "both files", "errors"]
 
 
 def file_of(num_lines: int) -> bytes:
     return b"\n".join(b"x" * (1 + line % 7) for line in range(1, num_lines + 1))
+
+
+def content_of(line: int, content: bytes) -> bytes:
+    error = {"code": CODES[line % 2], "message": content.decode()} if line % 3 == 0 else None
+    return to_json({"line": line, "content": content.decode(), "error": error})
 
 
 class Batcher:
@@ -75,7 +82,7 @@ class Batcher:
 
     def finish_line(self, number: int) -> None:
         line = self.in_flight.pop(number % len(self.in_flight))
-        content = to_json({"line": line.number, "content": line.content.decode()})
+        content = content_of(line.number, line.content)
         is_refused = line.number % 3 == 0
         self.lines.add(FinishedLine(line.number, content, is_refused, Usage(line.number, 1)))
 
@@ -118,11 +125,12 @@ def test_each_line_has_one_result_whatever_dies(seed: int, num_lines: int) -> No
     ]
     file = file_of(num_lines).split(b"\n")
     assert sorted(contents) == sorted(
-        (line, to_json({"line": line, "content": file[line - 1].decode()}))
-        for line in range(1, num_lines + 1)
+        (line, content_of(line, file[line - 1])) for line in range(1, num_lines + 1)
     )
     now = log[-1].checkpoint
     assert (now.num_answered, now.num_refused) == (num_lines - num_lines // 3, num_lines // 3)
+    refused = Counter(CODES[line % 2] for line in range(3, num_lines + 1, 3))
+    assert now.error_counts == dict(refused)
     assert now.output_bytes + now.error_bytes == sum(len(content) + 1 for _, content in contents)
     answered = [line for line in range(1, num_lines + 1) if line % 3]
     assert now.usage == Usage(sum(range(1, num_lines + 1)), num_lines)
@@ -156,6 +164,8 @@ def test_a_contradiction_in_a_log_is_found(seed: int, num_lines: int, fault: str
     elif fault == "watermark":
         first = LineSet(now.finished).first_missing
         records[place] = replace(results, checkpoint=replace(now, next_line=first + 1))
+    elif fault == "errors":
+        records[place] = replace(results, checkpoint=replace(now, error_counts={"other": 1}))
     elif fault == "lost":
         del records[place]
     else:

@@ -193,6 +193,7 @@ def describe(state: BatchState) -> BatchBody:
         request_counts=BatchCounts(
             total=now.num_lines, completed=now.num_answered, failed=now.num_refused
         ),
+        error_counts=now.error_counts,
         usage=BatchUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=BatchInputDetails(usage.cached_tokens),

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from shared.batches.input_file import InputCheck, InputLimits, LineCutter, ParsedLine, read_line
 from shared.batches.line_set import LineSet
 from shared.batches.open_lines import BLOCK_BYTES, OpenLines
+from shared.batches.pace import Pace
 from shared.batches.state import FinishedLine, checkpoint_after, is_complete, results_of
 from shared.errors import DiskFull, NotFound, Overloaded, QuotaExceeded, Unavailable, WorkerFailure
 from shared.helpers.task_set import TaskSet
@@ -50,7 +51,11 @@ POLL_S = 5.0
 # Time for the requests of a batch that ends early to be cancelled.
 WITHDRAW_S = 5.0
 
+# Errors of a broker without room for results.
+NO_ROOM = (DiskFull, Overloaded, QuotaExceeded, Unavailable)
+
 Stop = Literal["cancelled", "expired", "shutdown"]
+LineState = Literal["waiting", "in_flight", "unwritten"]
 _REFUSALS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line had a result"),
     "expired": ("batch_expired", "the window of the batch ended before this line had a result"),
@@ -83,6 +88,7 @@ class BatchRun:
         self._log = log
         self._max_line_bytes = context.config.batch.max_line_mib * 2**20
         self._lines = self._lines_from_checkpoint()
+        self._pace = Pace()
         self._running = TaskSet()
         self._withdrawn = asyncio.Event()
         """Set when the requests in flight are to be cancelled."""
@@ -104,6 +110,23 @@ class BatchRun:
     @property
     def _now_s(self) -> int:
         return int(self._bus.now_ms() / 1000)
+
+    @property
+    def _num_unstored(self) -> int:
+        now = self._checkpoint
+        return now.num_lines - now.num_answered - now.num_refused
+
+    def lines_by_state(self) -> dict[LineState, int]:
+        """Return the numbers of lines without a stored result."""
+        num_running, num_unwritten = len(self._running), len(self._lines.finished)
+        # A line that has just ended may still be running.
+        num_waiting = max(0, self._num_unstored - num_running - num_unwritten)
+        return {"waiting": num_waiting, "in_flight": num_running, "unwritten": num_unwritten}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the lines will not end within the window at their pace."""
+        return self._pace.is_late(self._num_unstored, self._begun.deadline_s - self._now_s)
 
     def _lines_from_checkpoint(self) -> OpenLines:
         now = self._log.state.checkpoint
@@ -262,6 +285,8 @@ class BatchRun:
         asked = asyncio.create_task(shutdown.asked.wait())
         try:
             while not asked.done():
+                now = self._checkpoint
+                self._pace.observe(self._now_s, now.num_answered + now.num_refused)
                 with contextlib.suppress(Unavailable):
                     if await self._log.is_cancelled():
                         return "cancelled"
@@ -309,6 +334,7 @@ class BatchRun:
         await self._append(
             lambda index, at_s: BatchEnded(index, at_s, status, self._checkpoint, errors or [])
         )
+        self._context.metrics.counter("batches_ended_total", status=status).add()
 
     async def _append(self, record: Callable[[int, int], BatchRecord]) -> None:
         """Append the record that `record` returns for its index and time."""
@@ -327,7 +353,7 @@ class BatchRun:
                     await self._app.room.check()
                     await self._app.quotas.check(self._begun.tenant, [subjects.BATCHES_STREAM])
                 await self._log.append(record)
-            except (DiskFull, Overloaded, QuotaExceeded, Unavailable) as error:
+            except NO_ROOM as error:
                 self._log_pause(error.code)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._context.shutdown.asked.wait(), ROOM_PAUSE_S)

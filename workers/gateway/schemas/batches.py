@@ -86,6 +86,8 @@ class BatchBody(Struct, frozen=True, kw_only=True):
     errors: BatchErrors | None = None
     """Reasons why the batch has failed."""
     request_counts: BatchCounts
+    error_counts: dict[str, int]
+    """Lines with an error, by its code."""
     usage: BatchUsage
     metadata: dict[str, str] | None = None
 

@@ -1,0 +1,37 @@
+"""Codes of the errors in error files. Pure."""
+
+import msgspec
+from msgspec import Struct
+
+from shared.protocol.encoding import UNDECODABLE
+
+UNKNOWN = "unknown"
+
+
+class _Error(Struct, frozen=True):
+    code: str = UNKNOWN
+
+
+class _Body(Struct, frozen=True):
+    error: _Error = _Error()
+
+
+class _Response(Struct, frozen=True):
+    body: _Body = _Body()
+
+
+class _Line(Struct, frozen=True):
+    response: _Response | None = None
+    error: _Error | None = None
+
+
+_read = msgspec.json.Decoder(_Line).decode
+
+
+def error_code_of(content: bytes) -> str:
+    """Return the code of a line of an error file: of the batch's error, or of the endpoint's."""
+    try:
+        line = _read(content)
+    except UNDECODABLE:
+        return UNKNOWN
+    return (line.error or (line.response or _Response()).body.error).code
