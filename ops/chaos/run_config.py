@@ -63,6 +63,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             "keys": str(keys_folder(folder)) if settings.tenants else None,
         },
         "delivery": limits | dict(delivery),
+        "batch": {"max_deaths": settings.max_deaths},
         "blobs": {
             "inline_kib": settings.inline_kib,
             "arena_mib": settings.arena_mib,

@@ -219,10 +219,10 @@ SCENARIOS = {
     # Batchers die while lines are in flight, and between two blocks of results.
     "dying batchers": replace(
         BATCHES,
-        fault_every_s=3.0,
+        fault_every_s=5.0,
         faults={"kill:batcher": 1.0},
         step_ms=30.0,
-        batches=Batches(lines=300, patience_s=90.0),
+        batches=Batches(lines=200, patience_s=120.0),
     ),
     # The lines in flight would last for much longer than the cancellation.
     "cancelled batches": replace(
