@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-heldout bench-int8 bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-heldout bench-int8 bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -166,11 +166,14 @@ alerts:  ## the alert rules in Prometheus, and when they fire; needs Debian's pa
 	promtool check rules ops/monitoring/alerts.yml
 	promtool test rules ops/monitoring/alerts_test.yml
 
-chaos-quick: .venv/dev  ## faults for two minutes, every role killed; part of CI
+chaos-quick: .venv/dev  ## faults for three minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
 chaos-bugs: .venv/dev  ## every planted bug must be caught; 20 minutes
 	$(BIN)/python -m ops.chaos bugs
+
+chaos-batch: .venv/dev  ## five batches of 2,000 lines under kills of every role; 10 minutes
+	$(BIN)/python -m ops.chaos run batch
 
 chaos-scale: .venv/dev  ## 500 requests at once to engines at zero, under kills; 2 minutes
 	$(BIN)/python -m ops.chaos run scale

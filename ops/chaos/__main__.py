@@ -42,7 +42,16 @@ console = Console(highlight=False, soft_wrap=True)
 @app.command
 def run(
     name: Literal[
-        "kills", "model", "broker", "omni", "sounds", "leaders", "rolling", "scale", "shipped"
+        "kills",
+        "model",
+        "broker",
+        "omni",
+        "sounds",
+        "leaders",
+        "rolling",
+        "scale",
+        "shipped",
+        "batch",
     ],
     /,
     *,
@@ -221,7 +230,7 @@ def _run(name: str, settings: Settings) -> bool:
     console.print(
         f"  engines began {figures['begun']:.0f} requests {figures['beginnings']:.0f} times"
     )
-    for kind in ("payloads", "http", "speech", "images"):
+    for kind in ("payloads", "http", "speech", "images", "batches"):
         if counts := verdict.counts[kind]:
             console.print(f"  {kind}: {_listed(sorted(counts.items()))}", markup=False)
     if "engine_s" in figures:

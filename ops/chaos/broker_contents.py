@@ -29,9 +29,9 @@ CHECK_S = 0.25
 ANSWER_S = 5.0
 BATCH = 1000
 MAX_LEFT = 20
+QUEUES = (subjects.REQUESTS_STREAM, subjects.STAGES_STREAM, subjects.BATCHJOBS_STREAM)
 COUNTED = (
-    subjects.REQUESTS_STREAM,
-    subjects.STAGES_STREAM,
+    *QUEUES,
     subjects.TOKENS_STREAM,
     subjects.DEAD_STREAM,
 )
@@ -99,7 +99,7 @@ class Store:
         except (TimeoutError, NatsError):
             return False
         beats = await self.beats()
-        waiting = messages[subjects.REQUESTS_STREAM] + messages[subjects.STAGES_STREAM]
+        waiting = sum(messages[name] for name in QUEUES)
         return not waiting and all(not beat.load.get("held") for beat in beats)
 
     async def messages(self) -> dict[str, int]:
@@ -184,6 +184,20 @@ class Store:
                 sequence = int(headers["Nats-Sequence"])
                 yield headers["Nats-Subject"], bytes(msg.data)
         await answers.unsubscribe()
+
+
+async def queued_subjects(nc: Client, word: str) -> list[str]:
+    """Return the subjects with a word of all queued requests and tasks. Raises NatsError."""
+    queued: list[str] = []
+    for filter_ in (subjects.REQUESTS_FILTER, subjects.STAGES_FILTER):
+        query = json.dumps({"subject": filter_}).encode()
+        reply = await nc.request("$JS.API.STREAM.NAMES", query, timeout=ANSWER_S)
+        for name in json.loads(reply.data).get("streams") or []:
+            query = json.dumps({"subjects_filter": filter_}).encode()
+            reply = await nc.request(f"$JS.API.STREAM.INFO.{name}", query, timeout=ANSWER_S)
+            state = json.loads(reply.data).get("state", {})
+            queued += [subject for subject in state.get("subjects") or {} if word in subject]
+    return queued
 
 
 def arena_sockets() -> list[str]:

@@ -139,6 +139,30 @@ class SpeechNamed(Event, frozen=True):
     bus_id: str
 
 
+class BatchCreated(Event, frozen=True):
+    """A gateway accepted a batch of the plan."""
+
+    name: str
+
+
+class BatchCancelSent(Event, frozen=True):
+    """A gateway accepted the cancellation of a batch."""
+
+    name: str
+
+
+class BatchEnded(Event, frozen=True):
+    """A client saw that a batch has ended."""
+
+    name: str
+
+
+class BatchDrained(Event, frozen=True):
+    """A client saw that no queue has a request of a batch that has ended."""
+
+    name: str
+
+
 # -- the pool ---------------------------------------------------------------------------------
 
 

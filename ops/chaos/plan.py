@@ -100,6 +100,23 @@ class Scaled(Struct, frozen=True):
     """Bound of the engine-seconds, in multiples of the simulator's; 0 for none."""
 
 
+class Batches(Struct, frozen=True):
+    """Batches of lines for the gateways, and the same requests alone."""
+
+    num: int = 2
+    lines: int = 150
+    questions: int = 60
+    """Number of different bodies of lines. Each is also sent alone, as an interactive request."""
+    images: float = 0.5
+    """Share of the lines with an image."""
+    cancelled: int = 0
+    """Number of batches that their clients cancel when a tenth of their lines have ended."""
+    expired: int = 0
+    """Number of batches that last longer than their windows of a minute."""
+    patience_s: float = 60.0
+    """Clients give up batches that have not ended after this time."""
+
+
 # A fake renderer does not decode images, so each file has many variants.
 NUM_VARIANTS = 40
 
@@ -165,6 +182,9 @@ class Settings(Struct, frozen=True):
     """Share of the HTTP requests that continue when their clients disconnect."""
     max_choices: int = 3
     mix: Mix = Mix()
+    batchers: int = 0
+    batches: Batches | None = None
+    """Batches that run during the load; only with gateways and batchers."""
     scaled: Scaled | None = None
     """Engines are a pool that an autoscaler scales, in place of `engines`."""
     tenants: tuple[str, ...] = ()
@@ -217,7 +237,7 @@ _VOCABULARY = (
     "shape how many where what which is are the they same there kind of background "
     "left right top bottom"
 )
-_WORDS = _VOCABULARY.split()
+WORDS = _VOCABULARY.split()
 _COLORS, _SHAPES = ["red", "blue"], ["circle", "star"]
 _STOPS = ["ea", "to", "n ", "he", "in", "rs", "o t", "lu"]
 
@@ -281,7 +301,7 @@ def _spoken(planned: Planned, rng: random.Random, settings: Settings) -> Planned
     """Turn a request for text into a request for a speech."""
     request = planned.request
     if planned.http or rng.random() < settings.mix.given_text:
-        text = " ".join(rng.choices(_WORDS, k=rng.randint(2, 12)))
+        text = " ".join(rng.choices(WORDS, k=rng.randint(2, 12)))
         request = replace(
             request, messages=None, sampling_params=UNSET, given_text=text, outputs=[AUDIO]
         )
@@ -350,7 +370,7 @@ def _sampling(
 
 
 def _content(rng: random.Random, settings: Settings) -> str | list[ContentPart]:
-    text = " ".join(rng.choices(_WORDS, k=rng.choice([3, 8, 20, 60])))
+    text = " ".join(rng.choices(WORDS, k=rng.choice([3, 8, 20, 60])))
     if rng.random() >= settings.mix.images:
         return text
     if settings.mix.sounds and rng.random() < settings.mix.sounds:
@@ -366,10 +386,10 @@ def _content(rng: random.Random, settings: Settings) -> str | list[ContentPart]:
     tails = [
         str(rng.randrange(NUM_VARIANTS)) if settings.renderer == "fake" else "" for _ in chosen
     ]
-    urls = [_data_url(path, tail) for path, tail in zip(chosen, tails, strict=True)]
+    urls = [data_url(path, tail) for path, tail in zip(chosen, tails, strict=True)]
     return [*(ImagePart(ImageURL(url)) for url in urls), TextPart(text)]
 
 
-def _data_url(path: Path, tail: str) -> str:
+def data_url(path: Path, tail: str) -> str:
     data = base64.b64encode(path.read_bytes() + tail.encode()).decode()
     return f"data:image/{path.suffix[1:]};base64,{data}"

@@ -29,6 +29,7 @@ HEARING_MODEL = ROOT / "ops" / "demo_hearing"
 VOICE = ROOT / "ops" / "demo_voice"
 RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
 FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engine": 256.0}
+BATCHER_RSS_MIB = 150.0
 VOCODER_RSS_MIB = 256.0
 
 
@@ -62,6 +63,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             "keys": str(keys_folder(folder)) if settings.tenants else None,
         },
         "delivery": limits | dict(delivery),
+        "batch": {"max_deaths": settings.max_deaths},
         "blobs": {
             "inline_kib": settings.inline_kib,
             "arena_mib": settings.arena_mib,
@@ -171,6 +173,7 @@ def bounds_of(settings: Settings) -> Bounds:
         "renderer": (FAKE_RSS_MIB if settings.renderer == "fake" else RSS_MIB)["renderer"],
         "encoder": RSS_MIB["encoder"],
         "gateway": FAKE_RSS_MIB["gateway"],
+        "batcher": BATCHER_RSS_MIB,
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         TALKER: (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         VOCODER: VOCODER_RSS_MIB,

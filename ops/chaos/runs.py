@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.plan import SHIPPED, Mix, Scaled, Settings
+from ops.chaos.plan import SHIPPED, Batches, Mix, Scaled, Settings
 from ops.chaos.processes.nemesis import KILLS, MIXED
 
 # Answers are long enough to be interrupted by a fault; half of the requests have images.
@@ -28,6 +28,17 @@ OMNI_KILLS = {
     "kill:gateway": 1.5,
     "kill:renderer": 0.3,
     "kill:load": 0.2,
+}
+
+# Kills of every process that serves a batch. Stopped batchers wake up when others have taken over.
+BATCH_FAULTS = {
+    "kill:batcher": 3.0,
+    "stop:batcher": 1.0,
+    "kill:gateway": 1.0,
+    "kill:coordinator": 1.0,
+    "kill:renderer": 0.5,
+    "kill:engine": 2.0,
+    "kill:broker": 0.7,
 }
 
 RUNS: dict[str, Settings] = {
@@ -111,6 +122,24 @@ RUNS: dict[str, Settings] = {
         mix=Mix(http=0.5, whole=0.3, images=0.1),
         **SHIPPED,
     ),
+    # Five batches of three tenants, half of the lines with images. One is cancelled, and one cannot
+    # end in its window of a minute.
+    "batch": Settings(
+        requests=300,
+        rate=1.0,
+        concurrency=16,
+        gateways=2,
+        batchers=2,
+        tenants=("acme", "globex", "initech"),
+        fault_every_s=4.0,
+        faults=BATCH_FAULTS,
+        num_blocks=1024,
+        step_ms=10.0,
+        max_tokens=(4, 32),
+        timeout_s=120.0,
+        mix=Mix(http=0.5, whole=0.3, images=0.1),
+        batches=Batches(num=5, lines=2000, questions=300, cancelled=1, expired=1, patience_s=570.0),
+    ),
     # All requests at once to a pool at zero, which has to grow to four engines and return to zero.
     "scale": Settings(
         requests=500,
@@ -181,6 +210,26 @@ QUICK: dict[str, Settings] = {
         crash="renderer/after_publish_before_ack=0.03,mid_read=0.02",
         timeout_s=60.0,
         mix=Mix(images=0.7),
+    ),
+    "batches, kills": Settings(
+        requests=20,
+        rate=2.0,
+        concurrency=8,
+        renderers=1,
+        engines=2,
+        coordinators=1,
+        gateways=2,
+        batchers=2,
+        renderer="fake",
+        tenants=("acme", "globex", "initech"),
+        fault_every_s=2.0,
+        faults=BATCH_FAULTS,
+        num_blocks=1024,
+        max_tokens=(4, 24),
+        timeout_s=60.0,
+        step_ms=20.0,
+        mix=Mix(http=0.5, images=0.1),
+        batches=Batches(num=3, lines=100, questions=40, cancelled=1, patience_s=90.0),
     ),
     "speech and images, kills": Settings(
         requests=60,

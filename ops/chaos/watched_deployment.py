@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from ops.chaos.batch_files import BatchFolder
+from ops.chaos.batch_plan import is_of_batches, make_batches
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.expected_answers import expect, shortened
@@ -163,7 +165,7 @@ class WatchedDeployment:
 
         await asyncio.gather(*(ask(number) for number in range(NUM_WARM_UPS)))
         await bus.close()
-        await self.gateways.warm_up()
+        await self.gateways.warm_up(num_batches=4 * self.settings.batchers)
 
     async def rest(self, store: Store) -> bool:
         """Wait until the system is at rest; return whether it is."""
@@ -245,11 +247,12 @@ class WatchedDeployment:
 
     def is_own(self, id: str) -> bool:
         """Return whether a request is one of the load, by its id in the plan."""
-        return not id.startswith(WARM) and id not in self.gateways.warm_up_ids
+        is_warm_up = id.startswith(WARM) or id in self.gateways.warm_up_ids
+        return not (is_warm_up or is_of_batches(id))
 
     def own_letters(self, letters: list[DeadLetter]) -> list[DeadLetter]:
         """Return the dead letters that the checks get."""
-        return letters
+        return [letter for letter in letters if not is_of_batches(letter.request_id or "")]
 
     def record(self, final: FinalState, since: float = 0.0) -> RecordedRun:
         (self.load_folder / "final.msgpack").write_bytes(msgspec.msgpack.encode(final))
@@ -264,6 +267,7 @@ def _counts(settings: Settings) -> dict[str, int]:
         "renderer": settings.renderers,
         "encoder": settings.encoders,
         "engine": 0 if is_scaled else settings.engines,
+        "batcher": settings.batchers,
         TALKER: settings.talkers,
         VOCODER: settings.vocoders,
         PAINTER: settings.painters,
@@ -287,6 +291,8 @@ def read_run(folder: Path, load_folder: Path | None = None, since: float = 0.0) 
     final = msgspec.msgpack.decode((load_folder / "final.msgpack").read_bytes(), type=FinalState)
     written = [shortened(request, final.logs.get(request.id, [])) for request in planned]
     expected = expect(settings, config, written)
+    files = BatchFolder(load_folder)
+    batches = [] if settings.batches is None else make_batches(settings, settings.batches)
     processes = {}
     for file in sorted((folder / "workers").glob("*.jsonl")):
         role, _, pid = file.stem.rpartition("-")
@@ -307,4 +313,6 @@ def read_run(folder: Path, load_folder: Path | None = None, since: float = 0.0) 
         processes=processes,
         final=final,
         bounds=bounds_of(settings),
+        batches=[files.batch(batch) for batch in batches],
+        singles=files.singles(),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.batches.digest_set import DigestSet
 from shared.helpers.validation import split_validation_error
 from shared.protocol.batch_log import LineError
 from shared.protocol.encoding import UNDECODABLE
@@ -123,7 +124,7 @@ class InputCheck:
         """Lines up to the last one that is not blank."""
         self._limits = limits
         self._cutter = LineCutter(limits.max_line_bytes)
-        self._digests: set[bytes] = set()
+        self._digests = DigestSet()
         self._first_blank: int | None = None
         self._has_begun = False
         self.is_over = False
@@ -171,10 +172,9 @@ class InputCheck:
             return
         custom_id = decode_line(line.content).custom_id
         digest = hashlib.blake2b(custom_id.encode(), digest_size=DIGEST_BYTES).digest()
-        if digest in self._digests:
+        if not self._digests.add(digest):
             message = f"an earlier line has the same custom_id {custom_id!r}"
             self._refuse("duplicate_custom_id", line.number, message, "custom_id")
-        self._digests.add(digest)
 
     def _refuse(
         self,

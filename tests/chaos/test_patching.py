@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
         "code2wav",
         "dit",
         "gateway",
+        "batcher",
         "autoscaler",
         "actuator",
         "agent",

@@ -26,14 +26,11 @@ from shared.state.batch_log import BatchLog, open_batch
 from workers.gateway.app import build_application
 from workers.gateway.batches.calls import BatchApp
 from workers.gateway.batches.run import NO_ROOM, BatchRun, LineState
-from workers.gateway.batches.slots import MIN_SLOTS, LineSlots
+from workers.gateway.batches.slots import LineSlots, num_slots
 from workers.gateway.openapi.document import KINDS, TABLES
 
 LIMITS_S = 2.0
 """Interval at which the numbers of lines in flight follow the numbers of engines."""
-LINES_PER_SEQUENCE = 2
-"""Lines in flight for each sequence that the engines can compute at once. So their queues do not
-run dry."""
 LOOK_S = 0.2
 
 
@@ -148,14 +145,17 @@ class Batcher:
                         and model in beat.models
                         for beat in beats
                     )
-                    self._slots.set_limit(model, self._num_lines(num_engines, beats))
+                    self._slots.set_limit(model, self._num_slots(num_engines, beats))
             await asyncio.sleep(LIMITS_S)
 
-    def _num_lines(self, num_engines: int, beats: Sequence[Heartbeat]) -> int:
-        """Return this batcher's share of the lines in flight that these engines need."""
+    def _num_slots(self, num_engines: int, beats: Sequence[Heartbeat]) -> int:
         num_sequences = num_engines * self._context.config.engine.max_num_seqs
-        num_batchers = max(1, sum(beat.role == self._context.role for beat in beats))
-        return max(MIN_SLOTS, LINES_PER_SEQUENCE * num_sequences // num_batchers)
+        num_elsewhere = sum(
+            beat.load.get("held", 0.0)
+            for beat in beats
+            if beat.role == self._context.role and beat.worker != self._context.worker
+        )
+        return num_slots(num_sequences, len(self._runs), num_elsewhere)
 
     async def _end(self, job: Job, error: PagemillError) -> None:
         """End a batch with an error, unless it has ended or its log cannot be written."""

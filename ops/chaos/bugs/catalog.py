@@ -10,6 +10,7 @@ from msgspec.structs import replace
 # Importing these modules registers their bugs.
 from ops.chaos.bugs import (  # noqa: F401
     agents,
+    batches,
     clips,
     engine,
     gateway,

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.plan import SHIPPED, Mix, Scaled, Settings
+from ops.chaos.plan import SHIPPED, Batches, Mix, Scaled, Settings
 
 CALM = Mix(cancel=0.0, resubmit_during=0.0, resubmit_after=0.0, follow=0.0, deadline=0.0)
 BASE = Settings(
@@ -47,6 +47,20 @@ SPEECHES = replace(
 # Every request is for images.
 PAINTINGS = replace(
     BASE, requests=60, engines=1, coordinators=1, painters=2, mix=replace(CALM, paints=1.0)
+)
+# Few other requests run at the same time.
+BATCHES = replace(
+    BASE,
+    requests=10,
+    rate=2.0,
+    engines=2,
+    coordinators=1,
+    gateways=1,
+    batchers=1,
+    step_ms=10.0,
+    max_tokens=(4, 24),
+    timeout_s=60.0,
+    batches=Batches(),
 )
 AGENTS = "agents"
 """The scenario of agents, which `ops.chaos.agents.kills` runs."""
@@ -200,6 +214,19 @@ SCENARIOS = {
     "images as answers": PAINTINGS,
     "dying painters": replace(
         PAINTINGS, fault_every_s=1.0, faults={"kill:dit": 1.0}, step_ms=40.0, timeout_s=60.0
+    ),
+    "batches": BATCHES,
+    # Batchers die while lines are in flight, and between two blocks of results.
+    "dying batchers": replace(
+        BATCHES,
+        fault_every_s=5.0,
+        faults={"kill:batcher": 1.0},
+        step_ms=30.0,
+        batches=Batches(lines=200, patience_s=120.0),
+    ),
+    # The lines in flight would last for much longer than the cancellation.
+    "cancelled batches": replace(
+        BATCHES, step_ms=20.0, num_blocks=1024, batches=Batches(cancelled=1, patience_s=120.0)
     ),
     "scaled to zero": replace(
         SCALED,

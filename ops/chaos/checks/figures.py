@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
+from ops.chaos.checks import batches
 from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.history import (
     EventReceived,
@@ -151,5 +152,6 @@ def count(run: RecordedRun) -> dict[str, Counter[str]]:
         "http": _over_http(run),
         "speech": _spoken(run),
         "images": _images_painted(run),
+        "batches": batches.count(run),
         "behaviours": Counter(planned.behaviour for planned in run.planned.values()),
     }

@@ -1,10 +1,11 @@
 """A run as it was recorded: events of clients, workers and processes, arranged for the checks."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ops.chaos.batch_files import ReceivedBatch, Single
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.expected_answers import Expected
 from ops.chaos.expected_speech import ExpectedSpeech
@@ -101,6 +102,9 @@ class RecordedRun:
     """Events of each worker, by role and process id."""
     images: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of the files of painted images."""
+    batches: list[ReceivedBatch] = field(default_factory=list)
+    singles: dict[str, Single] = field(default_factory=dict)
+    """Answers to the bodies of lines that were sent alone, by `key_of`."""
 
     @cached_property
     def sessions(self) -> dict[str, list[Session]]:
@@ -221,10 +225,15 @@ class RecordedRun:
         before = [ready for t, ready in events if t < start]
         return before[-1:] == [False] or any(start <= t <= stop for t, ready in events if not ready)
 
-    def outage_within(self, start: float, stop: float) -> float:
-        """Return the seconds of [start, stop] that were outages; overlaps count once."""
+    def outage_within(
+        self, start: float, stop: float, more: Iterable[tuple[float, float]] = ()
+    ) -> float:
+        """Return the seconds of [start, stop] that were outages; overlaps count once.
+
+        `more` has outages in addition to `outages`.
+        """
         total, reached = 0.0, start
-        for began, back in self.outages:
+        for began, back in sorted([*self.outages, *more]):
             total += max(0.0, min(stop, back) - max(reached, began))
             reached = max(reached, min(stop, back))
         return total

@@ -37,7 +37,7 @@ def find(run: RecordedRun) -> Iterator[Violation]:
 
 
 def check_queues(run: RecordedRun) -> Iterator[tuple[str, str]]:
-    for stream in (subjects.REQUESTS_STREAM, subjects.STAGES_STREAM):
+    for stream in (subjects.REQUESTS_STREAM, subjects.STAGES_STREAM, subjects.BATCHJOBS_STREAM):
         if left := run.final.messages.get(stream, 0):
             names = (
                 f": {', '.join(run.final.queued_ids)}" if stream == subjects.REQUESTS_STREAM else ""
@@ -69,6 +69,7 @@ POOL_THREADS = {
     "encoder": 7,
     "engine": 6,
     "gateway": 6,
+    "batcher": 6,
     TALKER: 6,
     VOCODER: 6,
     PAINTER: 6,
@@ -183,8 +184,8 @@ def check_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
             yield f"{role} {pid}", f"used {rss_mib:.0f} MiB of {budget:.0f} MiB"
 
 
-# Requests do not go through these. The wait of a pool at zero is I15.
-OFF_THE_PATH = ("load", "autoscaler")
+# Requests do not go through these. The wait of a pool at zero is I15, and batches have I21.
+OFF_THE_PATH = ("load", "autoscaler", "batcher")
 
 
 # -- I9: recovery -----------------------------------------------------------------------------

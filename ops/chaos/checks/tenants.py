@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ops.chaos.checks.batches import owner_of_line
 from ops.chaos.checks.recorded_run import RecordedRun, Violation
 from ops.chaos.history import Overheard, Peeked
 
@@ -18,7 +19,7 @@ def find(run: RecordedRun) -> Iterator[Violation]:
             if event.id.startswith(WARM):
                 continue
             planned = run.planned.get(event.id)
-            owner = None if planned is None else planned.tenant
+            owner = owner_of_line(run, event.id) if planned is None else planned.tenant
             if owner != event.tenant:
                 text = f"{event.tenant} received record {event.record.index} of its log"
                 yield Violation("I17", event.id, text)

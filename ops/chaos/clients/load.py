@@ -16,6 +16,8 @@ import msgspec
 import uvloop
 from cyclopts import App, Parameter
 
+from ops.chaos.batch_files import BatchFolder
+from ops.chaos.clients.batches import BatchClients
 from ops.chaos.clients.http_clients import HttpClients
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.clients.painted import read_images
@@ -69,6 +71,13 @@ class LoadClients:
         self._speeches = SpeechClients(gateways, self._journal, self._new_session)
         self._tenants = TenantClients(url, keys, self._journal, self._new_session)
         self._peeking = Peeking(gateways, settings.tenants, self._journal)
+        self._batches = (
+            None
+            if settings.batches is None
+            else BatchClients(
+                gateways, settings, settings.batches, BatchFolder(file.parent), self._journal
+            )
+        )
         self._next_index = 0
         self._began = began or now()
 
@@ -81,12 +90,16 @@ class LoadClients:
             async with asyncio.TaskGroup() as clients:
                 for _ in range(self._settings.concurrency):
                     clients.create_task(self._run_clients())
+                if self._batches is not None:
+                    clients.create_task(self._batches.run(self._bus.connection.nc))
         finally:
             await self._bus.close()
             await self._http.close()
             await self._speeches.close()
             await self._tenants.close()
             await self._peeking.close()
+            if self._batches is not None:
+                await self._batches.close()
 
     def _watch_acceptance(self, bus: Any) -> None:
         publish = bus.publish_without_id

@@ -19,6 +19,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
+from ops.chaos.batch_plan import is_of_batches
 from ops.chaos.gateway_api import RETRY_PAUSE_S, authorization
 from ops.chaos.history import (
     Accepted,
@@ -95,8 +96,10 @@ class TenantClients:
     def _listener(self, tenant: str) -> Callable[[Msg], Awaitable[None]]:
         async def listen(msg: Msg) -> None:
             record = decode_record(msg.data)
-            if isinstance(record, LogRecord):
-                self._journal.write(Overheard(now(), tenant, msg.subject.split(".")[2], record))
+            id = msg.subject.split(".")[2]
+            # Batches have thousands of lines, so the first record of each is enough.
+            if isinstance(record, LogRecord) and not (record.index and is_of_batches(id)):
+                self._journal.write(Overheard(now(), tenant, id, record))
 
         return listen
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import json
 from functools import partial
+from typing import Any
 
 import httpx
 
@@ -38,13 +40,33 @@ class Gateways:
     def with_port(self, slot: Slot, command: list[str]) -> list[str]:
         return [*command, "--port", str(self._ports[slot.number])]
 
-    async def warm_up(self) -> None:
-        """Send the first requests, after which a gateway's resources are constant."""
+    async def warm_up(self, num_batches: int = 0) -> None:
+        """Send the first requests, after which the resources of a gateway are constant.
+
+        So are the resources of a batcher after its first batch.
+        """
+        if num_batches:
+            await asyncio.gather(*(self._run_batch(number) for number in range(num_batches)))
         for url in self.urls:
             names = [f"warm-{len(self.warm_up_ids) + n}" for n in range(NUM_WARM_UPS)]
             self.warm_up_ids |= {scoped_id(name, self._tenant) for name in names}
             first = partial(time_to_first_event, url, tenant=self._tenant)
             await asyncio.gather(*map(first, names))
+
+    async def _run_batch(self, number: int) -> None:
+        line = {"custom_id": "a", "method": "POST", "url": PATH, "body": _body(f"batch {number}")}
+        files = {"file": ("a.jsonl", json.dumps(line).encode())}
+        headers, form = authorization(self._tenant), {"purpose": "batch"}
+        async with httpx.AsyncClient(
+            base_url=self.urls[0], timeout=TIMEOUT_S, trust_env=False, headers=headers
+        ) as client:
+            file = (await client.post("/v1/files", files=files, data=form)).raise_for_status()
+            order = {"input_file_id": file.json()["id"], "endpoint": PATH}
+            order["completion_window"] = "1h"
+            batch = (await client.post("/v1/batches", json=order)).raise_for_status().json()
+            while batch["status"] in ("validating", "in_progress"):
+                await asyncio.sleep(RETRY_PAUSE_S)
+                batch = (await client.get(f"/v1/batches/{batch['id']}")).raise_for_status().json()
 
     async def probe(self, name: str, patience_s: float) -> float:
         """Return the seconds until the first event of an answer, trying the gateways in turn.
@@ -71,13 +93,7 @@ async def time_to_first_event(
 
     Raises httpx.HTTPError.
     """
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": name}],
-        "max_tokens": max_tokens,
-        "seed": 1,
-        "stream": True,
-    }
+    body = _body(name, max_tokens) | {"stream": True}
     headers = {"x-request-id": name} | authorization(tenant)
     began, first = now(), 0.0
     async with (
@@ -88,3 +104,8 @@ async def time_to_first_event(
         async for _ in answer.aiter_raw():
             first = first or now() - began
     return first
+
+
+def _body(content: str, max_tokens: int = 4) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, "seed": 1}

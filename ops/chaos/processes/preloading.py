@@ -7,7 +7,7 @@ every second, and imports would take most of the processor time.
 import sys
 
 from ops.chaos.plan import PAINTER, TALKER, VOCODER, Settings
-from workers.roles import AUTOSCALER, role_of
+from workers.roles import AUTOSCALER, BATCHER, role_of
 from workers.supervisor.preloader import Preloader, fork_preloader
 
 MAIN = "ops.chaos.worker.watched_worker"
@@ -29,10 +29,12 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
         modules += GENERATOR
     if settings.painters:
         modules += FAKE_PAINTER
+    if settings.batchers:
+        modules.append(role_of(BATCHER).module)
     if settings.scaled is not None:
         modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
-    roles = ("coordinator", "renderer", "gateway", "encoder", "engine", AUTOSCALER)
+    roles = ("coordinator", "renderer", "gateway", "encoder", "engine", BATCHER, AUTOSCALER)
     preloaders = dict.fromkeys((*roles, TALKER, VOCODER, PAINTER), light)
     if settings.engine != "fake":
         modules = [*(role_of(role).module for role in ("encoder", "engine")), MAIN]

@@ -14,7 +14,16 @@ from shared.stage.runtime import Context
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.engine_stats import EngineStats
 
-Role = Literal["coordinator", "renderer", "encoder", "engine", "generator", "gateway", "autoscaler"]
+Role = Literal[
+    "coordinator",
+    "renderer",
+    "encoder",
+    "engine",
+    "generator",
+    "gateway",
+    "batcher",
+    "autoscaler",
+]
 
 
 def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 
-from workers.gateway.batches.slots import MIN_SLOTS, LineSlots
+from workers.gateway.batches.slots import MIN_SLOTS, LineSlots, num_slots
 
 
 async def settle() -> None:
@@ -97,3 +97,14 @@ async def test_models_have_separate_slots() -> None:
     await slots.acquire("m", "t", 1)
     await slots.acquire("other", "t", 1)
     assert slots.num_held == 2
+
+
+def test_batchers_share_the_slots_by_their_batches() -> None:
+    alone = num_slots(num_sequences=64, num_batches=1, num_elsewhere=0)
+    assert alone == 128
+    # Batchers without batches have no part, however many there are.
+    assert num_slots(64, num_batches=5, num_elsewhere=0) == alone
+    assert num_slots(64, num_batches=1, num_elsewhere=3) == alone // 4
+    assert num_slots(64, num_batches=3, num_elsewhere=1) == 3 * alone // 4
+    assert num_slots(64, num_batches=0, num_elsewhere=1) == alone // 2
+    assert num_slots(0, num_batches=1, num_elsewhere=0) == MIN_SLOTS

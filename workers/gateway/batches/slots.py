@@ -11,6 +11,18 @@ from dataclasses import dataclass, field
 
 MIN_SLOTS = 8
 """Slots of a model without workers, so that a pool at zero gets requests and starts one."""
+LINES_PER_SEQUENCE = 2
+"""Lines in flight for each sequence that the engines can compute at once. So their queues do not
+run dry."""
+
+
+def num_slots(num_sequences: int, num_batches: int, num_elsewhere: float) -> int:
+    """Return a batcher's share of the lines in flight of a model.
+
+    Batchers share by their numbers of batches, so one without any leaves all lines to the others.
+    """
+    share = max(1, num_batches) / (max(1, num_batches) + num_elsewhere)
+    return max(MIN_SLOTS, int(LINES_PER_SEQUENCE * num_sequences * share))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,93 @@
+"""Bugs of batches: checkpoints, takeovers, cancellations, and the two files of results."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ops.chaos.bugs.registry import bug
+from ops.chaos.patching import replace_attribute, wrap
+
+PAUSE_S = 1.0
+
+
+@bug("batcher", "dying batchers", "I18")
+def checkpoint_before_results() -> None:
+    """A death between the two records loses the results of a block."""
+    from shared.protocol.batch_log import BatchRecord, Results
+    from workers.gateway.batches.run import BatchRun
+
+    @wrap(BatchRun, "_store")
+    async def early(store: Any, self: BatchRun, record: BatchRecord) -> None:
+        if isinstance(record, Results):
+            await store(self, replace(record, output=[], errors=[], lines=[]))
+            await asyncio.sleep(PAUSE_S)
+            record = replace(record, index=record.index + 1)
+        await store(self, record)
+
+
+@bug("batcher", "dying batchers", "I18")
+def watermark_off_by_one() -> None:
+    """Reading continues after the first unfinished line."""
+    from shared.batches.open_lines import OpenLines
+
+    @wrap(OpenLines, "position_before")
+    def after(position_before: Any, self: OpenLines, line: int) -> Any:
+        position = position_before(self, line)
+        later = sorted(open_line for open_line in self.offsets.items() if open_line > position)
+        return later[0] if later else position
+
+
+@bug("batcher", "dying batchers", "I18")
+def lines_repeated_at_takeover() -> None:
+    """A batcher that takes over runs finished lines after the watermark again."""
+    from shared.batches.line_set import LineSet
+    from workers.gateway.batches import run
+
+    class Forgetful(LineSet):
+        def __contains__(self, line: int) -> bool:
+            return False
+
+    @wrap(LineSet, "add")
+    def add_again(add: Any, self: LineSet, line: int) -> None:
+        if line not in self:
+            add(self, line)
+
+    replace_attribute(run, "LineSet", Forgetful)
+    replace_attribute(run, "is_complete", lambda checkpoint: True)
+
+
+@bug("batcher", "cancelled batches", "I21")
+def cancel_forgets_lines_in_flight() -> None:
+    from workers.gateway.batches.run import BatchRun
+
+    @wrap(BatchRun, "__init__")
+    def deaf(begin: Any, self: BatchRun, *args: Any) -> None:
+        begin(self, *args)
+        setattr(self._withdrawn, "set", lambda: None)  # noqa: B010
+
+
+@bug("batcher", "batches", "I18")
+def error_line_also_in_output() -> None:
+    from shared.batches.state import FinishedLine, checkpoint_after, results_of
+    from shared.protocol.batch_log import Checkpoint, Results
+    from workers.gateway.batches import run
+
+    def in_both(
+        index: int, at_s: int, finished: Sequence[FinishedLine], checkpoint: Checkpoint
+    ) -> Results:
+        record = results_of(index, at_s, finished, checkpoint)
+        return replace(record, output=[*record.output, *record.errors])
+
+    def counted(
+        before: Checkpoint,
+        finished: Sequence[FinishedLine],
+        position_before: Callable[[int], tuple[int, int]],
+    ) -> Checkpoint:
+        after = checkpoint_after(before, finished, position_before)
+        num_bytes = after.output_bytes + after.error_bytes - before.error_bytes
+        return replace(after, output_bytes=num_bytes)
+
+    replace_attribute(run, "results_of", in_both)
+    replace_attribute(run, "checkpoint_after", counted)
