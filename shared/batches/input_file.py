@@ -88,6 +88,10 @@ class InputLine(Struct, frozen=True, forbid_unknown_fields=True):
 class _BodyHead(Struct, frozen=True):
     model: str
     stream: bool | None = None
+    background: Any = None
+    """True for a response that its client does not wait for. Images have a text here."""
+    stream_format: Any = None
+    """`sse` for the events of a speech."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +231,13 @@ def _fault_of(line: InputLine, limits: InputLimits) -> LineError | None:
         if not isinstance(error, msgspec.ValidationError):
             return LineError("invalid_json_line", "body is not valid JSON", param="body")
         return _invalid(error, "body")
-    if head.stream:
-        message = "a line of a batch cannot be streamed: leave stream out"
-        return LineError("invalid_line", message, param="body.stream")
+    if head.stream or head.stream_format == "sse":
+        name = "stream" if head.stream else "stream_format"
+        message = f"a line of a batch cannot be streamed: leave {name} out"
+        return LineError("invalid_line", message, param=f"body.{name}")
+    if head.background is True:
+        message = "a line of a batch waits for its answer: leave background out"
+        return LineError("invalid_line", message, param="body.background")
     if head.model not in limits.models:
         return LineError("model_not_found", f"no model {head.model!r}", param="body.model")
     return None

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 from starlette.types import ASGIApp
@@ -28,14 +28,18 @@ from shared.protocol.batch_log import (
     Results,
     Validated,
 )
+from shared.protocol.encoding import to_json
 from shared.stage.runtime import Context
 from shared.state import batch_files
 from shared.state.batch_log import BatchLog
-from shared.state.media_store import StoredFile
+from shared.state.media_store import MediaUpload, StoredFile
+from workers.gateway.backend.files import describe
 from workers.gateway.batches import results
 from workers.gateway.batches.calls import BatchApp, Call, call
-from workers.gateway.batches.results import Attempts
+from workers.gateway.batches.results import Answer, AnswerFile, Attempts
 from workers.gateway.batches.slots import LineSlots
+from workers.gateway.core.sound_formats import MEDIA_TYPES
+from workers.gateway.schemas.files import BATCH_OUTPUT
 
 # Results wait this long for others of the same block.
 FLUSH_S = 0.5
@@ -50,6 +54,10 @@ POLL_S = 5.0
 # Time for the requests of a batch that ends early to be cancelled.
 WITHDRAW_S = 5.0
 
+ENDINGS = {media_type: ending for ending, media_type in MEDIA_TYPES.items()}
+"""Endings of the names of stored answers, by media type."""
+
+T = TypeVar("T")
 Stop = Literal["cancelled", "expired", "shutdown"]
 _REFUSALS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line had a result"),
@@ -212,28 +220,56 @@ class BatchRun:
 
     async def _run_line(self, number: int, line: ParsedLine) -> None:
         """Call the endpoint of the batch until the line has a result, or is withdrawn."""
+        batch_id = self._begun.batch_id
+        answer = await self._answer(number, line)
+        if answer is None:
+            return
+        if answer.file is not None:
+            answer = await self._store_file(number, answer, answer.file)
+        result = results.answered(batch_id, number, line.custom_id, answer)
+        if len(result.content) > (limit := self._bus.max_payload - CHECKPOINT_BYTES):
+            message = f"the answer has more than {limit} bytes, the limit of a line of a batch"
+            result = results.refused(batch_id, number, line.custom_id, "answer_too_large", message)
+        self._add(result)
+
+    async def _answer(self, number: int, line: ParsedLine) -> Answer | None:
+        """Call the endpoint until its answer is the result of the line; None if withdrawn."""
         begun, attempts = self._begun, Attempts()
         retries = self._context.metrics.counter("batch_line_retries_total")
         while True:
             request_id = f"{begun.batch_id}-{number}-{attempts.number}"
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
-            answer = await call(self._endpoints, question, self._withdrawn)
+            upload = MediaUpload(self._bus, begun.tenant)
+            answer = await call(self._endpoints, question, self._withdrawn, upload)
+            if upload.num_bytes and (answer is None or answer.file is None):
+                self._app.background.start(upload.abort())
             if answer is None:
-                return
+                return None
             delay_s = attempts.delay_after(answer.status, answer.body, random.random())
             if delay_s is None:
-                break
+                return answer
             retries.add()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._withdrawn.wait(), delay_s)
-                return
-        result = results.answered(begun.batch_id, number, line.custom_id, answer)
-        if len(result.content) > (limit := self._bus.max_payload - CHECKPOINT_BYTES):
-            message = f"the answer has more than {limit} bytes, the limit of a line of a batch"
-            result = results.refused(
-                begun.batch_id, number, line.custom_id, "answer_too_large", message
-            )
-        self._add(result)
+                return None
+
+    async def _store_file(self, number: int, answer: Answer, content: AnswerFile) -> Answer:
+        """Store the content of an answer for as long as the results of the batch.
+
+        Return the answer with the object of the file as its body. Raises ShuttingDown.
+        """
+        begun, ending = self._begun, ENDINGS.get(content.media_type, "bin")
+        filename = f"{begun.batch_id}_{number}.{ending}"
+        head = replace(content.head, filename=filename, purpose=BATCH_OUTPUT)
+
+        async def adopt() -> StoredFile:
+            await self._check_room()
+            expires_s, tenant = begun.expires_s, begun.tenant
+            return await batch_files.adopt(self._bus, content.name, head, expires_s, tenant)
+
+        file = await self._with_room(adopt)
+        body = to_json(describe(self._app, file))
+        return Answer(answer.status, body, answer.request_id)
 
     def _release(self, model: str, _: asyncio.Task[None]) -> None:
         self._slots.release(model, self._begun.tenant)
@@ -316,17 +352,29 @@ class BatchRun:
             await self._store(record(self._log.next_index, self._now_s))
 
     async def _store(self, record: BatchRecord) -> None:
-        """Append a record, as soon as the broker has room for it.
+        """Append a record, as soon as the broker has room for it. Raises ShuttingDown."""
+
+        async def append() -> None:
+            if isinstance(record, Results):
+                await self._check_room()
+            await self._log.append(record)
+
+        await self._with_room(append)
+
+    async def _check_room(self) -> None:
+        """Raises DiskFull or QuotaExceeded."""
+        await self._app.room.check()
+        await self._app.quotas.check(self._begun.tenant, [subjects.BATCHES_STREAM])
+
+    async def _with_room(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Write to the broker as soon as it has room.
 
         Raises ShuttingDown if it has none before the drain. The results are then not lost: the next
         batcher gets the same answers by the ids of the requests.
         """
         while True:
             try:
-                if isinstance(record, Results):
-                    await self._app.room.check()
-                    await self._app.quotas.check(self._begun.tenant, [subjects.BATCHES_STREAM])
-                await self._log.append(record)
+                written = await write()
             except (DiskFull, Overloaded, QuotaExceeded, Unavailable) as error:
                 self._log_pause(error.code)
                 with contextlib.suppress(TimeoutError):
@@ -334,7 +382,7 @@ class BatchRun:
                     raise ShuttingDown from error
             else:
                 self.pause = ""
-                return
+                return written
 
     def _log_pause(self, code: str) -> None:
         if self.pause != code:
