@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from shared.batches.input_file import InputCheck, InputLimits, LineCutter, ParsedLine, read_line
 from shared.batches.line_set import LineSet
+from shared.batches.look_ahead import LookAhead
 from shared.batches.open_lines import BLOCK_BYTES, OpenLines
 from shared.batches.state import FinishedLine, checkpoint_after, is_complete, results_of
 from shared.errors import DiskFull, NotFound, Overloaded, QuotaExceeded, Unavailable, WorkerFailure
@@ -179,7 +180,7 @@ class BatchRun:
     async def _work(self, file: StoredFile) -> None:
         if self._checkpoint.began_s is None:
             await self._validate(file)
-        async for number, line in self._unfinished(file):
+        async for number, line in self._in_order(file):
             await self._may_begin.wait()
             await self._slots.acquire(line.model, self._begun.tenant, self._begun.deadline_s)
             running = self._running.start(self._run_line(number, line))
@@ -210,13 +211,24 @@ class BatchRun:
     async def _unfinished(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
         """Yield the lines without a result, from the checkpoint on."""
         checkpoint, lines = self._checkpoint, self._lines
-        finished = LineSet(checkpoint.finished)
+        finished = LineSet.unpack(checkpoint.finished)
         async for line in batch_files.read_lines(self._bus, file, self._begun.tenant, lines.cutter):
             if line.number > checkpoint.num_lines:
                 return
             if line.number not in finished:
                 lines.offsets[line.number] = line.offset
                 yield line.number, read_line(line.content)
+
+    async def _in_order(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
+        """Yield the lines without a result, ordered within each look-ahead."""
+        lines: LookAhead[tuple[int, ParsedLine]] = LookAhead()
+        async for number, line in self._unfinished(file):
+            lines.add((number, line), line.body)
+            if lines.is_full:
+                for each in lines.take():
+                    yield each
+        for each in lines.take():
+            yield each
 
     async def _run_line(self, number: int, line: ParsedLine) -> None:
         """Call the endpoint of the batch until the line has a result, or is withdrawn."""
