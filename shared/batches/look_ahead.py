@@ -30,8 +30,8 @@ class _Message(Struct, frozen=True):
 
 class _Part(Struct, frozen=True):
     text: str = ""
-    image_url: Raw | None = None
-    file_id: Raw | None = None
+    image_url: Raw = Raw(b"")
+    file_id: Raw = Raw(b"")
 
 
 class _Body(Struct, frozen=True):
@@ -58,12 +58,12 @@ def beginning_of(content: bytes) -> Beginning:
     messages = body.messages or _decode_or(_decode_items, body.input, [])
     system = [bytes(body.tools), bytes(body.instructions)]
     system += [bytes(m.content) for m in messages if m.role in ("system", "developer")]
-    image, text = b"", bytes(body.prompt or body.input)
+    image, text = b"", bytes(body.prompt) or bytes(body.input)
     for message in messages:
         if message.role != "user":
             continue
         parts = _decode_or(_decode_parts, message.content, [])
-        image = next((bytes(raw) for p in parts if (raw := p.image_url or p.file_id)), b"")
+        image = next((raw for p in parts if (raw := bytes(p.image_url) or bytes(p.file_id))), b"")
         text = next((p.text.encode() for p in parts if p.text), bytes(message.content))
         break
     return _digest(*system), _digest(image), _digest(text[:TEXT_LEN])

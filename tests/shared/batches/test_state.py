@@ -180,6 +180,6 @@ def test_the_status_follows_from_the_orders_and_the_last_record() -> None:
 
 @pytest.mark.parametrize("line", [1, 3])
 def test_a_line_without_place_is_refused(line: int) -> None:
-    before = Checkpoint(num_lines=2, finished=[(1, 2)], next_line=2, began_s=0)
+    before = Checkpoint(num_lines=2, finished=LineSet([(1, 2)]).packed, next_line=2, began_s=0)
     with pytest.raises(ValueError, match="line"):
         checkpoint_after(before, [FinishedLine(line, b"{}", False)], lambda n: (n, 0))
