@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.errors import MAX_MESSAGE_LEN, truncate
 from shared.helpers.validation import split_validation_error
 from shared.protocol.batch_log import LineError
 from shared.protocol.encoding import UNDECODABLE
@@ -21,6 +23,8 @@ MAX_CUSTOM_ID_LEN = 512
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ZIP_MARK = b"PK\x03\x04"
 GZIP_MARK = b"\x1f\x8b"
+BEGINNING_LEN = 4096
+"""Bytes of a file that show whether it is a text."""
 DIGEST_BYTES = 16
 _MISSING = re.compile("Object missing required field `(.*)`")
 
@@ -189,10 +193,14 @@ class InputCheck:
         *,
         over: bool = False,
     ) -> None:
+        # Both may contain a name from the line, which may have megabytes.
+        param = param and truncate(param, MAX_MESSAGE_LEN)
+        message = truncate(message, MAX_MESSAGE_LEN)
         self.errors.append(LineError(code, message, line, param))
         self.is_over = self.is_over or over or len(self.errors) == MAX_ERRORS
 
 
+_NAMES = [*(name.encode() for name in InputLine.__struct_fields__), b"model"]
 decode_line = msgspec.json.Decoder(InputLine).decode
 _decode_head = msgspec.json.Decoder(_BodyHead).decode
 
@@ -258,22 +266,32 @@ def _wrong_format(content: bytes) -> str | None:
         return "the file begins with a byte order mark: save it as UTF-8 without one"
     if content.startswith((ZIP_MARK, GZIP_MARK)):
         return "the file is compressed: upload the JSON lines themselves"
+    if b"\0" in content[:BEGINNING_LEN]:
+        return "the file is not a text in UTF-8: upload JSON lines in UTF-8"
     return None
 
 
+class _Object(dict[str, Any]):
+    """A JSON object, and the first of its names that is given twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(name for name, _ in pairs)
+        self.repeated = next((name for name, count in counts.items() if count > 1), None)
+
+
 def _repeated_key(content: bytes) -> str | None:
-    """Return a field of the line that is given twice; msgspec would use the last one."""
-    fields = InputLine.__struct_fields__
+    """Return a field of the line, or its model, that is given twice.
+
+    A decoder would use the last one.
+    """
     # Nearly all lines pass here. Content of bodies may contain the names as well.
-    if all(content.count(b'"%b"' % name.encode()) == 1 for name in fields):
+    if all(content.count(b'"%b"' % name) == 1 for name in _NAMES):
         return None
-    repeated: list[str] = []
-
-    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # The outermost object is read last.
-        names = [name for name, _ in pairs]
-        repeated[:] = [name for name in fields if names.count(name) > 1]
-        return dict(pairs)
-
-    json.loads(content, object_pairs_hook=read)
-    return repeated[0] if repeated else None
+    # Python refuses to read integers of many digits, and their values do not matter here.
+    line = json.loads(content, object_pairs_hook=_Object, parse_int=str)
+    if line.repeated is not None:
+        return str(line.repeated)
+    body = line["body"]
+    repeated = body.repeated if isinstance(body, _Object) else None
+    return None if repeated is None else f"body.{repeated}"
