@@ -104,9 +104,13 @@ async def call(
     except Exception as error:
         # The response has begun, so the application cannot send the error. A listener would break
         # off the connection.
-        info = errors.info_of(error)
-        body = to_json(errors.body_of(info))
-        return Answer(errors.status_of(info), body, call.request_id)
+        return refusal(error, call.request_id)
+
+
+def refusal(error: Exception, request_id: str) -> Answer:
+    """Return the answer that an endpoint would send for an error."""
+    info = errors.info_of(error)
+    return Answer(errors.status_of(info), to_json(errors.body_of(info)), request_id)
 
 
 def _scope(call: Call) -> Scope:

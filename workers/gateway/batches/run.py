@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
@@ -36,7 +35,7 @@ from shared.state.batch_log import BatchLog
 from shared.state.media_store import MediaUpload, StoredFile
 from workers.gateway.backend.files import describe
 from workers.gateway.batches import results
-from workers.gateway.batches.calls import BatchApp, Call, call
+from workers.gateway.batches.calls import BatchApp, Call, call, refusal
 from workers.gateway.batches.results import Answer, AnswerFile, Attempts
 from workers.gateway.batches.slots import LineSlots
 from workers.gateway.core.sound_formats import MEDIA_TYPES
@@ -48,6 +47,9 @@ FLUSH_S = 0.5
 MAX_UNWRITTEN_BYTES = 16 * BLOCK_BYTES
 # Room in a message for the checkpoint of a block.
 CHECKPOINT_BYTES = 2**17
+# Lines of a batch that wait for a slot or for their next attempt, before no further line is added.
+# When several slots become free at once, each batch can use as many as are its share.
+MAX_WAITING = 64
 # Pause of a batch without room for its results.
 ROOM_PAUSE_S = 2.0
 # Live orders may be lost, so the stream is read after this silence.
@@ -93,6 +95,11 @@ class BatchRun:
         self._max_line_bytes = context.config.batch.max_line_mib * 2**20
         self._lines = self._lines_from_checkpoint()
         self._running = TaskSet()
+        """One task for each line that has begun or waits."""
+        self._waiting: set[asyncio.Task[Any]] = set()
+        """Tasks of lines that wait for a slot, or for their next attempt."""
+        self._has_begun = asyncio.Event()
+        """Set when a line stops waiting."""
         self._withdrawn = asyncio.Event()
         """Set when the requests in flight are to be cancelled."""
         self._has_results = asyncio.Event()
@@ -155,9 +162,7 @@ class BatchRun:
             if stop in _REFUSALS:
                 async with self._appending:
                     working.cancel()
-                self._withdrawn.set()
-                if self._running:
-                    await asyncio.wait(self._running, timeout=WITHDRAW_S)
+                await self._withdraw()
         finally:
             async with self._appending:
                 # Requests in flight stay there: the next batcher finds them by their ids.
@@ -177,15 +182,23 @@ class BatchRun:
             raise WorkerFailure("lines of the batch have ended without a result")
         return "completed"
 
+    async def _withdraw(self) -> None:
+        """End the lines that have begun or wait: cancel their requests."""
+        self._withdrawn.set()
+        for task in self._waiting:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=WITHDRAW_S)
+
     async def _work(self, file: StoredFile) -> None:
         if self._checkpoint.began_s is None:
             await self._validate(file)
         async for number, line in self._in_order(file):
+            while len(self._waiting) >= MAX_WAITING:
+                self._has_begun.clear()
+                await self._has_begun.wait()
             await self._may_begin.wait()
-            await self._slots.acquire(line.model, self._begun.tenant, self._begun.deadline_s)
-            running = self._running.start(self._run_line(number, line))
-            # A task that is cancelled before its first step runs no code.
-            running.add_done_callback(partial(self._release, line.model))
+            self._waiting.add(self._running.start(self._run_line(number, line)))
         while self._running:
             await asyncio.wait(self._running)
 
@@ -236,8 +249,6 @@ class BatchRun:
         answer = await self._answer(number, line)
         if answer is None:
             return
-        if answer.file is not None:
-            answer = await self._store_file(number, answer, answer.file)
         result = results.answered(batch_id, number, line.custom_id, answer)
         if len(result.content) > (limit := self._bus.max_payload - CHECKPOINT_BYTES):
             message = f"the answer has more than {limit} bytes, the limit of a line of a batch"
@@ -252,18 +263,42 @@ class BatchRun:
             request_id = f"{begun.batch_id}-{number}-{attempts.number}"
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
             upload = MediaUpload(self._bus, begun.tenant)
-            answer = await call(self._endpoints, question, self._withdrawn, upload)
+            async with self._slot(line.model):
+                answer = await call(self._endpoints, question, self._withdrawn, upload)
             if upload.num_bytes and (answer is None or answer.file is None):
                 self._app.background.start(upload.abort())
             if answer is None:
                 return None
+            if answer.file is not None:
+                answer = await self._store_file(number, answer, answer.file)
             delay_s = attempts.delay_after(answer.status, answer.body, random.random())
             if delay_s is None:
                 return answer
             retries.add()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._withdrawn.wait(), delay_s)
-                return None
+            with self._wait():
+                await asyncio.sleep(delay_s)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, model: str) -> AsyncIterator[None]:
+        """Wait for a slot of a model, and hold it during the body."""
+        begun = self._begun
+        async with contextlib.AsyncExitStack() as stack:
+            with self._wait():
+                slot = self._slots.slot(model, begun.tenant, begun.deadline_s)
+                await stack.enter_async_context(slot)
+            yield
+
+    @contextlib.contextmanager
+    def _wait(self) -> Iterator[None]:
+        """Count the task of a line as waiting during the body."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            yield
+        finally:
+            self._waiting.discard(task)
+            self._has_begun.set()
 
     async def _store_file(self, number: int, answer: Answer, content: AnswerFile) -> Answer:
         """Store the content of an answer for as long as the results of the batch.
@@ -279,12 +314,13 @@ class BatchRun:
             expires_s, tenant = begun.expires_s, begun.tenant
             return await batch_files.adopt(self._bus, content.name, head, expires_s, tenant)
 
-        file = await self._with_room(adopt)
+        try:
+            file = await self._with_room(adopt)
+        except NotFound:
+            # The broker has deleted the upload to make room. The request has the content again.
+            return refusal(Unavailable("the content of the answer is lost"), answer.request_id)
         body = to_json(describe(self._app, file))
         return Answer(answer.status, body, answer.request_id)
-
-    def _release(self, model: str, _: asyncio.Task[None]) -> None:
-        self._slots.release(model, self._begun.tenant)
 
     def _add(self, result: FinishedLine) -> None:
         self._lines.add(result)
