@@ -15,16 +15,6 @@ WAITING = 64
 """Lines of a batch that wait at one time."""
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
@@ -60,8 +50,8 @@ async def shares_of(
     weights: dict[str, float], works: list[Work], num_slots: int, *, until_s: float
 ) -> dict[str, float]:
     """Return each tenant's share of the slots' time, for batches that never run dry."""
-    clock, rng = Clock(), random.Random(0)
-    slots = LineSlots(weights, clock)
+    now_s, rng = 0.0, random.Random(0)
+    slots = LineSlots(weights)
     slots.set_limit("m", num_slots)
     waiting = {
         (work.tenant, deadline): [Holder(slots, work.tenant, deadline) for _ in range(WAITING)]
@@ -71,7 +61,7 @@ async def shares_of(
     line_s = {work.tenant: work.line_s for work in works}
     held: list[tuple[float, str, int, Holder]] = []
     used: Counter[str] = Counter()
-    while clock.now_s < until_s:
+    while now_s < until_s:
         await settle()
         for (tenant, deadline), lines in waiting.items():
             for line in [line for line in lines if line.has_slot]:
@@ -79,12 +69,12 @@ async def shares_of(
                 lines.append(Holder(slots, tenant, deadline))
                 seconds = line_s[tenant] * rng.uniform(0.5, 1.5)
                 # Lines that end in the same step of an engine end at the same time.
-                end_s = math.ceil((clock.now_s + seconds) / STEP_S) * STEP_S
-                used[tenant] += min(end_s, until_s) - clock.now_s
+                end_s = math.ceil((now_s + seconds) / STEP_S) * STEP_S
+                used[tenant] += min(end_s, until_s) - now_s
                 held.append((end_s, tenant, deadline, line))
         assert len(held) == num_slots
-        clock.now_s = min(end_s for end_s, *_ in held)
-        for place in [place for place in held if place[0] == clock.now_s]:
+        now_s = min(end_s for end_s, *_ in held)
+        for place in [place for place in held if place[0] == now_s]:
             held.remove(place)
             place[-1].end()
     for line in [place[-1] for place in held] + [
@@ -112,12 +102,10 @@ async def test_ten_batches_of_three_tenants_share_by_weight(
 
 
 async def test_a_tenant_that_comes_later_does_not_wait_behind_others() -> None:
-    clock = Clock()
-    slots = LineSlots({}, clock)
+    slots = LineSlots({})
     slots.set_limit("m", 4)
     early = [Holder(slots, "early", 1) for _ in range(WAITING)]
     await settle()
-    clock.now_s = 1000.0
     late = [Holder(slots, "late", 9) for _ in range(3)]
     for _ in range(2):
         next(line for line in early if line.has_slot and not line._ended.is_set()).end()
@@ -128,17 +116,14 @@ async def test_a_tenant_that_comes_later_does_not_wait_behind_others() -> None:
 
 
 async def test_a_tenant_without_lines_saves_nothing_for_later() -> None:
-    clock = Clock()
-    slots = LineSlots({}, clock)
+    slots = LineSlots({})
     slots.set_limit("m", 4)
     busy = [Holder(slots, "busy") for _ in range(WAITING)]
     await settle()
-    clock.now_s = 1000.0
     back = [Holder(slots, "back") for _ in range(WAITING)]
     for _ in range(20):
         for line in [line for line in (*busy, *back) if line.has_slot]:
             line.end()
-        clock.now_s += 1.0
         await settle()
     num_ended = [sum(line.has_slot for line in lines) for lines in (busy, back)]
     assert num_ended[1] == pytest.approx(num_ended[0] - 4, abs=4)

@@ -1,22 +1,20 @@
 """Slots of lines in flight: a limit for each model, which tenants share by their weights.
 
 A free slot goes to the tenant whose lines have held slots for the least time for its weight, and
-within a tenant to the batch whose window ends first.
+within a tenant to the batch whose window ends first. Time is counted in lines that have ended, so
+lines cost their tenants nothing while a model stands still.
 """
 
 import asyncio
 import contextlib
 import heapq
 import itertools
-import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 MIN_SLOTS = 8
 """Slots of a model without workers, so that a pool at zero gets requests and starts one."""
-MAX_COUNTED = 256
-"""Lines after which the mean time of a line forgets half of the earlier ones."""
 
 
 @dataclass(slots=True, order=True)
@@ -31,8 +29,8 @@ class _Share:
     """Use of a model's slots by one tenant."""
 
     weight: float
-    used_s: float
-    """Time for which its lines have held slots, the sum of all lines."""
+    used: float
+    """Sum of the times for which its lines have held slots."""
     num_held: int = 0
     waiting: list[_Waiter] = field(default_factory=list)
     """Heap of the waiting lines."""
@@ -47,16 +45,12 @@ class _Share:
 class _ModelSlots:
     """The slots of one model."""
 
-    def __init__(self, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
+    def __init__(self, weights: Mapping[str, float]) -> None:
         self.limit = MIN_SLOTS
         self._weights = weights
-        self._clock = clock
-        self._counted_to_s = clock()
         self._shares: dict[str, _Share] = {}
         """Tenants with a line that waits or holds a slot."""
         self._numbers = itertools.count()
-        # The mean time of a line, from which the time of lines in flight is estimated.
-        self._line_s, self._num_lines = 1.0, 1.0
 
     @property
     def num_held(self) -> int:
@@ -64,10 +58,9 @@ class _ModelSlots:
 
     def add(self, tenant: str, deadline_s: int) -> asyncio.Future[None]:
         """Return a future that is done when a line of this tenant has a slot."""
-        self._count()
         if tenant not in self._shares:
             # A tenant without lines saves nothing for later.
-            used = min((s.used_s / s.weight for s in self._shares.values()), default=0.0)
+            used = min((s.used / s.weight for s in self._shares.values()), default=0.0)
             weight = self._weights.get(tenant, 1.0)
             self._shares[tenant] = _Share(weight, used * weight)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -77,11 +70,9 @@ class _ModelSlots:
         return turn
 
     def release(self, tenant: str) -> None:
-        self._count()
+        for share in self._shares.values():
+            share.used += share.num_held
         self._shares[tenant].num_held -= 1
-        self._num_lines += 1
-        if self._num_lines > MAX_COUNTED:
-            self._line_s, self._num_lines = self._line_s / 2, self._num_lines / 2
         self.assign()
 
     def assign(self) -> None:
@@ -98,26 +89,18 @@ class _ModelSlots:
                 del self._shares[tenant]
 
     def _expected_use(self, share: _Share) -> float:
-        """Return the use of a tenant with one more line, for its weight."""
-        mean_s = self._line_s / self._num_lines
-        return (share.used_s + (share.num_held + 1) * mean_s) / share.weight
+        """Return the use of a tenant with one more line, for its weight.
 
-    def _count(self) -> None:
-        """Count the use since the last call."""
-        now_s = self._clock()
-        elapsed_s, self._counted_to_s = now_s - self._counted_to_s, now_s
-        for share in self._shares.values():
-            share.used_s += share.num_held * elapsed_s
-            self._line_s += share.num_held * elapsed_s
+        A line holds its slot until about as many lines have ended as are in flight.
+        """
+        return (share.used + (share.num_held + 1) * (self.num_held + 1)) / share.weight
 
 
 class LineSlots:
     """The slots of one batcher. For one event loop."""
 
-    def __init__(
-        self, weights: Mapping[str, float], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._models = defaultdict[str, _ModelSlots](lambda: _ModelSlots(weights, clock))
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._models = defaultdict[str, _ModelSlots](lambda: _ModelSlots(weights))
 
     @property
     def num_held(self) -> int:
