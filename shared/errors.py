@@ -73,11 +73,11 @@ class PagemillError(Exception):
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
-        self.message = _truncate(message, MAX_MESSAGE_LEN)
-        self.field = None if field is None else _truncate(field, MAX_FIELD_LEN)
+        self.message = truncate(message, MAX_MESSAGE_LEN)
+        self.field = None if field is None else truncate(field, MAX_FIELD_LEN)
 
 
-def _truncate(text: str, length: int) -> str:
+def truncate(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length] + "…"
 
 

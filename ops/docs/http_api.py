@@ -49,7 +49,8 @@ def _endpoints() -> str:
         [
             f"`{operation.method} {operation.path}`",
             operation.summary,
-            _name(operation.body),
+            _name(operation.body)
+            + ("" if operation.json_body is None else f", or {_name(operation.json_body)}"),
             _name(operation.answer)
             + ("" if operation.chunk is None else f", or SSE of {_name(operation.chunk)}"),
             "yes" if operation.counted else "-",
@@ -61,7 +62,7 @@ def _endpoints() -> str:
 
 def bodies() -> str:
     """Return the names of all types of bodies."""
-    return " ".join(_name(operation.body) for operation in OPERATIONS)
+    return " ".join(_name(body) for o in OPERATIONS for body in (o.body, o.json_body))
 
 
 def _name(body: Any) -> str:

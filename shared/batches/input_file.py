@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from shared.batches.digest_set import DigestSet
+from shared.errors import MAX_MESSAGE_LEN, truncate
 from shared.helpers.validation import split_validation_error
 from shared.protocol.batch_log import LineError
 from shared.protocol.encoding import UNDECODABLE
@@ -22,6 +24,8 @@ MAX_CUSTOM_ID_LEN = 512
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ZIP_MARK = b"PK\x03\x04"
 GZIP_MARK = b"\x1f\x8b"
+BEGINNING_LEN = 4096
+"""Bytes of a file that show whether it is a text."""
 DIGEST_BYTES = 16
 _MISSING = re.compile("Object missing required field `(.*)`")
 
@@ -89,6 +93,10 @@ class InputLine(Struct, frozen=True, forbid_unknown_fields=True):
 class _BodyHead(Struct, frozen=True):
     model: str
     stream: bool | None = None
+    background: Any = None
+    """True for a response that its client does not wait for. Images have a text here."""
+    stream_format: Any = None
+    """`sse` for the events of a speech."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +193,14 @@ class InputCheck:
         *,
         over: bool = False,
     ) -> None:
+        # Both may contain a name from the line, which may have megabytes.
+        param = param and truncate(param, MAX_MESSAGE_LEN)
+        message = truncate(message, MAX_MESSAGE_LEN)
         self.errors.append(LineError(code, message, line, param))
         self.is_over = self.is_over or over or len(self.errors) == MAX_ERRORS
 
 
+_NAMES = [*(name.encode() for name in InputLine.__struct_fields__), b"model"]
 decode_line = msgspec.json.Decoder(InputLine).decode
 _decode_head = msgspec.json.Decoder(_BodyHead).decode
 
@@ -227,9 +239,13 @@ def _fault_of(line: InputLine, limits: InputLimits) -> LineError | None:
         if not isinstance(error, msgspec.ValidationError):
             return LineError("invalid_json_line", "body is not valid JSON", param="body")
         return _invalid(error, "body")
-    if head.stream:
-        message = "a line of a batch cannot be streamed: leave stream out"
-        return LineError("invalid_line", message, param="body.stream")
+    if head.stream or head.stream_format == "sse":
+        name = "stream" if head.stream else "stream_format"
+        message = f"a line of a batch cannot be streamed: leave {name} out"
+        return LineError("invalid_line", message, param=f"body.{name}")
+    if head.background is True:
+        message = "a line of a batch waits for its answer: leave background out"
+        return LineError("invalid_line", message, param="body.background")
     if head.model not in limits.models:
         return LineError("model_not_found", f"no model {head.model!r}", param="body.model")
     return None
@@ -250,22 +266,32 @@ def _wrong_format(content: bytes) -> str | None:
         return "the file begins with a byte order mark: save it as UTF-8 without one"
     if content.startswith((ZIP_MARK, GZIP_MARK)):
         return "the file is compressed: upload the JSON lines themselves"
+    if b"\0" in content[:BEGINNING_LEN]:
+        return "the file is not a text in UTF-8: upload JSON lines in UTF-8"
     return None
 
 
+class _Object(dict[str, Any]):
+    """A JSON object, and the first of its names that is given twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(name for name, _ in pairs)
+        self.repeated = next((name for name, count in counts.items() if count > 1), None)
+
+
 def _repeated_key(content: bytes) -> str | None:
-    """Return a field of the line that is given twice; msgspec would use the last one."""
-    fields = InputLine.__struct_fields__
+    """Return a field of the line, or its model, that is given twice.
+
+    A decoder would use the last one.
+    """
     # Nearly all lines pass here. Content of bodies may contain the names as well.
-    if all(content.count(b'"%b"' % name.encode()) == 1 for name in fields):
+    if all(content.count(b'"%b"' % name) == 1 for name in _NAMES):
         return None
-    repeated: list[str] = []
-
-    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # The outermost object is read last.
-        names = [name for name, _ in pairs]
-        repeated[:] = [name for name in fields if names.count(name) > 1]
-        return dict(pairs)
-
-    json.loads(content, object_pairs_hook=read)
-    return repeated[0] if repeated else None
+    # Python refuses to read integers of many digits, and their values do not matter here.
+    line = json.loads(content, object_pairs_hook=_Object, parse_int=str)
+    if line.repeated is not None:
+        return str(line.repeated)
+    body = line["body"]
+    repeated = body.repeated if isinstance(body, _Object) else None
+    return None if repeated is None else f"body.{repeated}"

@@ -1,7 +1,14 @@
 """Set of line numbers, as ascending ranges: its size depends on its gaps, not on its lines."""
 
 import bisect
+import zlib
 from collections.abc import Iterable
+from itertools import accumulate, chain, pairwise
+from typing import Self
+
+import msgspec
+
+from shared.protocol.encoding import to_msgpack
 
 
 class LineSet:
@@ -19,6 +26,22 @@ class LineSet:
                 raise ValueError("the ranges of lines are not ascending and apart")
             self._starts.append(start)
             self._ends.append(end)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """Return the set of `packed`. Raises ValueError for other bytes."""
+        try:
+            steps = msgspec.msgpack.decode(zlib.decompress(data), type=list[int]) if data else []
+        except (zlib.error, msgspec.DecodeError) as error:
+            raise ValueError("not a set of lines") from error
+        bounds = list(accumulate(steps))
+        return cls(zip(bounds[::2], bounds[1::2], strict=True))
+
+    @property
+    def packed(self) -> bytes:
+        """The set in few bytes, also when every other line is missing."""
+        steps = [after - before for before, after in pairwise((0, *chain(*self.ranges)))]
+        return zlib.compress(to_msgpack(steps), 1) if steps else b""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

@@ -8,8 +8,12 @@ ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
+    "/v1/responses",
     "/v1/score",
     "/v1/rerank",
+    "/v1/images/generations",
+    "/v1/audio/transcriptions",
+    "/v1/audio/speech",
 )
 """Endpoints that the lines of a batch may call."""
 

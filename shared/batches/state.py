@@ -76,7 +76,7 @@ def checkpoint_after(
     `position_before` returns a line and its offset in the input. The line is the given one, or an
     earlier one. Raises ValueError for a line that was finished before, or is not part of the input.
     """
-    lines, usage = LineSet(before.finished), before.usage
+    lines, usage = LineSet.unpack(before.finished), before.usage
     error_counts = Counter(before.error_counts)
     num_bytes, num_lines = [before.output_bytes, before.error_bytes], [0, 0]
     for result in finished:
@@ -95,7 +95,7 @@ def checkpoint_after(
     next_line, next_offset = position_before(lines.first_missing)
     return replace(
         before,
-        finished=lines.ranges,
+        finished=lines.packed,
         next_line=next_line,
         next_offset=next_offset,
         num_answered=before.num_answered + num_lines[False],
@@ -182,6 +182,6 @@ def _after(before: Checkpoint, record: Results) -> Checkpoint:
     # Usage and position are not part of the results.
     now = record.checkpoint
     counted = checkpoint_after(before, finished, lambda line: (now.next_line, now.next_offset))
-    if now.next_line > LineSet(counted.finished).first_missing:
+    if now.next_line > LineSet.unpack(counted.finished).first_missing:
         raise ValueError("reading would continue after an unfinished line")
     return replace(counted, usage=now.usage)

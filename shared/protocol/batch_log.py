@@ -56,8 +56,8 @@ class Checkpoint(Struct, frozen=True, omit_defaults=True):
 
     num_lines: int = 0
     """Lines of the input; 0 before validation."""
-    finished: list[tuple[int, int]] = []
-    """Finished lines as ascending ranges, each with its first line and the line after its last."""
+    finished: bytes = b""
+    """Finished lines, packed by `LineSet`."""
     next_line: int = 1
     """Line at which reading of the input continues. All earlier lines are finished."""
     next_offset: int = 0

@@ -35,6 +35,7 @@ from shared.protocol.sampling import SamplingParams
 from tests import preloaded
 from tests.cluster.conftest import Cluster, answer, start_cluster, stop_cluster
 from tests.cluster.streams import tokens_of
+from tests.gateway.batches.conftest import begin, ended, lines_of, results_of
 from workers.renderer.media.splitter import split_sound
 from workers.renderer.processing.processor import Processor
 
@@ -246,6 +247,39 @@ async def test_a_recording_is_written_down(api: AsyncOpenAI, listener: Listener)
         await transcribe(model="hearing", file=("a.wav", b"no sound"))
     told_error: Any = caught.value.body
     assert told_error["param"] == "file"
+
+
+async def test_stored_recordings_are_the_lines_of_a_batch(
+    api: AsyncOpenAI, listener: Listener
+) -> None:
+    files = [
+        await api.files.create(file=(f"{number}.wav", file_of(sound(number))), purpose="user_data")
+        for number in (2, 3)
+    ]
+    bodies = [{"model": "hearing", "file": file.id} for file in files]
+    bodies.append(bodies[0] | {"response_format": "text"})
+    bodies.append({"model": "hearing", "file": f"file-{'0' * 64}"})
+    bodies.append({"model": "hearing", "file": "https://example.com/a.wav"})
+    path = "/v1/audio/transcriptions"
+    direct: Any = await api.post(path.removeprefix("/v1"), cast_to=object, body=bodies[1])
+    batch = await ended(api, (await begin(api, lines_of(path, bodies), endpoint=path)).id)
+    results = await results_of(api, batch.output_file_id)
+    two, three = (
+        listener.listen(sound(number), "Transcribe the speech into text.") for number in (2, 3)
+    )
+    assert {name: line["response"]["body"] for name, line in results.items()} == {
+        "line-0": results["line-0"]["response"]["body"] | {"text": two},
+        "line-1": direct | {"text": three},
+        "line-2": f"{two}\n",
+    }
+    assert batch.usage is not None
+    assert batch.usage.input_tokens > direct["usage"]["input_tokens"]
+    errors = await results_of(api, batch.error_file_id)
+    refusals = {name: line["response"]["body"]["error"] for name, line in errors.items()}
+    assert {name: (error["code"], error["param"]) for name, error in refusals.items()} == {
+        "line-3": ("media_not_found", "file"),
+        "line-4": ("invalid_request", "file"),
+    }
 
 
 async def test_a_long_recording_is_written_down_in_pieces(

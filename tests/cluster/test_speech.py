@@ -47,6 +47,7 @@ from tests.cluster.processes import (
     sound_of,
     until_nothing_is_left,
 )
+from tests.gateway.batches.conftest import begin, ended, lines_of, results_of
 from tests.generator import voices
 from tests.support.waiting import until
 from tests.talkers import PlainTalker
@@ -97,6 +98,7 @@ WORKERS = {
     "talker": ["engine", "--stage", "talker", "--model", "demo"],
     "code2wav": ["generator", "--stage", "code2wav", "--model", "demo"],
     "gateway": ["gateway"],
+    "batcher": ["batcher"],
 }
 STEP_S = 0.02
 """Minimum time of a step, so that a worker can be killed in the middle of a speech."""
@@ -485,3 +487,37 @@ def test_defaults_of_a_stage_are_checked(tmp_path: Path) -> None:
     config.write_text(CONFIG.replace(f"max_tokens: {MAX_CODES}", "max_tokenz: 3"))
     with pytest.raises(ConfigError, match=r"stages\.talker\.sampling_defaults: .*max_tokenz"):
         settings.load_config(config)
+
+
+async def test_the_sounds_of_a_batch_are_stored_with_its_results(
+    processes: Processes, api: AsyncOpenAI, bus: Bus
+) -> None:
+    path, texts = "/v1/audio/speech", ["One", "Two", "Three"]
+    bodies = [{"model": "demo", "input": text, "voice": "echo"} for text in texts]
+    bodies += [bodies[0] | {"response_format": "pcm"}, bodies[0] | {"voice": "nobody"}]
+    batch = await ended(api, (await begin(api, lines_of(path, bodies), endpoint=path)).id)
+    assert batch.status == "completed"
+    results = await results_of(api, batch.output_file_id)
+    assert results.keys() == {f"line-{number}" for number in range(4)}
+    for number, body in enumerate(bodies[:4]):
+        file = results[f"line-{number}"]["response"]["body"]
+        direct = await api.audio.speech.create(**body)  # type: ignore[arg-type]
+        assert (await api.files.content(file["id"])).content == direct.content
+        ending = body.get("response_format", "wav")
+        assert file["filename"] == f"{batch.id}_{number + 1}.{ending}"
+        stored = await api.files.retrieve(file["id"])
+        assert (stored.bytes, stored.purpose) == (len(direct.content), "batch_output")
+        assert stored.expires_at is not None
+        assert stored.expires_at > batch.created_at + 2_500_000
+    errors = await results_of(api, batch.error_file_id)
+    assert errors["line-4"]["response"]["body"]["error"]["param"] == "voice"
+    # The chunks of the upload were moved, and are stored once.
+    assert await bus.read(subjects.MEDIA_STREAM, subjects.media_chunks("*")) == []
+
+
+async def test_a_line_whose_sound_would_be_streamed_is_refused(api: AsyncOpenAI) -> None:
+    path = "/v1/audio/speech"
+    body = {"model": "demo", "input": "One", "stream_format": "sse"}
+    batch = await ended(api, (await begin(api, lines_of(path, [body]), endpoint=path)).id)
+    assert batch.errors is not None
+    assert [error.param for error in batch.errors.data or []] == ["body.stream_format"]

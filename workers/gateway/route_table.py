@@ -57,6 +57,8 @@ class ApiOperation(Struct, frozen=True):
     """The type of the JSON body, or of the fields of a form."""
     file: str = ""
     """The field of the form that contains a file; "" if the body is JSON."""
+    json_body: Any = None
+    """The type of a JSON body that may be sent in place of a form with a file."""
     chunk: Any = None
     """The type of the events' data, if the response may be a stream."""
     refuses: Errors = ()

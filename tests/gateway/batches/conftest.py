@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,16 @@ class BatchRig:
 def chat_line(number: int, **fields: Any) -> dict[str, Any]:
     body = {"model": MODEL, "messages": [{"role": "user", "content": f"line {number}"}]} | fields
     return {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body}
+
+
+def lines_of(path: str, bodies: Sequence[dict[str, Any]]) -> bytes:
+    """Return the input file of a batch with these bodies."""
+    return jsonl(
+        [
+            {"custom_id": f"line-{number}", "method": "POST", "url": path, "body": body}
+            for number, body in enumerate(bodies)
+        ]
+    )
 
 
 def jsonl(lines: list[dict[str, Any]]) -> bytes:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.batches.input_file import InputCheck, InputLimits, LineCutter, read_line
+from shared.errors import MAX_MESSAGE_LEN
 from shared.protocol.batch_log import LineError
 
 CHAT = "/v1/chat/completions"
@@ -79,6 +80,12 @@ def test_a_good_file_has_no_errors() -> None:
         (b"\xef\xbb\xbf" + line(), "invalid_file", 1, None, "byte order mark"),
         (b"PK\x03\x04" + bytes(99), "invalid_file", 1, None, "compressed"),
         (b"\x1f\x8b\x08" + bytes(99), "invalid_file", 1, None, "compressed"),
+        (line().decode().encode("utf-16"), "invalid_file", 1, None, "UTF-8"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "invalid_file", 1, None, "UTF-8"),
+        (b"%PDF-1.7\n" + line(), "invalid_json_line", 1, None, "not valid JSON"),
+        (line(1) + b"\n" + line("\\ud800"), "invalid_json_line", 2, None, "surrogate"),
+        (line(1) + b"\r" + line(2), "invalid_json_line", 1, None, "not valid JSON"),
+        (line(1) + b"\n\xef\xbb\xbf" + line(2), "invalid_json_line", 2, None, "not valid JSON"),
         (line(1) + b"\n\n" + line(2), "blank_line", 2, None, "blank"),
         (line(1) + b"\n" + BAD_UTF8, "invalid_json_line", 2, None, "UTF-8 at byte 15"),
         (line(1) + b"\n" + line(1), "duplicate_custom_id", 2, "custom_id", "earlier line"),
@@ -95,6 +102,8 @@ def test_a_good_file_has_no_errors() -> None:
         (line().replace(b"chat/", b""), "mismatched_endpoint", 1, "url", CHAT),
         (line().replace(b'"method":"POST",', b""), "invalid_line", 1, "method", "missing"),
         (line().replace(b'"url"', b'"url":"","url"'), "invalid_line", 1, "url", "twice"),
+        (line(body=b'{"model":"m","model":"m"}'), "invalid_line", 1, "body.model", "twice"),
+        (line(body=b'{"model":"m","n":"model","n":1}'), "invalid_line", 1, "body.n", "twice"),
         (line()[:-1] + b',"tenant":"other"}', "invalid_line", 1, None, "tenant"),
         (line("x" * 10_000), "line_too_long", 1, None, "10000"),
     ],
@@ -110,6 +119,23 @@ def test_a_fault_has_one_error_with_its_line(
 def test_names_of_fields_in_a_body_are_not_taken_for_fields() -> None:
     body = b'{"model":"m","messages":[{"custom_id":1,"url":2,"body":3,"method":"\\"body\\""}]}'
     assert check(line(body=body)).errors == []
+
+
+def test_a_number_of_many_digits_next_to_names_of_fields_is_read() -> None:
+    body = b'{"model":"m","url":%b}' % (b"1" * 5000)
+    assert check(line(body=body)).errors == []
+
+
+def test_errors_are_short_whatever_the_names_in_a_line() -> None:
+    long = b"x" * 5000
+    for data in (
+        line(body=b'{"model":"%b"}' % long),
+        line()[:-1] + b',"%b":1}' % long,
+        line(body=b'{"model":"m","n":"model","%b":1,"%b":2}' % (long, long)),
+    ):
+        (error,) = check(data, limits=InputLimits(CHAT, {"m"}, 1000, 100_000)).errors
+        assert len(error.message) == MAX_MESSAGE_LEN + 1
+        assert len(error.param or "") <= MAX_MESSAGE_LEN + 1
 
 
 def test_the_first_hundred_errors_are_reported() -> None:

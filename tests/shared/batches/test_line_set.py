@@ -1,5 +1,8 @@
 """Sets of lines as ranges."""
 
+import random
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +26,25 @@ def test_a_set_has_the_lines_that_were_added_in_any_order(lines: list[int]) -> N
     gaps = sum(line + 1 not in lines for line in lines)
     assert len(found.ranges) == gaps
     assert LineSet(found.ranges).ranges == found.ranges
+    assert LineSet.unpack(found.packed).ranges == found.ranges
+
+
+def test_a_packed_set_is_small_whatever_is_missing() -> None:
+    rng = random.Random(0)
+    every_other = [(line, line + 1) for line in range(1, 4096, 2)]
+    any_order = LineSet()
+    for line in rng.sample(range(1, 4096), 2048):
+        any_order.add(line)
+    all_but_one = LineSet([(1, 2), (3, 10**6)])
+    for lines in (LineSet(every_other), any_order, all_but_one):
+        assert len(lines.packed) < 1024
+        assert LineSet.unpack(lines.packed).ranges == lines.ranges
+
+
+@pytest.mark.parametrize("data", [b"x", zlib.compress(b"\xff"), zlib.compress(b"\x92\x02\x00")])
+def test_other_bytes_are_not_a_set(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not"):
+        LineSet.unpack(data)
 
 
 def test_a_line_is_added_once() -> None:

@@ -60,7 +60,7 @@ class Batcher:
         self.append(Claimed(0, 0, "b", checkpoint))
         cutter = LineCutter(100, checkpoint.next_line, checkpoint.next_offset)
         self.lines = OpenLines(cutter)
-        self.finished = LineSet(checkpoint.finished)
+        self.finished = LineSet.unpack(checkpoint.finished)
         self.unread = cutter.feed(file[checkpoint.next_offset :], is_last=True)
         self.in_flight: list[RawLine] = []
 
@@ -135,7 +135,7 @@ def test_each_line_has_one_result_whatever_dies(seed: int, num_lines: int) -> No
     answered = [line for line in range(1, num_lines + 1) if line % 3]
     assert now.usage == Usage(sum(range(1, num_lines + 1)), num_lines)
     assert len(answered) == now.num_answered
-    assert now.finished == [(1, num_lines + 1)]
+    assert LineSet.unpack(now.finished).ranges == [(1, num_lines + 1)]
 
 
 @given(SEEDS, st.integers(1, 30))
@@ -143,7 +143,7 @@ def test_reading_continues_at_an_unfinished_line_at_the_latest(seed: int, num_li
     file = file_of(num_lines)
     for log in run(random.Random(seed), num_lines):
         now = log[-1].checkpoint
-        assert now.next_line <= LineSet(now.finished).first_missing
+        assert now.next_line <= LineSet.unpack(now.finished).first_missing
         assert file[: now.next_offset].count(b"\n") == min(now.next_line, num_lines) - 1
 
 
@@ -162,7 +162,7 @@ def test_a_contradiction_in_a_log_is_found(seed: int, num_lines: int, fault: str
         # The checkpoint of the block is stored before its results.
         records.insert(place, Claimed(place, 0, "b", now))
     elif fault == "watermark":
-        first = LineSet(now.finished).first_missing
+        first = LineSet.unpack(now.finished).first_missing
         records[place] = replace(results, checkpoint=replace(now, next_line=first + 1))
     elif fault == "errors":
         records[place] = replace(results, checkpoint=replace(now, error_counts={"other": 1}))
@@ -190,6 +190,6 @@ def test_the_status_follows_from_the_orders_and_the_last_record() -> None:
 
 @pytest.mark.parametrize("line", [1, 3])
 def test_a_line_without_place_is_refused(line: int) -> None:
-    before = Checkpoint(num_lines=2, finished=[(1, 2)], next_line=2, began_s=0)
+    before = Checkpoint(num_lines=2, finished=LineSet([(1, 2)]).packed, next_line=2, began_s=0)
     with pytest.raises(ValueError, match="line"):
         checkpoint_after(before, [FinishedLine(line, b"{}", False)], lambda n: (n, 0))

@@ -5,6 +5,7 @@ import secrets
 import pytest
 from msgspec.structs import replace
 
+from shared.batches.line_set import LineSet
 from shared.batches.state import FinishedLine, checkpoint_after, results_of
 from shared.bus.bus import Bus
 from shared.errors import Fenced, UnsupportedVersion
@@ -52,7 +53,7 @@ async def test_a_batch_continues_from_its_last_record_alone(bus: Bus) -> None:
     await finish(log, 3, 1)
     again = await reopen(bus, log.state.begun)
     assert again.state == log.state
-    assert again.state.checkpoint.finished == [(1, 2), (3, 4)]
+    assert LineSet.unpack(again.state.checkpoint.finished).ranges == [(1, 2), (3, 4)]
     await claim(again, "two")
     await finish(again, 2, 4)
     await again.append(BatchEnded(again.next_index, 3, "completed", again.state.checkpoint))

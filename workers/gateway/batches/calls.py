@@ -6,11 +6,15 @@ So a line has every limit, error and answer that the same request has over HTTP.
 import asyncio
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Scope
 
+from shared.protocol.encoding import to_json
+from shared.state.media_store import MediaUpload
 from workers.gateway.app import AppContext
-from workers.gateway.batches.results import Answer
+from workers.gateway.batches.results import Answer, AnswerFile
+from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 
 CALLER = "pagemill.caller"
@@ -36,14 +40,55 @@ class Call:
     """The same id from the same tenant means the same request, also in another process."""
 
 
-async def call(app: ASGIApp, call: Call, withdrawn: asyncio.Event) -> Answer | None:
+class _Receiver:
+    """Receives a response: JSON and text in memory, any other content in `upload`."""
+
+    def __init__(self, upload: MediaUpload) -> None:
+        self._status = 0
+        self.is_whole = False
+        self._upload = upload
+        self._media_type = ""
+        self._body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        """Receive a part of the response. Raises Unavailable."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = Headers(raw=message["headers"])
+            self._media_type = headers.get("content-type", "").partition(";")[0]
+            return
+        data = message.get("body", b"")
+        if self._is_file:
+            await self._upload.write(data)
+        else:
+            self._body.extend(data)
+        self.is_whole = not message.get("more_body", False)
+
+    async def answer(self, request_id: str) -> Answer:
+        """Return the response, which must be whole. Raises Unavailable."""
+        if self._is_file:
+            name, head = await self._upload.seal()
+            file = AnswerFile(self._media_type, name, head)
+            return Answer(self._status, b"", request_id, file)
+        body = bytes(self._body)
+        is_json = self._media_type == "application/json"
+        return Answer(self._status, body if is_json else to_json(body.decode()), request_id)
+
+    @property
+    def _is_file(self) -> bool:
+        return not self._media_type.startswith(("application/json", "text/"))
+
+
+async def call(
+    app: ASGIApp, call: Call, withdrawn: asyncio.Event, upload: MediaUpload
+) -> Answer | None:
     """Return the answer of an endpoint; None if the call is withdrawn before.
 
     When `withdrawn` is set, the request is cancelled, as after a disconnect of an HTTP client. A
     cancellation of this coroutine leaves the request in flight, for another call with its id.
+    Content that is neither JSON nor text is stored by `upload`, which has no name yet.
     """
-    has_body = False
-    status, body = 0, bytearray()
+    receiver, has_body = _Receiver(upload), False
 
     async def receive() -> Message:
         nonlocal has_body
@@ -53,15 +98,19 @@ async def call(app: ASGIApp, call: Call, withdrawn: asyncio.Event) -> Answer | N
         await withdrawn.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message: Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            body.extend(message.get("body", b""))
+    try:
+        await app(_scope(call), receive, receiver.send)
+        return await receiver.answer(call.request_id) if receiver.is_whole else None
+    except Exception as error:
+        # The response has begun, so the application cannot send the error. A listener would break
+        # off the connection.
+        return refusal(error, call.request_id)
 
-    await app(_scope(call), receive, send)
-    return Answer(status, bytes(body), call.request_id) if status else None
+
+def refusal(error: Exception, request_id: str) -> Answer:
+    """Return the answer that an endpoint would send for an error."""
+    info = errors.info_of(error)
+    return Answer(errors.status_of(info), to_json(errors.body_of(info)), request_id)
 
 
 def _scope(call: Call) -> Scope:

@@ -7,6 +7,7 @@ from msgspec import Raw, Struct
 
 from shared.batches.state import FinishedLine
 from shared.protocol.encoding import UNDECODABLE, to_json
+from shared.protocol.messages import MediaHead
 from shared.protocol.records import Usage
 
 # Statuses of a busy or unreachable cluster. Such a line waits for as long as its batch may.
@@ -25,9 +26,14 @@ class _PromptDetails(Struct, frozen=True):
 
 
 class _Usage(Struct, frozen=True):
+    """Usage under the names of completions, or under the names of all other answers."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _PromptDetails | None = None
 
 
 class _WithUsage(Struct, frozen=True):
@@ -43,19 +49,32 @@ class _WithError(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerFile:
+    """Content of a response that is not JSON. It is stored, and not yet available."""
+
+    media_type: str
+    name: str
+    """SHA-256 of the content."""
+    head: MediaHead
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Response of an endpoint."""
 
     status: int
     body: bytes
+    """JSON; empty if the content is in `file`."""
     request_id: str
+    file: AnswerFile | None = None
 
 
 class LineResponse(Struct, frozen=True):
     status_code: int
     request_id: str
     body: Raw
-    """Body of the response, as the endpoint has sent it."""
+    """Body of the response, as the endpoint has sent it. A text is a string, and a sound is the
+    object of the file that has it."""
 
 
 class ResultError(Struct, frozen=True):
@@ -140,5 +159,9 @@ def _usage_of(body: bytes) -> Usage:
         usage = _read_usage(body).usage or _Usage()
     except UNDECODABLE:
         return Usage(0, 0)
-    details = usage.prompt_tokens_details or _PromptDetails()
-    return Usage(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens)
+    details = usage.prompt_tokens_details or usage.input_tokens_details or _PromptDetails()
+    return Usage(
+        usage.prompt_tokens or usage.input_tokens,
+        usage.completion_tokens or usage.output_tokens,
+        details.cached_tokens,
+    )

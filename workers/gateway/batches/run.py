@@ -3,15 +3,15 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from shared.batches.input_file import InputCheck, InputLimits, LineCutter, ParsedLine, read_line
 from shared.batches.line_set import LineSet
+from shared.batches.look_ahead import LookAhead
 from shared.batches.open_lines import BLOCK_BYTES, OpenLines
 from shared.batches.pace import Pace
 from shared.batches.state import FinishedLine, checkpoint_after, is_complete, results_of
@@ -29,14 +29,18 @@ from shared.protocol.batch_log import (
     Results,
     Validated,
 )
+from shared.protocol.encoding import to_json
 from shared.stage.runtime import Context
 from shared.state import batch_files
 from shared.state.batch_log import BatchLog
-from shared.state.media_store import StoredFile
+from shared.state.media_store import MediaUpload, StoredFile
+from workers.gateway.backend.files import describe
 from workers.gateway.batches import results
-from workers.gateway.batches.calls import BatchApp, Call, call
-from workers.gateway.batches.results import Attempts
+from workers.gateway.batches.calls import BatchApp, Call, call, refusal
+from workers.gateway.batches.results import Answer, AnswerFile, Attempts
 from workers.gateway.batches.slots import LineSlots
+from workers.gateway.core.sound_formats import MEDIA_TYPES
+from workers.gateway.schemas.files import BATCH_OUTPUT
 
 # Results wait this long for others of the same block.
 FLUSH_S = 0.5
@@ -44,6 +48,9 @@ FLUSH_S = 0.5
 MAX_UNWRITTEN_BYTES = 16 * BLOCK_BYTES
 # Room in a message for the checkpoint of a block.
 CHECKPOINT_BYTES = 2**17
+# Lines of a batch that wait for a slot or for their next attempt, before no further line is added.
+# When several slots become free at once, each batch can use as many as are its share.
+MAX_WAITING = 64
 # Pause of a batch without room for its results.
 ROOM_PAUSE_S = 2.0
 # Live orders may be lost, so the stream is read after this silence.
@@ -54,6 +61,10 @@ WITHDRAW_S = 5.0
 # Errors of a broker without room for results.
 NO_ROOM = (DiskFull, Overloaded, QuotaExceeded, Unavailable)
 
+ENDINGS = {media_type: ending for ending, media_type in MEDIA_TYPES.items()}
+"""Endings of the names of stored answers, by media type."""
+
+T = TypeVar("T")
 Stop = Literal["cancelled", "expired", "shutdown"]
 LineState = Literal["waiting", "in_flight", "unwritten"]
 _REFUSALS = {
@@ -90,6 +101,11 @@ class BatchRun:
         self._lines = self._lines_from_checkpoint()
         self._pace = Pace()
         self._running = TaskSet()
+        """One task for each line that has begun or waits."""
+        self._waiting: set[asyncio.Task[Any]] = set()
+        """Tasks of lines that wait for a slot, or for their next attempt."""
+        self._has_begun = asyncio.Event()
+        """Set when a line stops waiting."""
         self._withdrawn = asyncio.Event()
         """Set when the requests in flight are to be cancelled."""
         self._has_results = asyncio.Event()
@@ -118,10 +134,11 @@ class BatchRun:
 
     def lines_by_state(self) -> dict[LineState, int]:
         """Return the numbers of lines without a stored result."""
-        num_running, num_unwritten = len(self._running), len(self._lines.finished)
+        num_begun = len(self._running) - len(self._waiting)
+        num_unwritten = len(self._lines.finished)
         # A line that has just ended may still be running.
-        num_waiting = max(0, self._num_unstored - num_running - num_unwritten)
-        return {"waiting": num_waiting, "in_flight": num_running, "unwritten": num_unwritten}
+        num_waiting = max(0, self._num_unstored - num_begun - num_unwritten)
+        return {"waiting": num_waiting, "in_flight": num_begun, "unwritten": num_unwritten}
 
     @property
     def is_late(self) -> bool:
@@ -169,9 +186,7 @@ class BatchRun:
             if stop in _REFUSALS:
                 async with self._appending:
                     working.cancel()
-                self._withdrawn.set()
-                if self._running:
-                    await asyncio.wait(self._running, timeout=WITHDRAW_S)
+                await self._withdraw()
         finally:
             async with self._appending:
                 # Requests in flight stay there: the next batcher finds them by their ids.
@@ -191,15 +206,23 @@ class BatchRun:
             raise WorkerFailure("lines of the batch have ended without a result")
         return "completed"
 
+    async def _withdraw(self) -> None:
+        """End the lines that have begun or wait: cancel their requests."""
+        self._withdrawn.set()
+        for task in self._waiting:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=WITHDRAW_S)
+
     async def _work(self, file: StoredFile) -> None:
         if self._checkpoint.began_s is None:
             await self._validate(file)
-        async for number, line in self._unfinished(file):
+        async for number, line in self._in_order(file):
+            while len(self._waiting) >= MAX_WAITING:
+                self._has_begun.clear()
+                await self._has_begun.wait()
             await self._may_begin.wait()
-            await self._slots.acquire(line.model, self._begun.tenant, self._begun.deadline_s)
-            running = self._running.start(self._run_line(number, line))
-            # A task that is cancelled before its first step runs no code.
-            running.add_done_callback(partial(self._release, line.model))
+            self._waiting.add(self._running.start(self._run_line(number, line)))
         while self._running:
             await asyncio.wait(self._running)
 
@@ -225,7 +248,7 @@ class BatchRun:
     async def _unfinished(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
         """Yield the lines without a result, from the checkpoint on."""
         checkpoint, lines = self._checkpoint, self._lines
-        finished = LineSet(checkpoint.finished)
+        finished = LineSet.unpack(checkpoint.finished)
         async for line in batch_files.read_lines(self._bus, file, self._begun.tenant, lines.cutter):
             if line.number > checkpoint.num_lines:
                 return
@@ -233,33 +256,95 @@ class BatchRun:
                 lines.offsets[line.number] = line.offset
                 yield line.number, read_line(line.content)
 
+    async def _in_order(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
+        """Yield the lines without a result, ordered within each look-ahead."""
+        lines: LookAhead[tuple[int, ParsedLine]] = LookAhead()
+        async for number, line in self._unfinished(file):
+            lines.add((number, line), line.body)
+            if lines.is_full:
+                for each in lines.take():
+                    yield each
+        for each in lines.take():
+            yield each
+
     async def _run_line(self, number: int, line: ParsedLine) -> None:
         """Call the endpoint of the batch until the line has a result, or is withdrawn."""
+        batch_id = self._begun.batch_id
+        answer = await self._answer(number, line)
+        if answer is None:
+            return
+        result = results.answered(batch_id, number, line.custom_id, answer)
+        if len(result.content) > (limit := self._bus.max_payload - CHECKPOINT_BYTES):
+            message = f"the answer has more than {limit} bytes, the limit of a line of a batch"
+            result = results.refused(batch_id, number, line.custom_id, "answer_too_large", message)
+        self._add(result)
+
+    async def _answer(self, number: int, line: ParsedLine) -> Answer | None:
+        """Call the endpoint until its answer is the result of the line; None if withdrawn."""
         begun, attempts = self._begun, Attempts()
         retries = self._context.metrics.counter("batch_line_retries_total")
         while True:
             request_id = f"{begun.batch_id}-{number}-{attempts.number}"
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
-            answer = await call(self._endpoints, question, self._withdrawn)
+            upload = MediaUpload(self._bus, begun.tenant)
+            async with self._slot(line.model):
+                answer = await call(self._endpoints, question, self._withdrawn, upload)
+            if upload.num_bytes and (answer is None or answer.file is None):
+                self._app.background.start(upload.abort())
             if answer is None:
-                return
+                return None
+            if answer.file is not None:
+                answer = await self._store_file(number, answer, answer.file)
             delay_s = attempts.delay_after(answer.status, answer.body, random.random())
             if delay_s is None:
-                break
+                return answer
             retries.add()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._withdrawn.wait(), delay_s)
-                return
-        result = results.answered(begun.batch_id, number, line.custom_id, answer)
-        if len(result.content) > (limit := self._bus.max_payload - CHECKPOINT_BYTES):
-            message = f"the answer has more than {limit} bytes, the limit of a line of a batch"
-            result = results.refused(
-                begun.batch_id, number, line.custom_id, "answer_too_large", message
-            )
-        self._add(result)
+            with self._wait():
+                await asyncio.sleep(delay_s)
 
-    def _release(self, model: str, _: asyncio.Task[None]) -> None:
-        self._slots.release(model, self._begun.tenant)
+    @contextlib.asynccontextmanager
+    async def _slot(self, model: str) -> AsyncIterator[None]:
+        """Wait for a slot of a model, and hold it during the body."""
+        begun = self._begun
+        async with contextlib.AsyncExitStack() as stack:
+            with self._wait():
+                slot = self._slots.slot(model, begun.tenant, begun.deadline_s)
+                await stack.enter_async_context(slot)
+            yield
+
+    @contextlib.contextmanager
+    def _wait(self) -> Iterator[None]:
+        """Count the task of a line as waiting during the body."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            yield
+        finally:
+            self._waiting.discard(task)
+            self._has_begun.set()
+
+    async def _store_file(self, number: int, answer: Answer, content: AnswerFile) -> Answer:
+        """Store the content of an answer for as long as the results of the batch.
+
+        Return the answer with the object of the file as its body. Raises ShuttingDown.
+        """
+        begun, ending = self._begun, ENDINGS.get(content.media_type, "bin")
+        filename = f"{begun.batch_id}_{number}.{ending}"
+        head = replace(content.head, filename=filename, purpose=BATCH_OUTPUT)
+
+        async def adopt() -> StoredFile:
+            await self._check_room()
+            expires_s, tenant = begun.expires_s, begun.tenant
+            return await batch_files.adopt(self._bus, content.name, head, expires_s, tenant)
+
+        try:
+            file = await self._with_room(adopt)
+        except NotFound:
+            # The broker has deleted the upload to make room. The request has the content again.
+            return refusal(Unavailable("the content of the answer is lost"), answer.request_id)
+        body = to_json(describe(self._app, file))
+        return Answer(answer.status, body, answer.request_id)
 
     def _add(self, result: FinishedLine) -> None:
         self._lines.add(result)
@@ -342,17 +427,29 @@ class BatchRun:
             await self._store(record(self._log.next_index, self._now_s))
 
     async def _store(self, record: BatchRecord) -> None:
-        """Append a record, as soon as the broker has room for it.
+        """Append a record, as soon as the broker has room for it. Raises ShuttingDown."""
+
+        async def append() -> None:
+            if isinstance(record, Results):
+                await self._check_room()
+            await self._log.append(record)
+
+        await self._with_room(append)
+
+    async def _check_room(self) -> None:
+        """Raises DiskFull or QuotaExceeded."""
+        await self._app.room.check()
+        await self._app.quotas.check(self._begun.tenant, [subjects.BATCHES_STREAM])
+
+    async def _with_room(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Write to the broker as soon as it has room.
 
         Raises ShuttingDown if it has none before the drain. The results are then not lost: the next
         batcher gets the same answers by the ids of the requests.
         """
         while True:
             try:
-                if isinstance(record, Results):
-                    await self._app.room.check()
-                    await self._app.quotas.check(self._begun.tenant, [subjects.BATCHES_STREAM])
-                await self._log.append(record)
+                written = await write()
             except NO_ROOM as error:
                 self._log_pause(error.code)
                 with contextlib.suppress(TimeoutError):
@@ -360,7 +457,7 @@ class BatchRun:
                     raise ShuttingDown from error
             else:
                 self.pause = ""
-                return
+                return written
 
     def _log_pause(self, code: str) -> None:
         if self.pause != code:

@@ -98,7 +98,12 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
 
 def types_of(operations: Iterable[ApiOperation]) -> list[Any]:
     """Return every type that has a schema, each once."""
-    types = [t for o in operations for t in (o.body, o.answer, o.chunk) if _has_schema(t)]
+    types = [
+        type_
+        for operation in operations
+        for type_ in (operation.body, operation.json_body, operation.answer, operation.chunk)
+        if _has_schema(type_)
+    ]
     return list({repr(type_): type_ for type_ in types}.values())
 
 
@@ -118,13 +123,21 @@ def _operation(operation: ApiOperation, schemas: Schemas) -> dict[str, object]:
     if parameters := _parameters(operation):
         described["parameters"] = parameters
     if operation.body is not None:
-        schema = schemas.of(operation.body)
-        content = {FORM: {"schema": _form(schema, operation.file)}} if operation.file else {}
-        content = content or {JSON: {"schema": schema}}
-        described["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": True, "content": _contents(operation, schemas)}
     if operation.public:
         described["security"] = []
     return described
+
+
+def _contents(operation: ApiOperation, schemas: Schemas) -> dict[str, object]:
+    """Return the schema of each media type that the body may have."""
+    schema = schemas.of(operation.body)
+    if not operation.file:
+        return {JSON: {"schema": schema}}
+    contents: dict[str, object] = {FORM: {"schema": _form(schema, operation.file)}}
+    if operation.json_body is not None:
+        contents[JSON] = {"schema": schemas.of(operation.json_body)}
+    return contents
 
 
 def _form(fields: JsonSchema, file: str) -> JsonSchema:

@@ -167,6 +167,7 @@ async def _begin(
     now_s, config = context.now_s, context.config.agent
     begun = begun_of(body, tenant, now_s, items, before, card, config, painter)
     begun = replace(begun, input=await store_large_item_media(context, items, tenant))
+    begun = replace(begun, lane=context.lane or begun.lane)
     await responses.check_room(context, tenant)
     approved_calls = await approvals.decide(context.bus, caller, items, logs, response_id)
     begun = replace(begun, approved=approved_calls)

@@ -9,9 +9,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from shared import client
 from shared.errors import InvalidRequest
+from shared.protocol.multimodal import MEDIA_SCHEME
+from shared.state import media_store
 from workers.gateway.core.multipart import parse_form
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.http.body import check_form
+from workers.gateway.http.body import check_form, declares_json
 from workers.gateway.http.errors import validation_error
 from workers.gateway.openai.transcription import (
     TEXT,
@@ -23,6 +25,7 @@ from workers.gateway.openai.transcription import (
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Call, RouteTable
 from workers.gateway.schemas.transcription import (
     UNSUPPORTED,
+    StoredTranscription,
     TranscriptDelta,
     TranscriptDone,
     Transcription,
@@ -35,7 +38,19 @@ FILE = "file"
 
 class Recording(NamedTuple):
     form: TranscriptionForm
-    data: bytes
+    source: bytes | str
+    """The file, or the URL of a stored one."""
+
+
+async def _read(call: Call) -> Recording:
+    if not declares_json(call.request):
+        return await _read_form(call)
+    body = await call.context.bodies.decode(call.request, StoredTranscription, UNSUPPORTED)
+    name = media_store.parse_media_url(MEDIA_SCHEME + body.file.removeprefix(MEDIA_SCHEME))
+    if name is None:
+        raise InvalidRequest("file must be the id of a stored file", field=FILE)
+    call.context.check_model(body.model)
+    return Recording(body, media_store.media_url(name))
 
 
 async def _read_form(call: Call) -> Recording:
@@ -72,7 +87,8 @@ def _as_text(body: Recording, response: Response) -> Response:
     summary="Transcribe a recording",
     body=TranscriptionForm,
     file=FILE,
-    read=_read_form,
+    json_body=StoredTranscription,
+    read=_read,
     finish=_as_text,
     answer=Transcription,
     chunk=TranscriptDelta | TranscriptDone,
@@ -82,7 +98,7 @@ def _as_text(body: Recording, response: Response) -> Response:
 )
 async def transcribe(call: Call, body: Recording) -> SubmitPlan[TranscriptionOptions]:
     check_transcription(body.form)
-    return plan_transcription(body.form, await _split(call, body.form.model, body.data))
+    return plan_transcription(body.form, await _split(call, body.form.model, body.source))
 
 
 def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -93,8 +109,8 @@ def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {name.removesuffix("[]"): texts[0] for name, texts in values.items()}
 
 
-async def _split(call: Call, model: str, recording: bytes) -> list[str]:
+async def _split(call: Call, model: str, source: bytes | str) -> list[str]:
     """Store the recording and its pieces, and return the URLs of the pieces."""
     context, tenant = call.context, call.caller.tenant
-    url = await context.pin_media(recording, tenant)
+    url = source if isinstance(source, str) else await context.pin_media(source, tenant)
     return (await client.split_sound(context.bus, model, url, tenant)).urls

@@ -38,6 +38,13 @@ class TranscriptionForm(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """No effect."""
 
 
+class StoredTranscription(TranscriptionForm, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Transcription of a stored file, as JSON."""
+
+    file: str
+    """Id or `media:` URL of the recording, a file of `/v1/files`."""
+
+
 class TranscriptionUsage(Struct, frozen=True):
     input_tokens: int
     output_tokens: int
