@@ -11,6 +11,7 @@ from pypdfium2.version import PDFIUM_INFO
 from shared.errors import InvalidMedia, MediaTooLarge, RequestError
 from tests.renderer.decoding.reading import FIELD, LIMITS, Reader
 from tests.renderer.decoding.test_attacks import MAX_CPU_S, MAX_GROWTH_KIB, children_cpu_s, peak_kib
+from tests.support import hostile_documents as hostile
 from tests.support.documents import A4, assemble, document, letters, reported, scans, stream
 from tests.support.media import png
 from workers.renderer.decoding.pool import DecoderPool
@@ -158,6 +159,7 @@ INVALID: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
     "half": (lambda: letters("AB")[:300], InvalidMedia, "damaged or incomplete"),
     "without an end": (lambda: letters("AB")[:-200], InvalidMedia, "damaged or incomplete"),
     "without pages": (lambda: document([]), InvalidMedia, "damaged or incomplete"),
+    "deep pages": (hostile.deep_pages, InvalidMedia, "page 1 of the document is damaged"),
     "looping pages": (looping_pages, InvalidMedia, "page 1 of the document is damaged"),
     "encrypted": (encrypted, InvalidMedia, "encrypted with a password"),
     "huge page": (
@@ -175,6 +177,7 @@ COSTLY: dict[str, tuple[Callable[[], bytes], str]] = {
     "looping forms": (looping_forms, "1 s of processor time"),
     "many lines": (many_lines, "1 s of processor time"),
     "blanks": (blanks, "1 s of processor time|signal 6"),
+    **{name: (make, "1 s of processor time") for name, make in hostile.COSTLY.items()},
 }
 HARMLESS: dict[str, tuple[Callable[[], bytes], int]] = {
     "ten thousand pages": (many_pages, 10_000),
@@ -185,6 +188,7 @@ HARMLESS: dict[str, tuple[Callable[[], bytes], int]] = {
     "a false count": (lambda: letters("A").replace(b"/Count 1", b"/Count 2147483647"), 1),
     "an infinite page": (lambda: document([stream(b"")], (1e30, 1e30)), 1),
     "an empty page": (lambda: document([stream(b"")], (0, 0)), 1),
+    **{name: (make, 1) for name, make in hostile.HARMLESS.items()},
 }
 
 

@@ -85,6 +85,8 @@ def _limits(config: Config) -> dict[str, int]:
         "maxVideoBytes": config.renderer.max_video_bytes,
         "maxDocumentBytes": config.renderer.max_document_bytes,
         "maxBodyBytes": config.gateway.max_body_mib * 2**20,
+        "maxBatchBytes": config.batch.max_file_mib * 2**20,
+        "maxLineBytes": config.batch.max_line_mib * 2**20,
     }
 
 

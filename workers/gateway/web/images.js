@@ -52,9 +52,14 @@ export class Images {
   }
 
   async read(files) {
-    const read = await Promise.all(files.map(readImage));
+    const read = await Promise.all(files.map((file) => this.readFile(file)));
     this.refuse(read.map(({ fault }) => fault).filter(Boolean));
     this.replace([...this.chosen, ...read.map(({ image }) => image).filter(Boolean)]);
+  }
+
+  /** Return an image, or the fault of a file that is none. */
+  readFile(file) {
+    return readImage(file);
   }
 
   replace(images) {
@@ -73,7 +78,7 @@ export class Images {
 
   item(image) {
     const item = document.createElement("li");
-    item.appendChild(viewOf(image.url, ""));
+    if (image.url) item.appendChild(viewOf(image.url, ""));
     const name = item.appendChild(document.createElement("span"));
     name.textContent = image.name;
     const size = name.appendChild(document.createElement("small"));
@@ -88,7 +93,6 @@ export class Images {
   }
 }
 
-/** Return an image, or the fault of a file that is none. */
 async function readImage(file) {
   const head = new Uint8Array(await file.slice(0, HEAD_BYTES).arrayBuffer().catch(() => new ArrayBuffer(0)));
   const found = typeOf(head);

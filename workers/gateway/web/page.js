@@ -1,5 +1,6 @@
 // The page: a conversation that uses the public API alone.
 
+import { $, headers, showLines } from "./elements.js";
 import { Images } from "./images.js";
 import { Recorder } from "./recorder.js";
 import { partOf } from "./media.js";
@@ -11,12 +12,11 @@ import { Player } from "./speech.js";
 import { hasEnded } from "./stages.js";
 import * as store from "./store.js";
 import { refusal } from "./stream.js";
-import { Turn, newTurn, showLines } from "./turn.js";
+import { Turn, newTurn } from "./turn.js";
 
 const HEALTH_MS = 5000;
 const SAVE_MS = 250;
 const MIB = 2 ** 20;
-const $ = (id) => document.getElementById(id);
 
 const images = new Images($("drop"), $("file"), $("images"), (faults) => showLines($("notice"), faults));
 new Recorder($("record"), (files) => images.add(files), (faults) => showLines($("notice"), faults));
@@ -179,7 +179,6 @@ function complain(text, input) {
 }
 
 const number = (name, input) => (input.value === "" ? {} : { [name]: input.valueAsNumber });
-const headers = () => ($("key").value ? { Authorization: `Bearer ${$("key").value.trim()}` } : {});
 
 // -- the server -------------------------------------------------------------------------------
 

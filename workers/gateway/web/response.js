@@ -1,8 +1,8 @@
 // The page of one response and of those that decide on its calls: steps, calls, approvals.
 
+import { $, add, headers, showLines } from "./elements.js";
 import { explain } from "./run.js";
 import { events, refusal } from "./stream.js";
-import { showLines } from "./turn.js";
 
 const PAUSE_MS = 1000;
 const RUNNING = new Set(["queued", "in_progress"]);
@@ -15,7 +15,6 @@ const TITLES = {
   mcp_approval_request: "Approval",
   image_generation_call: "Image",
 };
-const $ = (id) => document.getElementById(id);
 
 /** Shows one response while its events arrive. */
 class Shown {
@@ -149,13 +148,6 @@ function textOf(item) {
 }
 
 const addressOf = (id) => new URL(id === "" ? "../v1/responses" : `../v1/responses/${encodeURIComponent(id)}`, location.href).href;
-const headers = () => ($("key").value ? { Authorization: `Bearer ${$("key").value.trim()}` } : {});
-
-function add(parent, tag, name = "") {
-  const child = parent.appendChild(document.createElement(tag));
-  child.className = name;
-  return child;
-}
 
 async function open() {
   const id = $("id").value.trim();

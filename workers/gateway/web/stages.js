@@ -1,3 +1,4 @@
+import { add } from "./elements.js";
 import { STAGES } from "./pipeline.js";
 
 // The stages of a request, as GET /v1/requests/{id} reports them: a list with workers and times.
@@ -71,10 +72,4 @@ function describeOther(row, request, passed, ended) {
   if (passed) return ["done", ""];
   const waits = request !== null && !ended && request.stage === row.name;
   return waits ? ["active", request.waits_for ?? "waiting"] : ["idle", ""];
-}
-
-function add(parent, tag, name = "") {
-  const child = parent.appendChild(document.createElement(tag));
-  child.className = name;
-  return child;
 }

@@ -1,5 +1,6 @@
 // One turn of the conversation: what was asked, its answer, and the path of its request.
 
+import { add, newElement, showLines } from "./elements.js";
 import { partOf, viewOf } from "./media.js";
 import { Stages, duration } from "./stages.js";
 import { TextWriter } from "./text.js";
@@ -207,26 +208,4 @@ export class Turn {
     while (this.writers.length <= index) this.writers.push(new TextWriter(add(this.text, "div", "choice")));
     return this.writers[index];
   }
-}
-
-/** Show lines as the paragraphs of a box, or hide it if there are none. */
-export function showLines(box, lines) {
-  box.replaceChildren(
-    ...lines.map((line) => {
-      const p = document.createElement("p");
-      p.textContent = line;
-      return p;
-    }),
-  );
-  box.hidden = lines.length === 0;
-}
-
-function newElement(tag, name = "") {
-  const element = document.createElement(tag);
-  element.className = name;
-  return element;
-}
-
-function add(parent, tag, name = "") {
-  return parent.appendChild(newElement(tag, name));
 }
