@@ -14,7 +14,15 @@ from shared.batches.input_file import InputCheck, InputLimits, LineCutter, Parse
 from shared.batches.line_set import LineSet
 from shared.batches.open_lines import BLOCK_BYTES, OpenLines
 from shared.batches.state import FinishedLine, checkpoint_after, is_complete, results_of
-from shared.errors import DiskFull, NotFound, Overloaded, QuotaExceeded, Unavailable, WorkerFailure
+from shared.errors import (
+    DiskFull,
+    NotFound,
+    Overloaded,
+    PagemillError,
+    QuotaExceeded,
+    Unavailable,
+    WorkerFailure,
+)
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.batch_log import (
@@ -32,9 +40,10 @@ from shared.stage.runtime import Context
 from shared.state import batch_files
 from shared.state.batch_log import BatchLog
 from shared.state.media_store import StoredFile
+from workers.gateway.app import error_response
 from workers.gateway.batches import results
 from workers.gateway.batches.calls import BatchApp, Call, call
-from workers.gateway.batches.results import Attempts
+from workers.gateway.batches.results import Answer, Attempts
 from workers.gateway.batches.slots import LineSlots
 
 # Results wait this long for others of the same block.
@@ -217,7 +226,7 @@ class BatchRun:
         while True:
             request_id = f"{begun.batch_id}-{number}-{attempts.number}"
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
-            answer = await call(self._endpoints, question, self._withdrawn)
+            answer = await self._call(question)
             if answer is None:
                 return
             delay_s = attempts.delay_after(answer.status, answer.body, random.random())
@@ -234,6 +243,15 @@ class BatchRun:
                 begun.batch_id, number, line.custom_id, "answer_too_large", message
             )
         self._add(result)
+
+    async def _call(self, question: Call) -> Answer | None:
+        """Return the answer of an endpoint to a line, whose files are stored for it before."""
+        try:
+            await batch_files.lend(self._bus, question.body, question.tenant)
+        except PagemillError as error:
+            refusal = error_response(error)
+            return Answer(refusal.status_code, bytes(refusal.body), question.request_id)
+        return await call(self._endpoints, question, self._withdrawn)
 
     def _release(self, model: str, _: asyncio.Task[None]) -> None:
         self._slots.release(model, self._begun.tenant)
