@@ -32,7 +32,7 @@ from shared.protocol.requests import OnLate
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
-from shared.stage.job import Job
+from shared.stage.job import EndJob, Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.stage import leave_queues, settle
@@ -49,6 +49,7 @@ from workers.coordinator.admission import (
     latest_deadline_ms,
     most_tokens,
 )
+from workers.coordinator.batch_orders import BatchOrders, id_of
 from workers.coordinator.intake import Intake
 from workers.coordinator.precedence import Precedence
 from workers.coordinator.reading import Reading
@@ -81,6 +82,7 @@ class Coordinator:
         self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
         self._turns = Turns(context.bus, self._delivery.tenant_weights)
         self._room = StoreRoom(context.bus)
+        self._batches = BatchOrders(context, self._room)
         self._precedence = Precedence()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id, held while a request is admitted."""
@@ -112,6 +114,8 @@ class Coordinator:
         await reading.stop(self._delivery.drain_s)
 
     def _request_of(self, delivery: Delivery) -> Job:
+        if subjects.is_batch_order(delivery.subject):
+            return self._job(delivery, id_of(delivery), self._batches.refuse)
         name = subjects.last_token(delivery.subject)
         has_log = names.has_own_log(name, delivery.tenant)
         request_id = subjects.request_id_of(delivery.subject) if has_log else None
@@ -123,7 +127,7 @@ class Coordinator:
     def _cancellation_of(self, delivery: Delivery) -> Job:
         return self._job(delivery, subjects.id_in(delivery.subject))
 
-    def _job(self, delivery: Delivery, request_id: str | None) -> Job:
+    def _job(self, delivery: Delivery, request_id: str | None, end: EndJob | None = None) -> Job:
         # Attempts take milliseconds, so they are not recorded, and each delivery counts as one.
         # Deliveries to older coordinators that could not read the request do not count before its
         # latest possible deadline.
@@ -132,10 +136,17 @@ class Coordinator:
         )
         is_counted = is_late or VERSION_HEADER not in delivery.headers
         history = History(failures=delivery.attempt - 1 if is_counted else 0, deaths=0)
-        return Job(delivery, self._context.bus.now_ms(), request_id, history=history)
+        return Job(delivery, self._context.bus.now_ms(), request_id, history=history, end=end)
 
     async def admit_or_end(self, job: Job) -> None:
-        """Forward a request to its first stage, or end it. Raises an error for an invalid id."""
+        """Forward a request to its first stage, or end it. Raises an error for an invalid id.
+
+        An order for a batch comes in the same queue.
+        """
+        if subjects.is_batch_order(job.delivery.subject):
+            with self._precedence.urgent():
+                await self._batches.carry_out(job)
+            return
         if job.request_id is None:
             # There is no log for an answer. The request becomes a dead letter.
             raise DecodeError(ID_RULE, field="request_id")

@@ -8,30 +8,27 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
-from shared.batches.orders import check_endpoint, parse_window
 from shared.batches.state import BatchState
 from shared.bus.bus import Bus
-from shared.errors import Fenced, InvalidRequest, NotFound
+from shared.errors import Fenced, NotFound
 from shared.protocol import subjects
-from shared.protocol.batch_log import BatchBegun, Results
-from shared.state import batch_files, batch_log, media_store
-from shared.state.media_store import StoredFile
+from shared.protocol.batch_log import Results
+from shared.protocol.batch_orders import MAX_BATCH_ID_LEN, BatchOrder
+from shared.state import batch_intake, batch_log
 from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import TooManyBatches
 from workers.gateway.schemas.batches import (
     BatchBody,
     BatchCounts,
     BatchErrors,
     BatchInputDetails,
-    BatchRequest,
     BatchUsage,
 )
 
 FILE_PREFIX = "file-"
 ID_BYTES = 16
 Kind = Literal["output", "errors"]
-_RESULT_FILE = re.compile(r"file-(batch_[0-9a-f]{32})-(output|errors)")
+_RESULT_FILE = re.compile(rf"file-([A-Za-z0-9_-]{{1,{MAX_BATCH_ID_LEN}}})-(output|errors)")
 
 
 class ResultFile(NamedTuple):
@@ -87,43 +84,21 @@ async def read_page(bus: Bus, state: BatchState, first_sequence: int) -> tuple[l
 
 
 async def begin(
-    context: AppContext, request: Request, caller: Caller, body: BatchRequest
+    context: AppContext, request: Request, caller: Caller, order: BatchOrder
 ) -> BatchState:
     """Begin a batch, and return its state. Raises InvalidRequest, NotFound or TooManyBatches.
 
     The same `Idempotency-Key` from the same tenant means the same batch.
     """
-    check_endpoint(body.endpoint)
-    limits, now_s = context.config.batch, context.now_s
-    window_s = parse_window(body.completion_window, limits.max_window_h)
-    file = await _find_input(context, caller.tenant, body.input_file_id)
-    deadline_s, expires_s = now_s + window_s, now_s + int(limits.ttl_s)
-    if (file.head.expires_s or expires_s) < deadline_s:
-        raise InvalidRequest(
-            "the input file expires before the window ends: upload it again with a later"
-            " expires_after",
-            field="input_file_id",
-        )
-    if body.output_expires_after is not None:
-        expires_s = min(expires_s, deadline_s + body.output_expires_after.seconds)
     await context.room.check()
     await context.quotas.check(caller.tenant, [subjects.BATCHES_STREAM])
-    await _check_unfinished(context, caller.tenant)
-    begun = BatchBegun(
-        _new_id(request, caller.tenant),
-        caller.tenant,
-        body.endpoint,
-        file.name,
-        now_s,
-        body.completion_window,
-        deadline_s,
-        expires_s,
-        body.metadata or {},
-    )
+    batch_id = _new_id(request, caller.tenant)
+    limits = context.config.batch
+    begun = await batch_intake.accept(context.bus, limits, caller.tenant, batch_id, order)
     try:
         await batch_log.begin(context.bus, begun)
     except Fenced:
-        return await find(context, caller, begun.batch_id)
+        return await find(context, caller, batch_id)
     return BatchState(begun)
 
 
@@ -133,35 +108,6 @@ def _new_id(request: Request, tenant: str) -> str:
         return f"batch_{secrets.token_hex(ID_BYTES)}"
     digest = hashlib.blake2b(f"{tenant}:{name}".encode(), digest_size=ID_BYTES)
     return f"batch_{digest.hexdigest()}"
-
-
-async def _find_input(context: AppContext, tenant: str, file_id: str) -> StoredFile:
-    name = media_store.parse_media_url(f"media:{file_id}")
-    if name is not None:
-        file = await batch_files.look_up(context.bus, name, tenant)
-        if file is not None:
-            return file
-        if await media_store.look_up(context.bus, name, tenant) is not None:
-            raise InvalidRequest(
-                "the input file must be uploaded with the purpose batch", field="input_file_id"
-            )
-    raise NotFound(f"there is no file {file_id!r}", field="input_file_id")
-
-
-async def _check_unfinished(context: AppContext, tenant: str) -> None:
-    """Raises TooManyBatches."""
-    limit, now_s = context.config.batch.max_unfinished, context.now_s
-    # A batch ends with its window.
-    orders = await batch_log.list_begun(context.bus, tenant)
-    recent = [order for order in orders if order.deadline_s > now_s]
-    if len(recent) < limit:
-        return
-    states = await batch_log.open_batches(context.bus, recent)
-    if sum(state.ended is None for state in states) >= limit:
-        raise TooManyBatches(
-            f"{limit} batches of this tenant have not ended, the limit (batch.max_unfinished):"
-            " try again when one has ended"
-        )
 
 
 async def find(context: AppContext, caller: Caller, batch_id: str) -> BatchState:

@@ -6,15 +6,23 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shared.errors import DiskFull, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from shared.errors import (
+    DiskFull,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    TooManyBatches,
+    Unavailable,
+)
+from shared.protocol.batch_orders import BatchOrder
 from shared.state import batch_log
 from workers.gateway.app import AppContext, Json
 from workers.gateway.backend import batches
 from workers.gateway.core.pages import page_of
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import TooManyBatches
 from workers.gateway.route_table import Parameter, RouteTable
-from workers.gateway.schemas.batches import BatchBody, BatchList, BatchRequest
+from workers.gateway.schemas.batches import BatchBody, BatchList
 
 ROUTES = RouteTable("Batches")
 PATH = "/v1/batches"
@@ -29,7 +37,7 @@ NEXT_HEADER = "x-next-after"
     PATH,
     "Run the requests of a file",
     answer=BatchBody,
-    body=BatchRequest,
+    body=BatchOrder,
     refuses=(DiskFull, NotFound, Overloaded, QuotaExceeded, TooManyBatches, Unavailable),
     parameters=(
         Parameter("Idempotency-Key", "header", "A name of the batch, for a repeated request"),
@@ -37,7 +45,7 @@ NEXT_HEADER = "x-next-after"
     counted=True,
 )
 async def create(context: AppContext, request: Request, caller: Caller) -> Response:
-    body = await context.bodies.decode(request, BatchRequest)
+    body = await context.bodies.decode(request, BatchOrder)
     return Json(batches.describe(await batches.begin(context, request, caller, body)))
 
 
