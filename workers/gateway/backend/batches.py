@@ -12,11 +12,12 @@ from shared.batches.state import BatchState
 from shared.bus.bus import Bus
 from shared.errors import Fenced, NotFound
 from shared.protocol import subjects
-from shared.protocol.batch_log import Results
 from shared.protocol.batch_orders import MAX_BATCH_ID_LEN, BatchOrder
 from shared.state import batch_intake, batch_log
 from workers.gateway.app import AppContext
+from workers.gateway.core.result_positions import ResultPosition, after_line
 from workers.gateway.http.auth import Caller
+from workers.gateway.http.sse import event
 from workers.gateway.schemas.batches import (
     BatchBody,
     BatchCounts,
@@ -27,6 +28,8 @@ from workers.gateway.schemas.batches import (
 
 FILE_PREFIX = "file-"
 ID_BYTES = 16
+POLL_S = 5.0
+"""Interval in which the log is read, in case a live record was lost."""
 Kind = Literal["output", "errors"]
 _RESULT_FILE = re.compile(rf"file-([A-Za-z0-9_-]{{1,{MAX_BATCH_ID_LEN}}})-(output|errors)")
 
@@ -76,11 +79,47 @@ async def read_result_file(bus: Bus, file: ResultFile) -> AsyncIterator[bytes]:
         yield bytes(content)
 
 
-async def read_page(bus: Bus, state: BatchState, first_sequence: int) -> tuple[list[Results], int]:
-    """Return some results from a sequence on, and the sequence from which more will follow."""
-    records, _ = await batch_log.read_results(bus, state.begun, first_sequence)
-    next_sequence = records[-1][0] + 1 if records else first_sequence
-    return [record for _, record in records], next_sequence
+async def read_page(
+    bus: Bus, state: BatchState, start: ResultPosition
+) -> tuple[list[tuple[bytes, ResultPosition]], ResultPosition, bool]:
+    """Return lines with results, each with the position after it, and the position after them all.
+
+    The last value is False if the log had no further record. Raises Unavailable.
+    """
+    records, more = await batch_log.read_results(bus, state.begun, start.sequence)
+    lines: list[tuple[bytes, ResultPosition]] = []
+    for sequence, record in records:
+        results = (*record.output, *record.errors)
+        num_read = start.num_read if sequence == start.sequence else 0
+        lines += [
+            (bytes(line), after_line(sequence, number, len(results)))
+            for number, line in enumerate(results, 1)
+            if number > num_read
+        ]
+    end = lines[-1][1] if lines else start
+    return lines, ResultPosition(more) if more else end, bool(more)
+
+
+async def result_events(
+    context: AppContext, caller: Caller, batch_id: str, start: ResultPosition
+) -> AsyncIterator[bytes]:
+    """Yield an event for each result, until the batch has ended. Raises NotFound, Unavailable."""
+    bus, position = context.bus, start
+    subject = subjects.stored_batch(subjects.batch_log(caller.tenant, batch_id))
+    live = await bus.subscribe(subject)
+    try:
+        while True:
+            # The state is read first, so that no result after the last page is missed.
+            state = await find(context, caller, batch_id)
+            lines, position, has_more = await read_page(bus, state, position)
+            for line, after in lines:
+                yield event(line, str(after))
+            if not has_more:
+                if state.ended is not None:
+                    return
+                await live.next(POLL_S)
+    finally:
+        await bus.unsubscribe(live)
 
 
 async def begin(
