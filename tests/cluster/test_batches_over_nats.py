@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from shared.client import new_request_id
 from tests import preloaded
-from tests.cluster.conftest import ROOT, Cluster, run, sign_in
+from tests.cluster.conftest import CONFIG, ROOT, Cluster, run, sign_in, start_cluster, stop_cluster
 from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -26,6 +26,15 @@ def line(number: int, **fields: Any) -> dict[str, Any]:
     message = {"role": "user", "content": "What can you do?"}
     body = {"model": "demo", "messages": [message], "max_tokens": 2} | fields
     return {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose gateway has the tenant of the clients' key."""
+    config = f"{CONFIG}gateway: {{tenant: local}}\n"
+    running = start_cluster(tmp_path_factory.mktemp("batches"), config)
+    yield running
+    stop_cluster(running)
 
 
 @pytest.fixture
@@ -112,7 +121,7 @@ async def test_a_file_of_http_is_run_over_nats(cluster: Cluster, nc: Client) -> 
     ("order", "code", "param"),
     [
         (b"no JSON", "invalid_request", None),
-        ({"lines": []}, "invalid_request", "endpoint"),
+        ({"lines": []}, "invalid_request", None),
         ({"endpoint": CHAT}, "invalid_request", "input_file_id"),
         ({"endpoint": CHAT, "input_file_id": "file-0"}, "not_found", "input_file_id"),
         ({"endpoint": "/v1/x", "lines": [line(0)]}, "invalid_request", "endpoint"),
