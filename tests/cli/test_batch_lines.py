@@ -18,6 +18,7 @@ from tests.cluster.conftest import ROOT
 from tests.support import documents
 from workers.cli import batch_lines
 from workers.cli.commands import batch
+from workers.cli.commands.requests import SamplingOptions
 
 IMAGES = ROOT / "ops" / "demo_images"
 CHAT = "/v1/chat/completions"
@@ -49,7 +50,7 @@ async def test_each_file_becomes_a_line(folder: Path, capsys: pytest.CaptureFixt
     (folder / "invoice.json").write_text('{"type": "object"}')
     (folder / "a.wav").write_bytes(b"RIFF")
     schema = Path("invoice.json")
-    sampling = batch.SamplingOptions(max_tokens=7, temperature=0.0)
+    sampling = SamplingOptions(max_tokens=7, temperature=0.0)
     image, sound = await made(
         capsys,
         IMAGES / "red.png",
