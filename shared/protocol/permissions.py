@@ -143,31 +143,7 @@ def permissions_of(identity: str) -> Permissions:
     base = _worker(identity)
     match identity:
         case "coordinator":
-            coordinator = _stage_worker(base).with_(
-                [
-                    SERVER_LIMITS,
-                    SERVER_ACCOUNTS,
-                    *_creates_streams(),
-                    _NAMES,
-                    *_consumes("*", subjects.REQUESTS_CONSUMER),
-                    # The probe of a stream is a purge of a subject that no message has.
-                    *_purges("*"),
-                    # All requests must be delivered again when their tasks are lost.
-                    f"$JS.API.CONSUMER.RESET.*.{subjects.REQUESTS_CONSUMER}",
-                    f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
-                    # The storage of tenants is measured by temporary consumers.
-                    *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
-                    *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
-                    *_measures(subjects.BATCHES_STREAM),
-                    # The status of a request may be in these streams, and a response in the last.
-                    *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM, subjects.STEPS_STREAM),
-                    # Batches that clients begin and cancel with the key of their tenant.
-                    *_BATCHES,
-                ],
-                [subjects.reading_filter(call) for call in subjects.READING_CALLS],
-            )
-            never = *coordinator.never_publish, *_purges(subjects.AUDIT_STREAM)
-            return replace(coordinator, never_publish=never)
+            return _coordinator(base)
         case "gateway":
             return _gateway(base)
         case "batcher":
@@ -238,6 +214,34 @@ def _stage_worker(base: Permissions) -> Permissions:
     protected = [stream for stream in _OTHER_STREAMS if stream not in (stages, results)]
     never = *_deletes(*protected), *map(_get, _OTHER_STREAMS)
     return replace(stage_worker, never_publish=never)
+
+
+def _coordinator(base: Permissions) -> Permissions:
+    coordinator = _stage_worker(base).with_(
+        [
+            SERVER_LIMITS,
+            SERVER_ACCOUNTS,
+            *_creates_streams(),
+            _NAMES,
+            *_consumes("*", subjects.REQUESTS_CONSUMER),
+            # The probe of a stream is a purge of a subject that no message has.
+            *_purges("*"),
+            # All requests must be delivered again when their tasks are lost.
+            f"$JS.API.CONSUMER.RESET.*.{subjects.REQUESTS_CONSUMER}",
+            f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
+            # The storage of tenants is measured by temporary consumers.
+            *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
+            *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
+            *_measures(subjects.BATCHES_STREAM),
+            # The status of a request may be in these streams, and a response in the last.
+            *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM, subjects.STEPS_STREAM),
+            # Batches that clients begin and cancel with the key of their tenant.
+            *_BATCHES,
+        ],
+        [subjects.reading_filter(call) for call in subjects.READING_CALLS],
+    )
+    never = *coordinator.never_publish, *_purges(subjects.AUDIT_STREAM)
+    return replace(coordinator, never_publish=never)
 
 
 def _gateway(base: Permissions) -> Permissions:

@@ -25,7 +25,7 @@ class PagedRecord(NamedTuple):
 
 
 class PagedLog(NamedTuple):
-    """A log whose records have numbers without a gap."""
+    """A log with records that are numbered without a gap."""
 
     stream: str
     subject: str

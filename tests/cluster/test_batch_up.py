@@ -63,5 +63,5 @@ def test_ctrl_c_stops_everything_and_the_same_command_continues(tmp_path: Path, 
     results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {result["custom_id"] for result in results} == {f"line-{n}" for n in range(600)}
     assert len(results) == 600
-    # The first results are those of the first run.
+    # Results of the first run were kept.
     assert 0 < num_before <= 600

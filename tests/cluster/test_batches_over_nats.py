@@ -30,7 +30,7 @@ def line(number: int, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster whose gateway has the tenant of the clients' key."""
+    """A cluster with a gateway for the tenant of the clients' key."""
     config = f"{CONFIG}gateway: {{tenant: local}}\n"
     running = start_cluster(tmp_path_factory.mktemp("batches"), config)
     yield running

@@ -103,13 +103,13 @@ async def make(
     Parameters
     ----------
     files
-        Files, or folders, whose files are used in the order of their names.
+        Files, or folders. The files of a folder are used in the order of their names.
     prompt
         The text of every request.
     system
         System message of every request.
     schema
-        File with a JSON schema, to which every answer must conform.
+        File with a JSON schema. Every answer conforms to it.
     pages_per_line
         Pages of a PDF file in one line; by default as many as a request of the model may have.
     upload

@@ -245,7 +245,7 @@ class BatchRun:
         self._add(result)
 
     async def _call(self, question: Call) -> Answer | None:
-        """Return the answer of an endpoint to a line, whose files are stored for it before."""
+        """Store the files that a line names, and return the answer of its endpoint."""
         try:
             await batch_files.lend(self._bus, question.body, question.tenant)
         except PagemillError as error:
