@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from shared.batches.input_file import MAX_CUSTOM_ID_LEN
+from shared.batches.orders import ENDPOINTS
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO
 from shared.responses.conversation import FileKind, kind_of_file
 from workers.cli.ask import read_media
 
-CHAT = "/v1/chat/completions"
+CHAT = ENDPOINTS[0]
 _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
 MAX_SCHEMA_NAME_LEN = 64
 

@@ -17,6 +17,7 @@ from workers import settings
 from workers.cli import batch_lines, batch_runs, batches
 from workers.cli.audited import audited
 from workers.cli.batch_display import BatchDisplay
+from workers.cli.batch_lines import CHAT
 from workers.cli.broker import connected
 from workers.cli.commands.requests import SamplingOptions
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, load
@@ -30,7 +31,6 @@ Endpoint = Annotated[str, Parameter(help="Endpoint that the lines call.")]
 Window = Annotated[str, Parameter(help="Time in which the batch must end, such as 90m, 24h or 7d.")]
 Tenant = Annotated[str, Parameter(help="Tenant of the batch; by default none.")]
 BatchId = Annotated[str, Parameter(help="Id of the batch.")]
-CHAT = "/v1/chat/completions"
 BY_DEFAULT = SamplingOptions()
 DEFAULT_PAGES = 8
 """Pages in a line for a model that is not configured."""
