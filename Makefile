@@ -61,7 +61,7 @@ sbom: .venv/dev  ## dist/pagemill-*.cdx.json: what the wheel brings, with hashes
 wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answers; part of CI
 	$(BIN)/python -m ops.wheel_check
 
-demo: .venv/installed  ## three images and a question, answered over NATS, one of them spoken, and an image painted
+demo: .venv/installed  ## images, sounds and a tool, answered over NATS; a speech, a painting, and a batch
 	$(BIN)/python -m ops.demo
 
 # Style and the pure packages need no cluster: they run in the time in which other tests wait, and

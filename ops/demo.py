@@ -2,7 +2,8 @@
 
 Starts nats-server and a process for each stage of the demo model, sends three questions about
 images, one about a clip, one about a sound and one without media, all at once. Then it requests a
-spoken answer, an image, and a name that only a tool knows. Exits 0 only if all answers are right.
+spoken answer, an image, a name that only a tool knows, and twelve answers about images as one
+batch. Exits 0 only if all answers are right.
 """
 
 import argparse
@@ -21,9 +22,11 @@ import uvloop
 from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from ops.demo_agent import LABEL, NAMES, NameServer, ToolAnswer, ask_with_tool
+from ops.demo_batch import BatchAnswers, run_batch, write_questions
 from ops.demo_media import DemoFailed, Painting, Speech, paint, speak
 from ops.harness.deployment import Deployment, deployment, preload_for
 from shared.bus.bus import Bus
@@ -43,6 +46,7 @@ IMAGE_FILE = SPEECH_FILE.with_name("image.png")
 # Any seed would do.
 PROMPT, SEED = "a red circle on blue", 1
 LETTER, WHOSE = IMAGES / "letter_k.png", "Whose letter is this?"
+NUM_LINES = 12
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 console = Console()
 
@@ -64,6 +68,8 @@ class Case(msgspec.Struct, frozen=True):
 
 CLIP = Case([], "Which way does the star move?", "right", video="star_moves_right.webp")
 SOUND = Case([], "Which digit is spoken?", "7", audio="seven.flac", model="hearing")
+CASES = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
+BATCH = [case for case in CASES if len(case.images) == 1][:NUM_LINES]
 
 
 @dataclass
@@ -107,9 +113,11 @@ class Demo:
     speech: Speech | None = None
     painting: Painting | None = None
     with_tool: ToolAnswer | None = None
+    batch: BatchAnswers | None = None
 
     async def run(self, site: Deployment) -> None:
-        """Send all questions at once and show the answers; then speak, paint and use the tool."""
+        """Send all questions at once and show the answers; then speak, paint, use the tool, and run
+        a batch."""
         self.progress = [Progress(case) for case in self.cases]
         async with site.bus("demo") as bus:
             with Live(self.live_table(), console=console, refresh_per_second=20) as live:
@@ -120,6 +128,10 @@ class Demo:
             self.speech = await speak(bus, replace(request, outputs=["text", "audio"]))
             self.painting = Painting(await paint(bus, PROMPT, SEED), RED, BLUE)
             self.with_tool = await ask_with_tool(site.http, LETTER, WHOSE)
+            questions = [(case.question, IMAGES / case.images[0]) for case in BATCH]
+            file = site.folder / "questions.jsonl"
+            write_questions(file, questions)
+            self.batch = await run_batch(bus, site.config, file)
 
     async def _ask(self, bus: Bus, state: Progress, live: Live) -> None:
         case = state.case
@@ -171,9 +183,8 @@ def _format_span(span: StageSpan) -> str:
 def pick_cases() -> list[Case]:
     """Return three questions about images, one about a clip, one about a sound, one without
     media."""
-    cases = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
-    with_images = [case for case in cases if case.images]
-    return [*with_images[:3], CLIP, SOUND, next(case for case in cases if not case.images)]
+    with_images = [case for case in CASES if case.images]
+    return [*with_images[:3], CLIP, SOUND, next(case for case in CASES if not case.images)]
 
 
 def _save_svg(demo: Demo, file: Path) -> None:
@@ -232,6 +243,24 @@ def show_call(answer: ToolAnswer) -> bool:
     return fault is None
 
 
+def show_batch(batch: BatchAnswers) -> bool:
+    """Print the outcome of the batch; return whether all its answers are right."""
+    wrong = [
+        f"{case.question} ({case.images[0]}) {batch.texts.get(number, 'no answer')}"
+        for number, case in enumerate(BATCH)
+        if case.expect not in batch.texts.get(number, "").lower()
+    ]
+    right = len(BATCH) - len(wrong)
+    console.print(
+        f"\nbatch {batch.status}: {right} of {len(BATCH)} answers about images are right, in"
+        f" {batch.took_s:.1f} s",
+        highlight=False,
+    )
+    for answer in wrong:
+        console.print(f"[red]wrong[/]: {escape(answer)}", highlight=False)
+    return not wrong and batch.status == "completed"
+
+
 async def run_demo(
     demo: Demo, tree: dict[str, Any], folder: Path, preloader: Preloader | None
 ) -> None:
@@ -254,21 +283,23 @@ def report(demo: Demo) -> int:
     spoken_right = demo.speech is not None and show_speech(demo.speech, demo.cases[-1].expect)
     painted_right = demo.painting is not None and show_painting(demo.painting)
     called_right = demo.with_tool is not None and show_call(demo.with_tool)
+    batch_right = demo.batch is not None and show_batch(demo.batch)
     right = sum(state.is_right for state in demo.progress)
-    right += spoken_right + painted_right + called_right
-    num = len(demo.cases) + 3
+    right += spoken_right + painted_right + called_right + batch_right
+    num = len(demo.cases) + 4
     verdict = f"{right} of {num} answers are right"
     console.print(f"[bold {'green' if right == num else 'red'}]{verdict}[/]")
     return 0 if right == num else 1
 
 
 def demo_config(tool_url: str) -> dict[str, Any]:
-    """Return the embedded configuration with the model that hears, and with the tool."""
+    """Return the embedded configuration with the model that hears, the tool, and batches."""
     tree: dict[str, Any] = msgspec.yaml.decode(settings.EMBEDDED)
     [(name, hearing)] = msgspec.yaml.decode(HEARING.read_bytes())["models"].items()
     tree["models"][name] = hearing | {"path": str(HEARING.parent)}
     server = {"url": tool_url, "require_approval": "never"}
-    return tree | {"agent": {"servers": {LABEL: server}, "mcp_networks": ["127.0.0.0/8"]}}
+    agent = {"servers": {LABEL: server}, "mcp_networks": ["127.0.0.0/8"]}
+    return tree | {"agent": agent, "batch": {}}
 
 
 def main(svg: Path | None) -> int:

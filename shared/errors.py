@@ -149,6 +149,14 @@ class QuotaExceeded(RequestError):
     retry_after_s = 60.0
 
 
+class TooManyBatches(RequestError):
+    """A tenant has as many unfinished batches as it may have."""
+
+    code = "too_many_batches"
+    retryable = True
+    retry_after_s = 60.0
+
+
 class Cancelled(RequestError):
     code = "cancelled"
 

@@ -100,8 +100,8 @@ ALLOWED = {
     "workers.cli.models.local": {"huggingface_hub"},
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
+    "workers.cli.batch_lines": {".read_bytes"},
     "workers.cli.batches": {".open"},
-    "workers.cli.commands.batch": {".open"},
     "workers.cli.backup.archive": {"os.open", ".open"},
     "workers.cli.sound": {".open"},
     "workers.cli.commands.dead": {".read_bytes"},

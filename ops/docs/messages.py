@@ -28,6 +28,7 @@ from ops.docs.tables import (
 from shared.protocol import (
     audit,
     batch_log,
+    batch_orders,
     exceeded_shares,
     full_stores,
     messages,
@@ -42,6 +43,7 @@ from shared.protocol import (
 MODULES = (
     audit,
     batch_log,
+    batch_orders,
     exceeded_shares,
     full_stores,
     messages,

@@ -13,9 +13,10 @@ import msgspec
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.config.schema import Config
 from workers import settings
 from workers.cli.commands.worker import preload
-from workers.roles import AGENT, WorkerSpec, default_workers
+from workers.roles import AGENT, BATCHER, WorkerSpec, default_workers
 from workers.supervisor.cluster import LocalCluster
 from workers.supervisor.preloader import Preloader
 
@@ -29,9 +30,12 @@ class Deployment:
     A worker that ends is replaced, as by `pagemill up`.
     """
 
-    def __init__(self, cluster: LocalCluster, workers: Sequence[WorkerSpec], folder: Path) -> None:
+    def __init__(
+        self, cluster: LocalCluster, config: Config, workers: Sequence[WorkerSpec], folder: Path
+    ) -> None:
         self._cluster = cluster
         self._workers = workers
+        self.config = config
         self.url = cluster.url
         """URL of the broker."""
         self.folder = folder
@@ -91,8 +95,8 @@ async def deployment(
 
     `tree` is the content of `pagemill.yaml`; ports that it omits are free ones, and the broker's
     store is in `folder`, by default a temporary one. Without `workers`, the workers of
-    `pagemill up` run, with a gateway unless `gateway` is false, and with an agent if the
-    configuration has one. Workers are forked from the `preloader`, if there is one.
+    `pagemill up` run, with a gateway unless `gateway` is false, and with an agent or a batcher if
+    the configuration has its section. Workers are forked from the `preloader`, if there is one.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -102,12 +106,13 @@ async def deployment(
         if workers is None:
             workers = default_workers(config)
             workers += [WorkerSpec(AGENT)] if AGENT in tree else []
+            workers += [WorkerSpec(BATCHER)] if "batch" in tree else []
             workers += [WorkerSpec("gateway")] if gateway else []
         log = folder / "workers.log"
         cluster = LocalCluster(config, file, workers, log_file=log, preloader=preloader)
         try:
             await cluster.start()
-            yield Deployment(cluster, workers, folder)
+            yield Deployment(cluster, config, workers, folder)
         finally:
             await cluster.stop()
 

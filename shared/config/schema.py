@@ -233,8 +233,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     reserve of a tenth leave free. Its share of a busy model is its weight times the mean use of all
     tenants; beyond it, its requests are served in the batch lane."""
     tenant_reads: Positive = 32
-    """Limit on the reads (`pm.read`, `pm.state`, `pm.file`) of one tenant that each coordinator has
-    in flight. Further reads are refused."""
+    """Limit on the reads (`pm.read`, `pm.state`, `pm.results`, `pm.file`) of one tenant that each
+    coordinator has in flight. Further reads are refused."""
     token_log_age_s: Seconds = 3600.0
     """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"

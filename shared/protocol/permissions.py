@@ -47,6 +47,13 @@ _OTHER_STREAMS = (
     subjects.BATCHJOBS_STREAM, subjects.BATCHES_STREAM,
 )  # fmt: skip
 
+# The subjects to begin, cancel and read batches.
+_BATCHES = (
+    subjects.BATCH_FILTER,
+    subjects.BATCHJOBS_FILTER,
+    f"$JS.API.DIRECT.GET.{subjects.BATCHES_STREAM}",
+)
+
 # Identities that may create streams. Only the operator may change them, with `pagemill migrate`.
 _CREATORS = ("coordinator", OPERATOR)
 
@@ -93,6 +100,11 @@ TENANT_SUBJECTS = (
     TenantSubject("pm.request.*.*", f"pm.request.{{}}.{subjects.WITH_KEY}.*.*"),
     TenantSubject("pm.cancel.*", f"pm.cancel.{{}}.{subjects.WITH_KEY}.*"),
     TenantSubject("pm.tokens.>", "pm.tokens.{}.>", is_stream=True),
+    TenantSubject("pm.batch.*", f"pm.request.{{}}.{subjects.WITH_KEY}.{subjects.BATCH_ORDER}.*"),
+    TenantSubject(
+        "pm.batch.*.cancel", f"pm.request.{{}}.{subjects.WITH_KEY}.{subjects.BATCH_CANCEL}.*"
+    ),
+    TenantSubject("pm.batches.*", "pm.batches.{}.*.log", is_stream=True),
     # For the last record of a log, which contains the end of a request.
     TenantSubject(f"{_DIRECT_GET}.pm.tokens.>", f"{_DIRECT_GET}.pm.tokens.{{}}.>"),
     *(
@@ -131,29 +143,7 @@ def permissions_of(identity: str) -> Permissions:
     base = _worker(identity)
     match identity:
         case "coordinator":
-            coordinator = _stage_worker(base).with_(
-                [
-                    SERVER_LIMITS,
-                    SERVER_ACCOUNTS,
-                    *_creates_streams(),
-                    _NAMES,
-                    *_consumes("*", subjects.REQUESTS_CONSUMER),
-                    # The probe of a stream is a purge of a subject that no message has.
-                    *_purges("*"),
-                    # All requests must be delivered again when their tasks are lost.
-                    f"$JS.API.CONSUMER.RESET.*.{subjects.REQUESTS_CONSUMER}",
-                    f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
-                    # The storage of tenants is measured by temporary consumers.
-                    *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
-                    *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
-                    *_measures(subjects.BATCHES_STREAM),
-                    # The status of a request may be in these streams, and a response in the last.
-                    *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM, subjects.STEPS_STREAM),
-                ],
-                [subjects.reading_filter(call) for call in subjects.READING_CALLS],
-            )
-            never = *coordinator.never_publish, *_purges(subjects.AUDIT_STREAM)
-            return replace(coordinator, never_publish=never)
+            return _coordinator(base)
         case "gateway":
             return _gateway(base)
         case "batcher":
@@ -226,6 +216,34 @@ def _stage_worker(base: Permissions) -> Permissions:
     return replace(stage_worker, never_publish=never)
 
 
+def _coordinator(base: Permissions) -> Permissions:
+    coordinator = _stage_worker(base).with_(
+        [
+            SERVER_LIMITS,
+            SERVER_ACCOUNTS,
+            *_creates_streams(),
+            _NAMES,
+            *_consumes("*", subjects.REQUESTS_CONSUMER),
+            # The probe of a stream is a purge of a subject that no message has.
+            *_purges("*"),
+            # All requests must be delivered again when their tasks are lost.
+            f"$JS.API.CONSUMER.RESET.*.{subjects.REQUESTS_CONSUMER}",
+            f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
+            # The storage of tenants is measured by temporary consumers.
+            *_measures(subjects.TOKENS_STREAM, subjects.MEDIA_STREAM),
+            *_measures(subjects.JOBS_STREAM, subjects.DEAD_STREAM),
+            *_measures(subjects.BATCHES_STREAM),
+            # The status of a request may be in these streams, and a response in the last.
+            *_reads(subjects.JOBS_STREAM, subjects.SCALE_STREAM, subjects.STEPS_STREAM),
+            # Batches that clients begin and cancel with the key of their tenant.
+            *_BATCHES,
+        ],
+        [subjects.reading_filter(call) for call in subjects.READING_CALLS],
+    )
+    never = *coordinator.never_publish, *_purges(subjects.AUDIT_STREAM)
+    return replace(coordinator, never_publish=never)
+
+
 def _gateway(base: Permissions) -> Permissions:
     logs, steps, media = subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM
     stages = subjects.STAGES_STREAM
@@ -245,8 +263,7 @@ def _gateway(base: Permissions) -> Permissions:
             f"$JS.API.CONSUMER.INFO.{subjects.RESPONSES_STREAM}.*",
             # The responses and media of tenants are measured by temporary consumers.
             *_measures(steps, media),
-            subjects.BATCH_FILTER, subjects.BATCHJOBS_FILTER,
-            *_reads(subjects.BATCHES_STREAM), *_purges(subjects.BATCHES_STREAM),
+            *_BATCHES, *_purges(subjects.BATCHES_STREAM),
         ],
         _REPUBLISHED,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Requests that coordinators answer about stored answers, and their replies. All are JSON.
 
-ReadRequest    → LogPage | ErrorReply          pm.read.<id>
-(empty)        → RequestStatus | ErrorReply    pm.state.<id>
-FileRequest    → FilePage | ErrorReply         pm.file.<sha256>
+ReadRequest       → LogPage | ErrorReply          pm.read.<id>
+(empty)           → RequestStatus | ErrorReply    pm.state.<id>
+ResultsRequest    → LogPage | ErrorReply          pm.results.<id of a batch>
+FileRequest       → FilePage | ErrorReply         pm.file.<sha256>
 """
 
 from typing import Annotated, Literal
@@ -15,7 +16,7 @@ from shared.protocol.pipeline import TEXT
 from shared.protocol.records import StageSpan
 
 MAX_REQUEST_BYTES = 2**12
-"""Limit on a ReadRequest or a FileRequest, which have few fields."""
+"""Limit on a request, which has few fields."""
 MAX_PAGE_BYTES = 2**20
 MAX_RECORDS = 256
 """Limit on the records of a page, each of which takes a coordinator tens of microseconds."""
@@ -35,14 +36,23 @@ class ReadRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Output of the request. Each output has a separate log."""
 
 
+class ResultsRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Request for a page of a batch's log. An empty message is a request with all defaults."""
+
+    start: Position = msgspec.field(name="from", default=0)
+    """`index` of the first record to read."""
+    max_bytes: PageBytes = 2**18
+    """Limit on the size of all records of the page. One record may be larger."""
+
+
 class LogPage(Struct, frozen=True):
-    """Page of a token log."""
+    """Page of a token log, or of the log of a batch."""
 
     records: list[Raw]
     """At most 256 consecutive records, each as live readers get it. The page is empty if the log
     has no further record yet."""
     next: int
-    """`index` of the next record, for the next ReadRequest and for live records."""
+    """`index` of the next record, for the next request and for live records."""
     ended: bool
     """Whether the log has ended, and has no record after this page."""
 
@@ -118,4 +128,5 @@ class RequestStatus(Struct, frozen=True):
 
 
 decode_read_request = json_or_msgpack(ReadRequest)
+decode_results_request = json_or_msgpack(ResultsRequest)
 decode_file_request = json_or_msgpack(FileRequest)

@@ -51,6 +51,9 @@ CANCELS_SUBJECTS = ("pm.cancel.*", "pm.cancel.*.*")
 # Token after the tenant in the subjects of requests and cancellations that a client has published
 # with the key of its tenant. They are in queues of this tenant, see `queues_of_tenant`.
 WITH_KEY = "key"
+# Tokens in place of a model in the subjects of a tenant's orders for batches and of their
+# cancellations. No model has such a token, see `names.encode_model`.
+BATCH_ORDER, BATCH_CANCEL = "=batch", "=cancel"
 ATTEMPTS_FILTER = "pm.attempt.*"
 RESULTS_FILTER = "pm.result.*"
 MEDIA_FILTER = "pm.media.>"
@@ -75,7 +78,7 @@ RESPONSES_FILTER = "pm.response.*"
 STEP_FILTER = "pm.step.>"
 STEPS_FILTER = "pm.steps.>"
 BATCHJOBS_FILTER = "pm.batchjob.*"
-BATCH_FILTER = "pm.batch.>"
+BATCH_FILTER = "pm.batchlog.>"
 BATCHES_FILTER = "pm.batches.>"
 BATCHES_BEGUN = "pm.batches.*.*.begun"
 APPEND_FILTER = "pm.append.>"
@@ -129,6 +132,15 @@ def without_key(subject: str) -> str:
     if len(parts) == 6 and parts[3] == WITH_KEY:
         del parts[3]
     return ".".join(parts)
+
+
+def is_batch_order(subject: str) -> bool:
+    """Return whether a message in a queue of requests begins or cancels a batch."""
+    return subject.split(".")[-2:-1] in ([BATCH_ORDER], [BATCH_CANCEL])
+
+
+def is_batch_cancellation(subject: str) -> bool:
+    return subject.split(".")[-2:-1] == [BATCH_CANCEL]
 
 
 def requests_of_model(model: str) -> tuple[str, str, str]:
@@ -285,13 +297,14 @@ def renderer_of_tenants(call: str, model: str) -> str:
 # Queue group of the renderers that answer on these subjects.
 RENDERERS_GROUP = "renderers"
 
-READING_CALLS = ("read", "state", "file")
+READING_CALLS = ("read", "state", "results", "file")
 
 
 def reading(call: str, name: str) -> str:
     """Subject on which coordinators answer a call of `shared.protocol.reading`.
 
-    `name` is a request id or the SHA-256 of a file, each with or without a tenant.
+    `name` is the id of a request or a batch, or the SHA-256 of a file, each with or without a
+    tenant.
     """
     return f"pm.{call}.{name}"
 
@@ -365,38 +378,43 @@ def steps_of_tenant(tenant: str) -> str:
     return f"pm.steps.{_tenant_token(tenant)}.*"
 
 
-def batch_job(batch_id: str) -> str:
+def batch_job(tenant: str, batch_id: str) -> str:
     """Subject of the message of a batch in the queue of batches."""
-    return f"pm.batchjob.{batch_id}"
+    return f"pm.batchjob.{scoped_id(batch_id, tenant)}"
 
 
 def stored_batch(subject: str) -> str:
     """Subject under which the server stores a message of `BATCH_FILTER`, for its readers."""
-    return subject.replace("pm.batch.", "pm.batches.", 1)
+    return subject.replace("pm.batchlog.", "pm.batches.", 1)
 
 
 def batch_begun(tenant: str, batch_id: str) -> str:
     """Subject of the order of a client to run a batch. With `*` as the id, all of a tenant."""
-    return f"pm.batch.{_tenant_token(tenant)}.{batch_id}.begun"
+    return f"{_batches_of(tenant)}.{batch_id}.begun"
 
 
 def batch_cancelled(tenant: str, batch_id: str) -> str:
     """Subject of the order of a client to cancel a batch."""
-    return f"pm.batch.{_tenant_token(tenant)}.{batch_id}.cancelled"
+    return f"{_batches_of(tenant)}.{batch_id}.cancelled"
 
 
 def batch_log(tenant: str, batch_id: str) -> str:
     """Subject of the records of a batch."""
-    return f"pm.batch.{_tenant_token(tenant)}.{batch_id}.log"
+    return f"{_batches_of(tenant)}.{batch_id}.log"
 
 
 def batch_file(tenant: str, name: str) -> str:
     """Subject of the head of an input file. `name` is the SHA-256 of its bytes."""
-    return f"pm.batch.{_tenant_token(tenant)}.file.{name}"
+    return f"{_batches_of(tenant)}.file.{name}"
 
 
 def batch_file_chunk(tenant: str, name: str, number: int | str) -> str:
     return f"{batch_file(tenant, name)}.{number}"
+
+
+def _batches_of(tenant: str) -> str:
+    """Without a tenant, its token is the mark alone, so that all subjects have the same form."""
+    return f"pm.batchlog.{TENANT_MARK}{tenant}"
 
 
 def media_upload(tenant: str, name: str) -> str:

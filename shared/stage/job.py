@@ -39,6 +39,9 @@ MAX_NEWER_PAUSE_S = 2.0
 _log = structlog.get_logger()
 
 
+EndJob = Callable[["Job", PagemillError], Awaitable[None]]
+
+
 class Job:
     """A delivery in a worker, from its arrival to its settlement.
 
@@ -54,7 +57,7 @@ class Job:
         header: TaskHeader | None = None,
         *,
         history: History = NO_HISTORY,
-        end: "Callable[[Job, PagemillError], Awaitable[None]] | None" = None,
+        end: EndJob | None = None,
     ) -> None:
         self.delivery = delivery
         self.received_ms = received_ms

@@ -5,21 +5,30 @@ its chunks are moved here. As there, the name of a file is the SHA-256 of its by
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import hashlib
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import islice
 
 from msgspec.structs import replace
 
 from shared.batches.input_file import LineCutter, RawLine
 from shared.bus.bus import Bus
+from shared.bus.streams import MEDIA_REUSE_S
 from shared.errors import NotFound
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import MediaHead, decode_media_head
 from shared.protocol.requests import tenant_header
+from shared.state import media_store
 from shared.state.media_store import CHUNK_BYTES, MAX_CHUNKS_IN_FLIGHT, StoredFile
 
 ROLLUP = {"Nats-Rollup": "sub"}
 """Header of a message that replaces all earlier messages of its subject."""
+MAX_LENT = 256
+"""Limit on the files of one request. More than any request may use are ignored."""
+_FILE_NAME = re.compile(rb"(?:media:|file-)([0-9a-f]{64})")
 
 
 async def adopt(bus: Bus, name: str, head: MediaHead, expires_s: int, tenant: str) -> StoredFile:
@@ -27,30 +36,74 @@ async def adopt(bus: Bus, name: str, head: MediaHead, expires_s: int, tenant: st
 
     An equal file is replaced. Raises Overloaded if the stream is full, and Unavailable.
     """
-    ttl_s = max(1, round(expires_s - bus.now_ms() / 1000))
+
+    async def read(number: int) -> bytes:
+        chunk = await bus.read_last(
+            subjects.MEDIA_STREAM, subjects.media_chunk(head.chunks or name, number)
+        )
+        if chunk is None:
+            raise NotFound("the file was removed while it was stored")
+        return chunk.data
+
+    stored = replace(head, chunks=None, expires_s=expires_s)
+    file = await _write(bus, name, stored, read, tenant)
+    await bus.purge(subjects.MEDIA_STREAM, subjects.media_chunks(head.chunks or name))
+    return file
+
+
+async def store(bus: Bus, content: bytes, expires_s: int, tenant: str) -> StoredFile:
+    """Store an input file that came in one message. Raises like `adopt`."""
+    num_chunks = math.ceil(len(content) / CHUNK_BYTES)
+    head = MediaHead(len(content), num_chunks, None, None, "batch", expires_s)
+
+    async def read(number: int) -> bytes:
+        return content[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+    return await _write(bus, hashlib.sha256(content).hexdigest(), head, read, tenant)
+
+
+async def _write(
+    bus: Bus,
+    name: str,
+    head: MediaHead,
+    read: Callable[[int], Awaitable[bytes]],
+    tenant: str,
+) -> StoredFile:
+    """Write the chunks that `read` returns by their numbers, and then the head of the file."""
+    ttl_s = max(1, round((head.expires_s or 0) - bus.now_ms() / 1000))
     headers = tenant_header(tenant) | ROLLUP | {"Nats-TTL": f"{ttl_s}s"}
     credit = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
 
     async def copy(number: int) -> None:
         async with credit:
-            source = subjects.media_chunk(head.chunks or name, number)
-            chunk = await bus.read_last(subjects.MEDIA_STREAM, source)
-            if chunk is None:
-                raise NotFound("the file was removed while it was stored")
             target = subjects.batch_file_chunk(tenant, name, number)
-            await bus.publish_without_id(target, chunk.data, headers)
+            await bus.publish_without_id(target, await read(number), headers)
 
     was_stored = await look_up(bus, name, tenant) is not None
     try:
         await asyncio.gather(*(copy(number) for number in range(head.num_chunks)))
-        stored = replace(head, chunks=None, expires_s=expires_s)
-        await bus.publish_without_id(subjects.batch_file(tenant, name), to_json(stored), headers)
+        await bus.publish_without_id(subjects.batch_file(tenant, name), to_json(head), headers)
     except BaseException:
         if not was_stored:
             await _purge(bus, name, tenant)
         raise
-    await bus.purge(subjects.MEDIA_STREAM, subjects.media_chunks(head.chunks or name))
-    return StoredFile(name, stored, bus.now_ms())
+    return StoredFile(name, head, bus.now_ms())
+
+
+async def lend(bus: Bus, body: bytes, tenant: str) -> None:
+    """Store the input files that the body of a request names as media, where renderers read them.
+
+    Media expire within hours, and these files are stored for as long as their batch. Raises
+    NotFound, Overloaded or Unavailable.
+    """
+    names = dict.fromkeys(match[1].decode() for match in _FILE_NAME.finditer(body))
+    for name in islice(names, MAX_LENT):
+        if (file := await look_up(bus, name, tenant)) is None:
+            continue
+        media = await media_store.look_up(bus, name, tenant)
+        if media is None or bus.now_ms() - media.stored_ms > 1000 * MEDIA_REUSE_S:
+            content = [data async for data, _ in read(bus, file, tenant)]
+            await media_store.store(bus, name, b"".join(content), tenant)
 
 
 async def look_up(bus: Bus, name: str, tenant: str) -> StoredFile | None:

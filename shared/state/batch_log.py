@@ -9,13 +9,16 @@ from msgspec import structs
 
 from shared.batches.state import BatchState
 from shared.bus.bus import Bus
-from shared.errors import Fenced, UnsupportedVersion
+from shared.errors import Fenced, PagemillError, UnsupportedVersion
 from shared.protocol import names, subjects
 from shared.protocol.batch_log import (
     BatchBegun,
     BatchCancelled,
+    BatchEnded,
     BatchJob,
     BatchRecord,
+    Checkpoint,
+    LineError,
     Results,
     decode_batch_begun,
     decode_batch_cancelled,
@@ -24,9 +27,12 @@ from shared.protocol.batch_log import (
 from shared.protocol.encoding import to_json
 from shared.protocol.requests import tenant_header
 from shared.protocol.stored_size import LOG_BYTES_HEADER
+from shared.state.log_pages import PagedLog, PagedRecord
 
 READ_AT_ONCE = 16
 BATCHER = "batcher"
+CANCELLED_EARLY_S = 3600.0
+"""Time for which the cancellation of an unknown batch is stored."""
 
 
 class BatchLog:
@@ -112,9 +118,30 @@ async def _read_cancelled(bus: Bus, tenant: str, batch_id: str) -> BatchCancelle
 
 
 async def begin(bus: Bus, begun: BatchBegun) -> None:
-    """Store the order to run a batch, and queue the batch. Raises Overloaded or Unavailable."""
+    """Store the order to run a batch, and queue the batch.
+
+    Raises Fenced if the tenant has a batch with this id, Overloaded or Unavailable.
+    """
     # A batcher waits for the order of a queued batch, but no process queues a forgotten order.
     await queue_batch(bus, begun)
+    await _store_order(bus, begun)
+
+
+async def refuse(bus: Bus, begun: BatchBegun, error: PagemillError) -> None:
+    """Store a batch that has failed before any of its lines was read, unless it exists.
+
+    Raises Overloaded or Unavailable.
+    """
+    reason = LineError(error.code, error.message, param=error.field)
+    end = BatchEnded(0, begun.created_s, "failed", Checkpoint(), [reason])
+    # A batch exists when its order is stored, so the order comes last.
+    with contextlib.suppress(Fenced):
+        await BatchLog(bus, BatchState(begun), 0).append(end)
+    with contextlib.suppress(Fenced):
+        await _store_order(bus, begun)
+
+
+async def _store_order(bus: Bus, begun: BatchBegun) -> None:
     subject = subjects.batch_begun(begun.tenant, begun.batch_id)
     ttl_s = begun.expires_s - bus.now_ms() / 1000
     await bus.append(subject, to_json(begun), 0, ttl_s, tenant_header(begun.tenant))
@@ -123,17 +150,29 @@ async def begin(bus: Bus, begun: BatchBegun) -> None:
 async def queue_batch(bus: Bus, begun: BatchBegun) -> None:
     """Queue a batch, unless it is queued. Raises Overloaded or Unavailable."""
     job = to_json(BatchJob(begun.batch_id, begun.tenant))
-    await bus.publish_without_id(subjects.batch_job(begun.batch_id), job)
+    await bus.publish_without_id(subjects.batch_job(begun.tenant, begun.batch_id), job)
 
 
 async def cancel(bus: Bus, begun: BatchBegun) -> None:
     """Store the order to cancel a batch. Raises Overloaded or Unavailable."""
-    now_s = bus.now_ms() / 1000
-    subject = subjects.batch_cancelled(begun.tenant, begun.batch_id)
-    order = to_json(BatchCancelled(int(now_s)))
-    headers = tenant_header(begun.tenant)
+    ttl_s = begun.expires_s - bus.now_ms() / 1000
+    await _store_cancellation(bus, begun.tenant, begun.batch_id, ttl_s)
+
+
+async def cancel_by_id(bus: Bus, tenant: str, batch_id: str) -> None:
+    """Cancel a batch, also one whose order arrives later. Raises Overloaded or Unavailable."""
+    log = await open_batch(bus, tenant, batch_id)
+    if log is None:
+        await _store_cancellation(bus, tenant, batch_id, CANCELLED_EARLY_S)
+    elif log.state.ended is None:
+        await cancel(bus, log.state.begun)
+
+
+async def _store_cancellation(bus: Bus, tenant: str, batch_id: str, ttl_s: float) -> None:
+    subject = subjects.batch_cancelled(tenant, batch_id)
+    order = to_json(BatchCancelled(int(bus.now_ms() / 1000)))
     with contextlib.suppress(Fenced):  # The batch is cancelled already.
-        await bus.append(subject, order, 0, begun.expires_s - now_s, headers)
+        await bus.append(subject, order, 0, ttl_s, tenant_header(tenant))
 
 
 async def list_begun(bus: Bus, tenant: str) -> list[BatchBegun]:
@@ -169,6 +208,17 @@ async def read_results(
         if isinstance(record := decode_batch_record(message.data), Results)
     ]
     return results, stored[-1].sequence + 1 if stored and has_more else 0
+
+
+def paged(tenant: str, batch_id: str) -> PagedLog:
+    """Return the log of a batch for readers of pages."""
+    subject = subjects.stored_batch(subjects.batch_log(tenant, batch_id))
+    return PagedLog(subjects.BATCHES_STREAM, subject, _decode_paged)
+
+
+def _decode_paged(data: bytes) -> PagedRecord | None:
+    record = decode_batch_record(data)
+    return None if record is None else PagedRecord(record.index, isinstance(record, BatchEnded))
 
 
 async def remove_results(bus: Bus, log: BatchLog) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from shared.batches.state import FinishedLine, checkpoint_after, results_of
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol.batch_log import BatchBegun, BatchEnded, Checkpoint, Claimed, Validated
 from shared.state import batch_log
+from tests import preloaded
 from tests.cluster.conftest import ROOT
 from tests.support.waiting import until
 from workers.cli.commands import batch
@@ -40,18 +43,24 @@ def file(folder: Path) -> Path:
     return folder / "in.jsonl"
 
 
+async def newest(bus: Bus, tenant: str) -> BatchBegun:
+    begun: list[BatchBegun] = await until(lambda: batch_log.list_begun(bus, tenant))
+    return begun[0]
+
+
 async def finish(bus: Bus, tenant: str) -> BatchBegun:
     """Run the newest batch of a tenant: the last of its four lines has an error."""
-    begun: list[BatchBegun] = await until(lambda: batch_log.list_begun(bus, tenant))
-    log = await batch_log.open_batch(bus, tenant, begun[0].batch_id)
+    begun = await newest(bus, tenant)
+    log = await batch_log.open_batch(bus, tenant, begun.batch_id)
     assert log is not None
     await log.append(Claimed(0, 1, "b", Checkpoint()))
     await log.append(Validated(1, 1, Checkpoint(num_lines=4, began_s=1)))
-    lines = [FinishedLine(n, b'{"n":%d}' % n, n == 4) for n in range(1, 5)]
+    lines = [FinishedLine(n, b'{"n":%d}' % n, False) for n in range(1, 4)]
+    lines.append(FinishedLine(4, b'{"n":4,"error":{"code":"invalid_media"}}', True))
     now = checkpoint_after(log.state.checkpoint, lines, lambda line: (line, 0))
     await log.append(results_of(2, 1, lines, now))
     await log.append(BatchEnded(3, 1, "completed", now))
-    return begun[0]
+    return begun
 
 
 async def test_a_file_is_run_once_and_its_results_are_written(
@@ -64,14 +73,19 @@ async def test_a_file_is_run_once_and_its_results_are_written(
     tenant, url = f"t{secrets.token_hex(4)}", broker.url
     finishing = asyncio.create_task(finish(bus, tenant))
     output = folder / "out.jsonl"
-    assert await batch.run(file, output=output, tenant=tenant, nats=url) == 2
+    command = ("batch", "run", file.name, "-o", output.name, "--tenant", tenant, "--nats", url)
+    done = await asyncio.to_thread(preloaded.run, *command, cwd=folder)
     begun = await finishing
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "completed; answers: 3, in out.jsonl" in done.stderr
+    assert "1 error: 1 invalid_media; in out.errors.jsonl" in done.stderr
     assert output.read_text() == '{"n":1}\n{"n":2}\n{"n":3}\n'
-    assert (folder / "out.errors.jsonl").read_text() == '{"n":4}\n'
+    assert json.loads((folder / "out.errors.jsonl").read_text())["n"] == 4
     # The same command finds the batch, and writes its results again.
     output.unlink()
-    assert await batch.run(file, output=output, tenant=tenant, nats=url) == 2
+    assert (await asyncio.to_thread(preloaded.run, *command, cwd=folder)).returncode == 2
     assert output.exists()
+    assert not (folder / "out.jsonl.part").exists()
     assert await batch_log.list_begun(bus, tenant) == [begun]
 
     capsys.readouterr()
@@ -95,7 +109,60 @@ async def test_a_file_with_errors_is_not_uploaded(
 ) -> None:
     (folder / "bad.jsonl").write_text("{}\n")
     with pytest.raises(InvalidRequest, match="errors in its lines: 1"):
-        await batch.run(folder / "bad.jsonl", output=folder / "out", nats=broker.url)
+        batch.run(folder / "bad.jsonl", output=folder / "out", nats=broker.url)
     assert "bad.jsonl:1: custom_id: the field is missing" in capsys.readouterr().err
+    with pytest.raises(InvalidRequest, match="missing/out cannot be written"):
+        batch.run(folder / "bad.jsonl", output=Path("missing/out"), nats=broker.url)
     with pytest.raises(NotFound):
         await batch.show("batch_0", nats=broker.url)
+
+
+async def test_ctrl_c_leaves_the_batch_and_the_same_command_continues(
+    bus: Bus, broker: EmbeddedServer, folder: Path, file: Path
+) -> None:
+    tenant = f"t{secrets.token_hex(4)}"
+    command = ["batch", "run", file.name, "-o", "out.jsonl", "--tenant", tenant]
+    command += ["--nats", broker.url]
+    with (folder / "err").open("wb") as err:
+        running = preloaded.start(command, cwd=folder, stderr=err)
+        begun = await newest(bus, tenant)
+        await until(lambda: begun.batch_id in (folder / "err").read_text())
+        running.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(running.wait, 60) == 130
+    assert f"pagemill batch cancel {begun.batch_id}" in (folder / "err").read_text()
+    assert not (folder / "out.jsonl").exists()
+    await finish(bus, tenant)
+    assert (await asyncio.to_thread(preloaded.run, *command, cwd=folder)).returncode == 2
+    assert len((folder / "out.jsonl").read_text().splitlines()) == 3
+    assert await batch_log.list_begun(bus, tenant) == [begun]
+
+
+async def test_follow_continues_after_the_broker_was_away(folder: Path, file: Path) -> None:
+    broker = EmbeddedServer(folder / "nats")
+    broker.start()
+    bus = await Bus.connect(broker.url, "test")
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    await batch.create(file, nats=broker.url)
+    begun = await newest(bus, "")
+    log = await batch_log.open_batch(bus, "", begun.batch_id)
+    assert log is not None
+    await log.append(Claimed(0, 1, "b", Checkpoint()))
+    await log.append(Validated(1, 1, Checkpoint(num_lines=4, began_s=1)))
+    lines = [FinishedLine(n, b'{"n":%d}' % n, False) for n in range(1, 5)]
+    now = checkpoint_after(log.state.checkpoint, lines[:2], lambda line: (line, 0))
+    await log.append(results_of(2, 1, lines[:2], now))
+    command = ["batch", "follow", begun.batch_id, "--nats", broker.url]
+    out = folder / "out"
+    with out.open("wb") as stdout, (folder / "err").open("wb") as err:
+        following = preloaded.start(command, cwd=folder, stderr=err, stdout=stdout)
+        await until(lambda: out.read_text().count("\n") == 2)
+        broker.stop()
+        await until(lambda: "waiting for the broker" in (folder / "err").read_text())
+        broker.start()
+        now = checkpoint_after(now, lines[2:], lambda line: (line, 0))
+        await log.append(results_of(3, 1, lines[2:], now))
+        await log.append(BatchEnded(4, 1, "completed", now))
+        assert await asyncio.to_thread(following.wait, 60) == 0
+    assert out.read_text() == '{"n":1}\n{"n":2}\n{"n":3}\n{"n":4}\n'
+    await bus.close()
+    broker.stop()

@@ -2,9 +2,7 @@
 
 import asyncio
 import base64
-import contextlib
-import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,16 @@ from shared.protocol.requests import (
     VideoURL,
 )
 from shared.protocol.sampling import SamplingParams
-from workers.cli.terminal import errors, harmless, print_json, print_note, write_text
+from workers.cli.terminal import (
+    EXIT_INTERRUPTED,
+    cancelled_by_signals,
+    errors,
+    harmless,
+    print_json,
+    print_note,
+    write_text,
+)
 
-EXIT_INTERRUPTED = 130
 # Several such files fit into one message.
 MAX_INLINE = 2**20
 
@@ -47,7 +52,7 @@ async def print_records(
     Raises CancelledError on Ctrl-C.
     """
     record = None
-    with _cancelled_by_signals():
+    with cancelled_by_signals():
         async for record in records:
             if as_json:
                 print_json(record)
@@ -80,20 +85,6 @@ async def print_answer(
         else:
             print_note(f"\nthe request continues: pagemill follow {request_id}")
         return EXIT_INTERRUPTED
-
-
-@contextlib.contextmanager
-def _cancelled_by_signals() -> Iterator[None]:
-    """Make Ctrl-C cancel the task, which can then still cancel the request at the broker."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 def build_request(

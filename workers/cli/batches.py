@@ -1,23 +1,25 @@
 """Batches of the command line: begin them, and show their progress."""
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from shared.batches.input_file import InputCheck, InputLimits
+from shared.batches.error_kinds import kind_of
+from shared.batches.input_file import InputCheck, InputLimits, read_line
 from shared.batches.orders import check_endpoint, parse_window
 from shared.batches.state import BatchState
 from shared.bus.bus import Bus
-from shared.config.schema import Config
-from shared.errors import InvalidRequest, NotFound
+from shared.config.schema import BatchConfig, Config
+from shared.errors import InvalidMedia, InvalidRequest, NotFound, Unavailable
 from shared.protocol.batch_log import BatchBegun, Results
+from shared.protocol.encoding import UNDECODABLE
 from shared.state import batch_files, batch_log
-from shared.state.media_store import MediaUpload
-from workers.cli.terminal import errors, print_note
+from shared.state.media_store import MediaUpload, StoredFile
+from workers.cli.batch_display import BatchDisplay
+from workers.cli.terminal import print_note
 
 READ_BYTES = 2**20
 LOOK_S = 0.5
@@ -53,30 +55,74 @@ def check_file(file: Path, endpoint: str, config: Config) -> str:
     return digest.hexdigest()
 
 
+def models_in(file: Path) -> set[str]:
+    """Return the models that the lines of a file name. Lines with errors are skipped."""
+    models: set[str] = set()
+    with file.open("rb") as content:
+        for line in content:
+            with contextlib.suppress(*UNDECODABLE):
+                models.add(read_line(line).model)
+    return models
+
+
 async def begin(
     bus: Bus, batch_id: str, file: Path, endpoint: str, window: str, tenant: str, config: Config
 ) -> BatchState:
     """Upload a checked file, and begin a batch."""
-    now_s, limits = int(bus.now_ms() / 1000), config.batch
-    deadline_s = now_s + parse_window(window, limits.max_window_h)
-    expires_s = now_s + int(limits.ttl_s)
-    upload = MediaUpload(bus, tenant)
-    try:
-        with file.open("rb") as content:
-            await _send(content, upload)
-        name, head = await upload.seal(file.name, "batch")
-        await batch_files.adopt(bus, name, head, expires_s, tenant)
-    except BaseException:
-        await upload.abort()
-        raise
-    order = BatchBegun(batch_id, tenant, endpoint, name, now_s, window, deadline_s, expires_s)
+    limits = config.batch
+    window_s = parse_window(window, limits.max_window_h)
+    stored = await upload(bus, file, tenant, limits)
+    now_s = int(bus.now_ms() / 1000)
+    expires_s = stored.head.expires_s or now_s
+    order = BatchBegun(
+        batch_id, tenant, endpoint, stored.name, now_s, window, now_s + window_s, expires_s
+    )
     await batch_log.begin(bus, order)
     return BatchState(order)
+
+
+async def upload(bus: Bus, file: Path, tenant: str, limits: BatchConfig) -> StoredFile:
+    """Store a file for batches: one with requests, or one that requests name.
+
+    Raises InvalidMedia for a file that cannot be read, Overloaded and Unavailable.
+    """
+    sent = MediaUpload(bus, tenant)
+    try:
+        with file.open("rb") as content:
+            await _send(content, sent)
+        name, head = await sent.seal(file.name, "batch")
+        expires_s = int(bus.now_ms() / 1000 + limits.ttl_s)
+        return await batch_files.adopt(bus, name, head, expires_s, tenant)
+    except OSError as error:
+        await sent.abort()
+        raise InvalidMedia(f"{file}: {error.strerror}", field="files") from error
+    except BaseException:
+        await sent.abort()
+        raise
+
+
+def uploads(bus: Bus, tenant: str, limits: BatchConfig) -> Callable[[Path], Awaitable[str]]:
+    """Return a function that stores each file once, and returns the SHA-256 of its bytes."""
+    names: dict[Path, str] = {}
+
+    async def send(file: Path) -> str:
+        if file not in names:
+            names[file] = (await upload(bus, file, tenant, limits)).name
+        return names[file]
+
+    return send
 
 
 async def _send(content: BinaryIO, upload: MediaUpload) -> None:
     while data := await asyncio.to_thread(content.read, READ_BYTES):
         await upload.write(data)
+
+
+def print_errors(state: BatchState) -> None:
+    """Print why a batch has failed."""
+    for error in [] if state.ended is None else state.ended.errors[:MAX_SHOWN_ERRORS]:
+        line = "" if error.line is None else f"line {error.line}: "
+        print_note(f"{line}{error.code}: {error.message}")
 
 
 async def find(bus: Bus, batch_id: str, tenant: str) -> BatchState:
@@ -87,50 +133,56 @@ async def find(bus: Bus, batch_id: str, tenant: str) -> BatchState:
     return log.state
 
 
-async def show_progress(bus: Bus, state: BatchState) -> BatchState:
-    """Show the progress of a batch until it has ended, and return its last state."""
-    begun = state.begun
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    began_ms, began_lines = bus.now_ms(), _num_finished(state)
-    with Progress(*columns, console=errors, transient=True) as progress:
-        task = progress.add_task(state.status, total=None, rate="")
-        while state.ended is None:
-            await asyncio.sleep(LOOK_S)
-            state = await find(bus, begun.batch_id, begun.tenant)
-            now = state.checkpoint
-            seconds = (bus.now_ms() - began_ms) / 1000
-            rate = (_num_finished(state) - began_lines) / seconds if seconds > 1 else 0.0
-            progress.update(
-                task,
-                description=state.status,
-                total=now.num_lines or None,
-                completed=_num_finished(state),
-                rate=f"{rate:.1f} lines/s, {now.num_refused} errors",
-            )
-    return state
+async def follow(
+    bus: Bus, state: BatchState, *, to_end: bool = True
+) -> AsyncIterator[tuple[BatchState, list[Results]]]:
+    """Yield the state of a batch together with its next results, until it has ended.
 
-
-def _num_finished(state: BatchState) -> int:
-    return state.checkpoint.num_answered + state.checkpoint.num_refused
-
-
-async def read_results(bus: Bus, state: BatchState, *, follow: bool) -> AsyncIterator[Results]:
-    """Yield the results of a batch, and with `follow` also further ones up to its end."""
-    first = 1
+    After a loss of the connection it continues with the next result. Without `to_end`, it yields
+    the results so far. Raises NotFound, and without `to_end` also Unavailable.
+    """
+    begun, first, is_connected = state.begun, 1, True
     while True:
-        # The state is read first, so that no result after the last page is missed.
-        state = await find(bus, state.begun.batch_id, state.begun.tenant)
-        records, more = await batch_log.read_results(bus, state.begun, first)
-        for _, record in records:
-            yield record
+        try:
+            # The state is read first, so that no result after the last page is missed.
+            state = await find(bus, begun.batch_id, begun.tenant)
+            records, more = await batch_log.read_results(bus, begun, first)
+        except Unavailable as error:
+            if not to_end:
+                raise
+            if is_connected:
+                print_note(f"waiting for the broker: {error.message}")
+            is_connected = False
+            await asyncio.sleep(LOOK_S)
+            continue
+        is_connected = True
         first = more or (records[-1][0] + 1 if records else first)
-        if not more and (state.ended is not None or not follow):
+        yield state, [record for _, record in records]
+        if not more and (state.ended is not None or not to_end):
             return
         if not more:
             await asyncio.sleep(LOOK_S)
+
+
+async def collect(
+    bus: Bus, state: BatchState, display: BatchDisplay, output: Path, error_file: Path
+) -> BatchState:
+    """Write the results of a batch as they arrive, and return its last state.
+
+    The files get their names when the batch has ended. The error file exists only with errors.
+    """
+    parts = [file.with_name(f"{file.name}.part") for file in (output, error_file)]
+    with parts[0].open("wb") as answers, parts[1].open("wb") as refusals:
+        async for latest, records in follow(bus, state):
+            state = latest
+            for record in records:
+                answers.writelines(bytes(line) + b"\n" for line in record.output)
+                refusals.writelines(bytes(line) + b"\n" for line in record.errors)
+                display.kinds.update(kind_of(bytes(line)) for line in record.errors)
+            display.update(state)
+    parts[0].replace(output)
+    if state.checkpoint.num_refused:
+        parts[1].replace(error_file)
+    else:
+        parts[1].unlink()
+    return state

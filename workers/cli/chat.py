@@ -22,9 +22,16 @@ from shared.protocol import multimodal
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.cli.ask import EXIT_INTERRUPTED, read_media
+from workers.cli.ask import read_media
 from workers.cli.broker import connected
-from workers.cli.terminal import errors, harmless, print_line, print_note, write_text
+from workers.cli.terminal import (
+    EXIT_INTERRUPTED,
+    errors,
+    harmless,
+    print_line,
+    print_note,
+    write_text,
+)
 
 HELP = {
     "help": "show the commands",

@@ -21,6 +21,7 @@ from shared.protocol.encoding import to_json
 
 # After a longer silence, a user assumes that the command hangs.
 NOTE_S = 4.0
+EXIT_INTERRUPTED = 130
 
 _HARMLESS = {n: "\ufffd" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
 
@@ -153,3 +154,17 @@ def call_on_signals(
         loop.add_signal_handler(number, handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, on_hangup or handler)
+
+
+@contextlib.contextmanager
+def cancelled_by_signals() -> Iterator[None]:
+    """Make Ctrl-C cancel the task, which can then still cancel the request at the broker."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,9 +1,11 @@
-"""Implementation of `pagemill up`: all roles on this machine until a signal drains them."""
+"""Implementation of `pagemill up`: all roles on this machine until a signal drains them, or until
+some work is done."""
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from shared.bus.login import without_credentials
 from shared.config.schema import Config
@@ -11,16 +13,22 @@ from shared.errors import PagemillError
 from shared.stage.signals import has_terminal
 from shared.telemetry import logs
 from workers.cli.start_display import StartDisplay
-from workers.cli.terminal import call_on_signals, errors
+from workers.cli.terminal import EXIT_INTERRUPTED, call_on_signals, errors
 from workers.supervisor import log_file
 from workers.supervisor.cluster import LocalCluster
 
 # Errors of the log that are shown when the start fails.
 NUM_REASONS = 5
 
+Work = Callable[[], Awaitable[int]]
 
-async def run_until_stopped(cluster: LocalCluster, config: Config) -> int:
-    """Run the cluster and return the exit code. Raises ConfigError or Unavailable at the start."""
+
+async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | None = None) -> int:
+    """Run the cluster and return the exit code. Raises ConfigError or Unavailable at the start.
+
+    With `work`, the cluster also stops when this has ended, and its exit code is returned. A signal
+    cancels it, and it must then still return an exit code.
+    """
     file = cluster.log_file
     display = StartDisplay(errors, live=errors.is_terminal and file is not None)
     with _logging_to(file, config.log_level):
@@ -29,7 +37,7 @@ async def run_until_stopped(cluster: LocalCluster, config: Config) -> int:
         offset = log_file.size_of(file)
         cluster.show = display
         try:
-            return await _run(cluster, display)
+            return await _run(cluster, display, work)
         except PagemillError:
             for event in log_file.errors_since(file, offset)[-NUM_REASONS:]:
                 display.say(event)
@@ -38,8 +46,8 @@ async def run_until_stopped(cluster: LocalCluster, config: Config) -> int:
             display.close()
 
 
-async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
-    stopping = asyncio.Event()
+async def _run(cluster: LocalCluster, display: StartDisplay, work: Work | None) -> int:
+    stopping, code = asyncio.Event(), 0 if work is None else EXIT_INTERRUPTED
 
     def stop_or_requeue() -> None:
         if stopping.is_set():
@@ -59,12 +67,10 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
         display.close()
         if start.done():
             start.result()
-            display.say(
-                f"ready at {without_credentials(cluster.url)} and {cluster.gateway_url};"
-                " Ctrl-C drains and stops",
-                "bold green",
-            )
-            await stop
+            addresses = (without_credentials(cluster.url), cluster.gateway_url)
+            where = " and ".join(filter(None, addresses))
+            display.say(f"ready at {where}; Ctrl-C drains and stops", "bold green")
+            code = await _until(stop, work)
         display.say("draining …")
     finally:
         ticks.cancel()
@@ -72,7 +78,20 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
         with contextlib.suppress(asyncio.CancelledError, PagemillError):
             await start
         await cluster.stop()
-    return 0
+    return code
+
+
+async def _until(stop: "asyncio.Task[Literal[True]]", work: Work | None) -> int:
+    """Wait until a signal arrives or the work has ended, and return the exit code."""
+    if work is None:
+        await stop
+        return 0
+    working = asyncio.ensure_future(work())
+    try:
+        await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+    return await working
 
 
 @contextlib.contextmanager

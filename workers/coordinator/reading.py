@@ -1,4 +1,5 @@
-"""Replies to clients that read stored answers, the status of requests, and stored files.
+"""Replies to clients that read stored answers, the status of requests, results of batches, and
+stored files.
 
 Tenants take turns, their calls have a limit, and calls wait while requests are admitted, so that
 many readers do not delay the queues of a coordinator. A tenant's clients reach only requests and
@@ -22,12 +23,14 @@ from shared.protocol.reading import (
     FileRequest,
     LogPage,
     ReadRequest,
+    ResultsRequest,
     decode_file_request,
     decode_read_request,
+    decode_results_request,
 )
 from shared.stage.calls import reply_of
-from shared.state import media_store, request_status
-from shared.state.log_pages import read_page
+from shared.state import batch_log, media_store, request_status
+from shared.state.log_pages import read_page, read_page_of
 from shared.tenants.fair_turns import FairTurns
 from workers.coordinator.precedence import Precedence
 
@@ -63,6 +66,7 @@ class Reading:
         answers: dict[str, Answer] = {
             "read": self._read_log,
             "state": self._find_state,
+            "results": self._read_results,
             "file": self._read_file,
         }
         for call in subjects.READING_CALLS:
@@ -136,6 +140,17 @@ class Reading:
         if data:
             raise InvalidRequest(f"the request has {len(data)} bytes, and must be empty")
         return to_json(await request_status.find(self._bus, request_id))
+
+    async def _read_results(self, scoped_id: str, data: bytes) -> bytes:
+        batch_id, tenant = names.split_id(scoped_id)
+        request = _decode(decode_results_request, data) if data else ResultsRequest()
+        batch = await batch_log.open_batch(self._bus, tenant, batch_id)
+        if batch is None:
+            raise NotFound("there is no batch with this id, or it has expired", field="batch_id")
+        max_bytes = min(request.max_bytes, self._bus.max_payload - HEADER_BYTES)
+        log = batch_log.paged(tenant, batch_id)
+        page = await read_page_of(self._bus, log, request.start, max_bytes, self._precedence.wait)
+        return to_json(page or LogPage([], request.start, ended=False))
 
     async def _read_file(self, name: str, data: bytes) -> bytes:
         digest, tenant = names.split_id(name)

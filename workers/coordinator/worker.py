@@ -32,7 +32,7 @@ from shared.protocol.requests import OnLate
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.protocol.versions import VERSION_HEADER, check_version, version_of
 from shared.stage import tasks
-from shared.stage.job import Job
+from shared.stage.job import EndJob, Job
 from shared.stage.retry import History
 from shared.stage.runtime import Context
 from shared.stage.stage import leave_queues, settle
@@ -49,6 +49,7 @@ from workers.coordinator.admission import (
     latest_deadline_ms,
     most_tokens,
 )
+from workers.coordinator.batch_orders import BatchOrders, id_of
 from workers.coordinator.intake import Intake
 from workers.coordinator.precedence import Precedence
 from workers.coordinator.reading import Reading
@@ -81,6 +82,7 @@ class Coordinator:
         self._tokens = TokenLimits(context.bus, self._delivery.tokens_per_minute)
         self._turns = Turns(context.bus, self._delivery.tenant_weights)
         self._room = StoreRoom(context.bus)
+        self._batches = BatchOrders(context, self._room)
         self._precedence = Precedence()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id, held while a request is admitted."""
@@ -112,18 +114,17 @@ class Coordinator:
         await reading.stop(self._delivery.drain_s)
 
     def _request_of(self, delivery: Delivery) -> Job:
-        job = self._job(delivery, subjects.request_id_of(delivery.subject))
+        if subjects.is_batch_order(delivery.subject):
+            return self._job(delivery, id_of(delivery), self._batches.refuse)
+        job = self._job(delivery, _with_log(delivery, subjects.request_id_of(delivery.subject)))
         if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)
         return job
 
     def _cancellation_of(self, delivery: Delivery) -> Job:
-        return self._job(delivery, subjects.id_in(delivery.subject))
+        return self._job(delivery, _with_log(delivery, subjects.id_in(delivery.subject)))
 
-    def _job(self, delivery: Delivery, request_id: str | None) -> Job:
-        """Return a job, without an id if the id has no log for an answer."""
-        if not names.has_own_log(subjects.last_token(delivery.subject), delivery.tenant):
-            request_id = None
+    def _job(self, delivery: Delivery, request_id: str | None, end: EndJob | None = None) -> Job:
         # Attempts take milliseconds, so they are not recorded, and each delivery counts as one.
         # Deliveries to older coordinators that could not read the request do not count before its
         # latest possible deadline.
@@ -132,10 +133,17 @@ class Coordinator:
         )
         is_counted = is_late or VERSION_HEADER not in delivery.headers
         history = History(failures=delivery.attempt - 1 if is_counted else 0, deaths=0)
-        return Job(delivery, self._context.bus.now_ms(), request_id, history=history)
+        return Job(delivery, self._context.bus.now_ms(), request_id, history=history, end=end)
 
     async def admit_or_end(self, job: Job) -> None:
-        """Forward a request to its first stage, or end it. Raises an error for an invalid id."""
+        """Forward a request to its first stage, or end it. Raises an error for an invalid id.
+
+        An order for a batch comes in the same queue.
+        """
+        if subjects.is_batch_order(job.delivery.subject):
+            with self._precedence.urgent():
+                await self._batches.carry_out(job)
+            return
         request_id = _id_of(job)
         # Two requests with one id may name different models.
         async with self._locks.setdefault(request_id, asyncio.Lock()):
@@ -315,6 +323,12 @@ class Coordinator:
         self._stage.counters.ended_with(error)
         self._context.log.info("cancelled", request_id=request_id)
         await job.delivery.ack()
+
+
+def _with_log(delivery: Delivery, request_id: str | None) -> str | None:
+    """Return an id; None if it has no log for an answer."""
+    has_log = names.has_own_log(subjects.last_token(delivery.subject), delivery.tenant)
+    return request_id if has_log else None
 
 
 def _id_of(job: Job) -> str:

@@ -89,8 +89,9 @@ class Batcher:
 
     def _batch_of(self, delivery: Delivery) -> Job | None:
         task = _task_of(delivery)
-        batch_id = None if task is None else task.batch_id
-        job = Job(delivery, self._context.bus.now_ms(), batch_id, end=self._end)
+        # The batches of two tenants may have the same id.
+        job_id = None if task is None else names.scoped_id(task.batch_id, task.tenant)
+        job = Job(delivery, self._context.bus.now_ms(), job_id, end=self._end)
         return self._stage.receive_job(job)
 
     async def _handle(self, job: Job) -> None:
@@ -125,12 +126,13 @@ class Batcher:
 
     async def _run(self, log: BatchLog) -> bool:
         run = BatchRun(self._context, self._app, self._endpoints, self._slots, log)
-        batch_id = log.state.begun.batch_id
-        self._runs[batch_id] = run
+        begun = log.state.begun
+        job_id = names.scoped_id(begun.batch_id, begun.tenant)
+        self._runs[job_id] = run
         try:
             return await run.carry_out()
         finally:
-            del self._runs[batch_id]
+            del self._runs[job_id]
 
     async def _follow_engines(self) -> None:
         """Set the number of lines in flight of each model by its live engines. Never returns."""

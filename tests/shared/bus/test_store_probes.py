@@ -32,7 +32,7 @@ SUBJECTS = {
     subjects.DEAD_STREAM: subjects.dead("engine", "probed"),
     subjects.SCALE_STREAM: subjects.SCALE_PLAN,
     subjects.STEPS_STREAM: subjects.step("tenant", "probed"),
-    subjects.BATCHJOBS_STREAM: subjects.batch_job("probed"),
+    subjects.BATCHJOBS_STREAM: subjects.batch_job("", "probed"),
     subjects.BATCHES_STREAM: subjects.batch_log("tenant", "probed"),
 }
 

@@ -1,39 +1,45 @@
-"""Commands about batches: `pagemill batch run`, `create`, `list`, `show`, `follow`, `results` and
-`cancel`."""
+"""Commands about batches: `pagemill batch run`, `make`, `create`, `list`, `show`, `follow`,
+`results` and `cancel`."""
 
+import asyncio
 import contextlib
-import hashlib
 import secrets
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
+from cyclopts.validators import Number
 from rich.table import Table
 
-from shared.batches.state import BatchState
-from shared.bus.bus import Bus
-from shared.errors import NotFound
 from shared.state import batch_log
+from shared.telemetry import logs
 from workers import settings
-from workers.cli import batches
+from workers.cli import batch_lines, batch_runs, batches
 from workers.cli.audited import audited
+from workers.cli.batch_display import BatchDisplay
+from workers.cli.batch_lines import CHAT
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, find_login, load
+from workers.cli.commands.requests import SamplingOptions
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, load
 from workers.cli.terminal import format_time, out, print_json, print_line, print_note, print_rows
+from workers.settings import find_config_file, load_config
 
 batch = App(name="batch", help="Run files of requests as durable jobs.")
 
+InputFile = Annotated[Path, Parameter(validator=validators.Path(exists=True, dir_okay=False))]
 Endpoint = Annotated[str, Parameter(help="Endpoint that the lines call.")]
 Window = Annotated[str, Parameter(help="Time in which the batch must end, such as 90m, 24h or 7d.")]
 Tenant = Annotated[str, Parameter(help="Tenant of the batch; by default none.")]
 BatchId = Annotated[str, Parameter(help="Id of the batch.")]
-CHAT = "/v1/chat/completions"
+BY_DEFAULT = SamplingOptions()
+DEFAULT_PAGES = 8
+"""Pages in a line for a model that is not configured."""
 EXIT_UNSUCCESSFUL = 2
 
 
 @batch.command
-async def run(
-    file: Path,
+def run(
+    file: InputFile,
     /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
@@ -42,11 +48,14 @@ async def run(
     window: Window = "24h",
     tenant: Tenant = "",
     again: bool = False,
+    up: Annotated[bool, Parameter(negative=())] = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Run the requests of a file, and write their answers. Ctrl-C leaves the batch running, and the
-    same command continues to wait for it.
+    """Run the requests of a file, and write their answers. After Ctrl-C, the same command continues
+    with the requests that have no answer yet.
+
+    The exit code is 0 if every request has an answer, and 2 if any has an error.
 
     Parameters
     ----------
@@ -58,78 +67,79 @@ async def run(
         File for the lines with errors; by default the output with `.errors` before its suffix.
     again
         Run the file again, even if it has been run before.
+    up
+        Start Pagemill on this machine for this file, unless it is running, and stop it afterwards.
+        Without a configuration file, it serves the models that the lines name.
+    """
+    files = batch_runs.ResultFiles(output, errors or output.with_suffix(f".errors{output.suffix}"))
+    files.check()
+    starts = up and not batch_runs.is_running(load(config), nats)
+    config_file = batch_runs.config_for(file, config) if starts else find_config_file(config)
+    loaded = load_config(config_file)
+    sha256 = batches.check_file(file, endpoint, loaded)
+    order = batch_runs.Order(file, sha256, endpoint, window, tenant, again)
+    if starts:
+        return batch_runs.run_in_cluster(order, files, loaded, config_file, nats)
+    login = settings.login_of(loaded, given_url=nats)
+    return asyncio.run(batch_runs.run_until_interrupted(order, files, loaded, login))
+
+
+@batch.command
+async def make(
+    *files: Path,
+    prompt: str,
+    model: ModelName = None,
+    system: str | None = None,
+    schema: Path | None = None,
+    sampling: SamplingOptions = BY_DEFAULT,
+    pages_per_line: Annotated[int | None, Parameter(validator=Number(gt=0))] = None,
+    upload: Annotated[bool, Parameter(negative=())] = False,
+    tenant: Tenant = "",
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Print the lines of a batch: one request for each image, sound, video and PDF file.
+
+    Parameters
+    ----------
+    files
+        Files, or folders. The files of a folder are used in the order of their names.
+    prompt
+        The text of every request.
+    system
+        System message of every request.
+    schema
+        File with a JSON schema. Every answer conforms to it.
+    pages_per_line
+        Pages of a PDF file in one line; by default as many as a request of the model may have.
+    upload
+        Store the files at Pagemill, even if they are small enough to be part of the lines.
     """
     loaded = load(config)
-    sha256 = batches.check_file(file, endpoint, loaded)
-    async with connected(settings.login_of(loaded, given_url=nats), "batch") as bus:
-        state = None if again else await _find_earlier(bus, sha256, endpoint, tenant)
-        if state is None:
-            batch_id = f"batch_{secrets.token_hex(16)}" if again else ""
-            batch_id = batch_id or await _free_id(bus, sha256, endpoint, tenant)
-            state = await batches.begin(bus, batch_id, file, endpoint, window, tenant, loaded)
-        print_note(f"batch {state.begun.batch_id}")
-        state = await batches.show_progress(bus, state)
-        error_file = errors or output.with_suffix(f".errors{output.suffix}")
-        await _write(bus, state, output, error_file)
-    now = state.checkpoint
-    print_note(f"{state.status}; answers: {now.num_answered}, in {output}")
-    if now.num_refused:
-        print_note(f"errors: {now.num_refused}, in {error_file}")
-    _print_errors(state)
-    return 0 if state.status == "completed" and not now.num_refused else EXIT_UNSUCCESSFUL
-
-
-def _id_of(sha256: str, endpoint: str, tenant: str, number: int) -> str:
-    """Return the id of a run of a file, so that the same command finds its batch."""
-    name = f"{sha256}:{endpoint}:{tenant}:{number}".encode()
-    return f"batch_{hashlib.blake2b(name, digest_size=16).hexdigest()}"
-
-
-async def _find_earlier(bus: Bus, sha256: str, endpoint: str, tenant: str) -> BatchState | None:
-    """Return the latest batch of the same file, unless it has ended without success."""
-    found: BatchState | None = None
-    with contextlib.suppress(NotFound):
-        number = 0
-        while True:
-            found = await batches.find(bus, _id_of(sha256, endpoint, tenant, number), tenant)
-            number += 1
-    if found is None or found.status in ("failed", "expired", "cancelled"):
-        return None
-    return None if found.ended is not None and found.ended.removed else found
-
-
-async def _free_id(bus: Bus, sha256: str, endpoint: str, tenant: str) -> str:
-    number = 0
-    while True:
-        batch_id = _id_of(sha256, endpoint, tenant, number)
-        if await batch_log.open_batch(bus, tenant, batch_id) is None:
-            return batch_id
-        number += 1
-
-
-async def _write(bus: Bus, state: BatchState, output: Path, error_file: Path) -> None:
-    """Write the results of a batch that has ended into new files, which then get their names."""
-    parts = [file.with_name(f"{file.name}.part") for file in (output, error_file)]
-    with parts[0].open("wb") as answers, parts[1].open("wb") as refusals:
-        async for record in batches.read_results(bus, state, follow=False):
-            answers.writelines(bytes(line) + b"\n" for line in record.output)
-            refusals.writelines(bytes(line) + b"\n" for line in record.errors)
-    parts[0].replace(output)
-    if state.checkpoint.num_refused:
-        parts[1].replace(error_file)
-    else:
-        parts[1].unlink()
-
-
-def _print_errors(state: BatchState) -> None:
-    for error in [] if state.ended is None else state.ended.errors[: batches.MAX_SHOWN_ERRORS]:
-        line = "" if error.line is None else f"line {error.line}: "
-        print_note(f"{line}{error.code}: {error.message}")
+    model = model or next(iter(loaded.models))
+    known = loaded.models.get(model)
+    pages = pages_per_line or (DEFAULT_PAGES if known is None else max(1, known.max_images))
+    sources = batch_lines.sources_of(files, pages)
+    answer_format = None if schema is None else batch_lines.read_schema(schema)
+    question = batch_lines.Question(model, prompt, system, answer_format, sampling.given())
+    limits = loaded.batch
+    reason = batch_lines.upload_reason(sources, question, limits.max_file_mib, limits.max_line_mib)
+    async with contextlib.AsyncExitStack() as stack:
+        send: batch_lines.Upload | None = None
+        if upload or reason is not None:
+            print_note(f"storing the files at Pagemill{f': {reason}' if reason else ''}")
+            bus = await stack.enter_async_context(
+                connected(settings.login_of(loaded, given_url=nats), "batch")
+            )
+            send = batches.uploads(bus, tenant, limits)
+        async for line in batch_lines.lines_about(sources, question, send):
+            print_json(line)
+    return 0
 
 
 @batch.command
 async def create(
-    file: Path,
+    file: InputFile,
     /,
     *,
     endpoint: Endpoint = CHAT,
@@ -216,7 +226,7 @@ async def show(
         "ended": None if state.ended is None else format_time(1000 * state.ended.at_s),
     }
     print_json(rows) if json else print_rows(rows)
-    _print_errors(state)
+    batches.print_errors(state)
     return 0
 
 
@@ -262,13 +272,16 @@ async def _print_results(
     which: Literal["all", "answers", "errors"],
     follow: bool,
 ) -> int:
-    async with connected(find_login(config, nats), "batch") as bus:
+    login = find_login(config, nats)
+    logs.configure_logging("error", role="batch")  # A loss of the connection is a note.
+    async with connected(login, "batch") as bus:
         state = await batches.find(bus, batch_id, tenant)
-        async for record in batches.read_results(bus, state, follow=follow):
-            answers = record.output if which != "errors" else []
-            refusals = record.errors if which != "answers" else []
-            for line in (*answers, *refusals):
-                print_json(line)
+        async for _, records in batches.follow(bus, state, to_end=follow):
+            for record in records:
+                answers = record.output if which != "errors" else []
+                refusals = record.errors if which != "answers" else []
+                for line in (*answers, *refusals):
+                    print_json(line)
     return 0
 
 
@@ -287,6 +300,8 @@ async def cancel(
         if state.ended is None:
             async with audited(bus, "cancel", batch_id, tenant):
                 await batch_log.cancel(bus, state.begun)
-            state = await batches.show_progress(bus, state)
+            with BatchDisplay() as display:
+                async for latest, _ in batches.follow(bus, state):
+                    display.update(state := latest)
     print_line(state.status)
     return 0 if state.status == "cancelled" else EXIT_UNSUCCESSFUL

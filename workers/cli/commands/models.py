@@ -15,10 +15,9 @@ from workers.cli.broker import connected
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.terminal import errors, noted, print_json, print_line
+from workers.cli.terminal import EXIT_INTERRUPTED, errors, noted, print_json, print_line
 from workers.roles import all_roles
 
-EXIT_INTERRUPTED = 130
 COLUMNS = ("name", "family", "size", "state")
 
 

@@ -20,14 +20,7 @@ from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
 from shared.state.response_status import FoundResponse
 from workers import settings
-from workers.cli.ask import (
-    EXIT_INTERRUPTED,
-    build_request,
-    media_parts,
-    print_answer,
-    print_records,
-    with_media,
-)
+from workers.cli.ask import build_request, media_parts, print_answer, print_records, with_media
 from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import (
@@ -42,7 +35,7 @@ from workers.cli.options import (
     load,
 )
 from workers.cli.sound import find_audio, while_saving
-from workers.cli.terminal import format_time, print_json, print_line, print_rows
+from workers.cli.terminal import EXIT_INTERRUPTED, format_time, print_json, print_line, print_rows
 
 # Time in which another terminal may send the request.
 ARRIVAL_S = 1.0

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from shared.bus.embedded_server import check_port
+from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
 from shared.stage.listeners import check_addresses
@@ -65,7 +66,7 @@ def up(
         check_endpoint()
         wishes = Wishes(dtype, max_model_len, quantization)
         if models:
-            config = _generate(models, config, wishes, pull)
+            config = generate(models, config, wishes, pull)
         elif pull or wishes != Wishes():
             raise ConfigError(
                 "--pull, --dtype, --max-model-len and --quantization belong to models that are"
@@ -77,18 +78,7 @@ def up(
         if nats is None and loaded.nats.url is None:
             check_port(loaded.nats.port)
         check_addresses(loaded)
-        settings.check_paths(loaded)
-        pools = pools_of(loaded)
-        workers = [*workers_of(loaded, pools), WorkerSpec(GATEWAY)]
-        log_file = settings.find_log_file(loaded)
-        # The workers of a pool at zero are forked from the same process later.
-        specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
-        cluster = LocalCluster(
-            loaded, file, workers, nats, log_file, preloader=preload(loaded, specs)
-        )
-        if pools.by_name:
-            local = SupervisedPools(cluster.supervisor, pools.by_name.values())
-            cluster.follow = lambda bus: follow_plan(bus, local)
+        cluster = local_cluster(loaded, file, nats, WorkerSpec(GATEWAY))
         cluster.when_ready = lambda bus: start_on_first_use(bus, cluster.supervisor)
         return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
@@ -96,7 +86,28 @@ def up(
         return runtime.EXIT_CONFIG
 
 
-def _generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pull: bool) -> Path:
+def local_cluster(
+    config: Config, file: Path | None, nats: str | None, server: WorkerSpec
+) -> LocalCluster:
+    """Return a cluster of the workers of all stages, and of `server`, on this machine.
+
+    `file` is the file of the configuration. This must be called without a running event loop.
+    Raises ConfigError.
+    """
+    settings.check_paths(config)
+    pools = pools_of(config)
+    workers = [*workers_of(config, pools), server]
+    # The workers of a pool at zero are forked from the same process later.
+    specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
+    log_file = settings.find_log_file(config)
+    cluster = LocalCluster(config, file, workers, nats, log_file, preloader=preload(config, specs))
+    if pools.by_name:
+        local = SupervisedPools(cluster.supervisor, pools.by_name.values())
+        cluster.follow = lambda bus: follow_plan(bus, local)
+    return cluster
+
+
+def generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pull: bool) -> Path:
     """Write the configuration of these models, and return its file. Raises PagemillError."""
     if config is not None:
         raise ConfigError(

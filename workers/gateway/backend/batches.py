@@ -8,30 +8,30 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
-from shared.batches.orders import check_endpoint, parse_window
 from shared.batches.state import BatchState
 from shared.bus.bus import Bus
-from shared.errors import Fenced, InvalidRequest, NotFound
+from shared.errors import Fenced, NotFound
 from shared.protocol import subjects
-from shared.protocol.batch_log import BatchBegun, Results
-from shared.state import batch_files, batch_log, media_store
-from shared.state.media_store import StoredFile
+from shared.protocol.batch_orders import MAX_BATCH_ID_LEN, BatchOrder
+from shared.state import batch_intake, batch_log
 from workers.gateway.app import AppContext
+from workers.gateway.core.result_positions import ResultPosition, after_line
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import TooManyBatches
+from workers.gateway.http.sse import event
 from workers.gateway.schemas.batches import (
     BatchBody,
     BatchCounts,
     BatchErrors,
     BatchInputDetails,
-    BatchRequest,
     BatchUsage,
 )
 
 FILE_PREFIX = "file-"
 ID_BYTES = 16
+POLL_S = 5.0
+"""Interval in which the log is read, in case a live record was lost."""
 Kind = Literal["output", "errors"]
-_RESULT_FILE = re.compile(r"file-(batch_[0-9a-f]{32})-(output|errors)")
+_RESULT_FILE = re.compile(rf"file-([A-Za-z0-9_-]{{1,{MAX_BATCH_ID_LEN}}})-(output|errors)")
 
 
 class ResultFile(NamedTuple):
@@ -79,51 +79,65 @@ async def read_result_file(bus: Bus, file: ResultFile) -> AsyncIterator[bytes]:
         yield bytes(content)
 
 
-async def read_page(bus: Bus, state: BatchState, first_sequence: int) -> tuple[list[Results], int]:
-    """Return some results from a sequence on, and the sequence from which more will follow."""
-    records, _ = await batch_log.read_results(bus, state.begun, first_sequence)
-    next_sequence = records[-1][0] + 1 if records else first_sequence
-    return [record for _, record in records], next_sequence
+async def read_page(
+    bus: Bus, state: BatchState, start: ResultPosition
+) -> tuple[list[tuple[bytes, ResultPosition]], ResultPosition, bool]:
+    """Return lines with results, each with the position after it, and the position after them all.
+
+    The last value is False if the log had no further record. Raises Unavailable.
+    """
+    records, more = await batch_log.read_results(bus, state.begun, start.sequence)
+    lines: list[tuple[bytes, ResultPosition]] = []
+    for sequence, record in records:
+        results = (*record.output, *record.errors)
+        num_read = start.num_read if sequence == start.sequence else 0
+        lines += [
+            (bytes(line), after_line(sequence, number, len(results)))
+            for number, line in enumerate(results, 1)
+            if number > num_read
+        ]
+    end = lines[-1][1] if lines else start
+    return lines, ResultPosition(more) if more else end, bool(more)
+
+
+async def result_events(
+    context: AppContext, caller: Caller, batch_id: str, start: ResultPosition
+) -> AsyncIterator[bytes]:
+    """Yield an event for each result, until the batch has ended. Raises NotFound, Unavailable."""
+    bus, position = context.bus, start
+    subject = subjects.stored_batch(subjects.batch_log(caller.tenant, batch_id))
+    live = await bus.subscribe(subject)
+    try:
+        while True:
+            # The state is read first, so that no result after the last page is missed.
+            state = await find(context, caller, batch_id)
+            lines, position, has_more = await read_page(bus, state, position)
+            for line, after in lines:
+                yield event(line, str(after))
+            if not has_more:
+                if state.ended is not None:
+                    return
+                await live.next(POLL_S)
+    finally:
+        await bus.unsubscribe(live)
 
 
 async def begin(
-    context: AppContext, request: Request, caller: Caller, body: BatchRequest
+    context: AppContext, request: Request, caller: Caller, order: BatchOrder
 ) -> BatchState:
     """Begin a batch, and return its state. Raises InvalidRequest, NotFound or TooManyBatches.
 
     The same `Idempotency-Key` from the same tenant means the same batch.
     """
-    check_endpoint(body.endpoint)
-    limits, now_s = context.config.batch, context.now_s
-    window_s = parse_window(body.completion_window, limits.max_window_h)
-    file = await _find_input(context, caller.tenant, body.input_file_id)
-    deadline_s, expires_s = now_s + window_s, now_s + int(limits.ttl_s)
-    if (file.head.expires_s or expires_s) < deadline_s:
-        raise InvalidRequest(
-            "the input file expires before the window ends: upload it again with a later"
-            " expires_after",
-            field="input_file_id",
-        )
-    if body.output_expires_after is not None:
-        expires_s = min(expires_s, deadline_s + body.output_expires_after.seconds)
     await context.room.check()
     await context.quotas.check(caller.tenant, [subjects.BATCHES_STREAM])
-    await _check_unfinished(context, caller.tenant)
-    begun = BatchBegun(
-        _new_id(request, caller.tenant),
-        caller.tenant,
-        body.endpoint,
-        file.name,
-        now_s,
-        body.completion_window,
-        deadline_s,
-        expires_s,
-        body.metadata or {},
-    )
+    batch_id = _new_id(request, caller.tenant)
+    limits = context.config.batch
+    begun = await batch_intake.accept(context.bus, limits, caller.tenant, batch_id, order)
     try:
         await batch_log.begin(context.bus, begun)
     except Fenced:
-        return await find(context, caller, begun.batch_id)
+        return await find(context, caller, batch_id)
     return BatchState(begun)
 
 
@@ -133,35 +147,6 @@ def _new_id(request: Request, tenant: str) -> str:
         return f"batch_{secrets.token_hex(ID_BYTES)}"
     digest = hashlib.blake2b(f"{tenant}:{name}".encode(), digest_size=ID_BYTES)
     return f"batch_{digest.hexdigest()}"
-
-
-async def _find_input(context: AppContext, tenant: str, file_id: str) -> StoredFile:
-    name = media_store.parse_media_url(f"media:{file_id}")
-    if name is not None:
-        file = await batch_files.look_up(context.bus, name, tenant)
-        if file is not None:
-            return file
-        if await media_store.look_up(context.bus, name, tenant) is not None:
-            raise InvalidRequest(
-                "the input file must be uploaded with the purpose batch", field="input_file_id"
-            )
-    raise NotFound(f"there is no file {file_id!r}", field="input_file_id")
-
-
-async def _check_unfinished(context: AppContext, tenant: str) -> None:
-    """Raises TooManyBatches."""
-    limit, now_s = context.config.batch.max_unfinished, context.now_s
-    # A batch ends with its window.
-    orders = await batch_log.list_begun(context.bus, tenant)
-    recent = [order for order in orders if order.deadline_s > now_s]
-    if len(recent) < limit:
-        return
-    states = await batch_log.open_batches(context.bus, recent)
-    if sum(state.ended is None for state in states) >= limit:
-        raise TooManyBatches(
-            f"{limit} batches of this tenant have not ended, the limit (batch.max_unfinished):"
-            " try again when one has ended"
-        )
 
 
 async def find(context: AppContext, caller: Caller, batch_id: str) -> BatchState:

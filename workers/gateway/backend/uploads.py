@@ -30,7 +30,7 @@ from shared.protocol.requests import (
     VideoPart,
 )
 from shared.responses.conversation import kind_of_file
-from shared.state import media_store
+from shared.state import batch_files, media_store
 from workers.gateway.app import AppContext
 
 # Lengths of data: URLs. A message has room for 8 MiB, so the limit is lower for many images.
@@ -139,10 +139,14 @@ async def name_files(context: AppContext, items: Sequence[Item], tenant: str) ->
 
 async def _name_of(context: AppContext, file_id: str, tenant: str, field: str) -> str:
     name = media_store.parse_media_url(f"{MEDIA_SCHEME}{file_id}")
-    file = None if name is None else await media_store.look_up(context.bus, name, tenant)
+    file = filename = None
+    for find in () if name is None else (media_store.look_up, batch_files.look_up):
+        # A batcher stores the files of a batch again as media without their names.
+        if filename is None and (stored := await find(context.bus, name, tenant)) is not None:
+            file, filename = stored, stored.head.filename
     if file is None:
         raise MediaNotFound(f"there is no file {file_id!r}", field=f"{field}.file_id")
-    filename = file.head.filename or ""
+    filename = filename or ""
     if kind_of_file(filename) is None:
         raise UnsupportedContent(
             f"the name {filename!r} does not have the ending of an image, a video, a sound or a"

@@ -15,7 +15,15 @@ from shared.batches.look_ahead import LookAhead
 from shared.batches.open_lines import BLOCK_BYTES, OpenLines
 from shared.batches.pace import Pace
 from shared.batches.state import FinishedLine, checkpoint_after, is_complete, results_of
-from shared.errors import DiskFull, NotFound, Overloaded, QuotaExceeded, Unavailable, WorkerFailure
+from shared.errors import (
+    DiskFull,
+    NotFound,
+    Overloaded,
+    PagemillError,
+    QuotaExceeded,
+    Unavailable,
+    WorkerFailure,
+)
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.batch_log import (
@@ -288,7 +296,7 @@ class BatchRun:
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
             upload = MediaUpload(self._bus, begun.tenant)
             async with self._slot(line.model):
-                answer = await call(self._endpoints, question, self._withdrawn, upload)
+                answer = await self._call(question, upload)
             if upload.num_bytes and (answer is None or answer.file is None):
                 self._app.background.start(upload.abort())
             if answer is None:
@@ -345,6 +353,14 @@ class BatchRun:
             return refusal(Unavailable("the content of the answer is lost"), answer.request_id)
         body = to_json(describe(self._app, file))
         return Answer(answer.status, body, answer.request_id)
+
+    async def _call(self, question: Call, upload: MediaUpload) -> Answer | None:
+        """Store the files that a line names, and return the answer of its endpoint."""
+        try:
+            await batch_files.lend(self._bus, question.body, question.tenant)
+        except PagemillError as error:
+            return refusal(error, question.request_id)
+        return await call(self._endpoints, question, self._withdrawn, upload)
 
     def _add(self, result: FinishedLine) -> None:
         self._lines.add(result)

@@ -84,14 +84,6 @@ class StoreFull(PagemillError):
     retry_after_s = 60.0
 
 
-class TooManyBatches(RequestError):
-    """A tenant has as many unfinished batches as it may have."""
-
-    code = "too_many_batches"
-    retryable = True
-    retry_after_s = 60.0
-
-
 class WrongMethod(RequestError):
     code = "method_not_allowed"
 
@@ -182,7 +174,7 @@ STATUSES = {
     "mm_cache_miss": 422,
     ReusedId.code: 422,
     RateLimited.code: 429,
-    TooManyBatches.code: 429,
+    "too_many_batches": 429,
     "token_rate_exceeded": 429,
     "storage_quota_exceeded": 429,
     HeadersTooLarge.code: 431,

@@ -1,20 +1,30 @@
 """`/v1/batches`: files of requests that run as one job, with one result for each line."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shared.errors import DiskFull, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from shared.errors import (
+    DiskFull,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    TooManyBatches,
+    Unavailable,
+)
+from shared.protocol.batch_orders import BatchOrder
 from shared.state import batch_log
-from workers.gateway.app import AppContext, Json
+from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend import batches
 from workers.gateway.core.pages import page_of
+from workers.gateway.core.result_positions import parse_position
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import TooManyBatches
-from workers.gateway.route_table import Parameter, RouteTable
-from workers.gateway.schemas.batches import BatchBody, BatchList, BatchRequest
+from workers.gateway.http.sse import EventStream
+from workers.gateway.route_table import LAST_EVENT, Parameter, RouteTable
+from workers.gateway.schemas.batches import BatchBody, BatchList
 
 ROUTES = RouteTable("Batches")
 PATH = "/v1/batches"
@@ -29,7 +39,7 @@ NEXT_HEADER = "x-next-after"
     PATH,
     "Run the requests of a file",
     answer=BatchBody,
-    body=BatchRequest,
+    body=BatchOrder,
     refuses=(DiskFull, NotFound, Overloaded, QuotaExceeded, TooManyBatches, Unavailable),
     parameters=(
         Parameter("Idempotency-Key", "header", "A name of the batch, for a repeated request"),
@@ -37,7 +47,7 @@ NEXT_HEADER = "x-next-after"
     counted=True,
 )
 async def create(context: AppContext, request: Request, caller: Caller) -> Response:
-    body = await context.bodies.decode(request, BatchRequest)
+    body = await context.bodies.decode(request, BatchOrder)
     return Json(batches.describe(await batches.begin(context, request, caller, body)))
 
 
@@ -104,24 +114,38 @@ async def cancel(context: AppContext, request: Request, caller: Caller) -> Respo
     "GET",
     f"{PATH}/{{id}}/results",
     "Results of a batch, also while it runs: answers and errors as lines of JSON, in the order in"
-    " which they ended",
+    " which they ended. With `Accept: text/event-stream`, an event for each result until the batch"
+    " has ended",
     answer=LINES,
+    chunk=Any,
     refuses=(InvalidRequest, NotFound, Unavailable),
     parameters=(
         Parameter(
             "after",
             "query",
-            "Header `X-Next-After` of the page before; by default 0",
-            Annotated[int, Meta(ge=0)],
+            "Header `X-Next-After` of the page before, or the id of an event; by default 0",
         ),
+        LAST_EVENT,
     ),
 )
 async def results(context: AppContext, request: Request, caller: Caller) -> Response:
-    text = request.query_params.get("after", "0")
-    if not text.isdecimal() or int(text) >= 2**53:
-        raise InvalidRequest("after must be the X-Next-After of a page", field="after")
+    last_id = request.headers.get("last-event-id")
+    text, field = request.query_params.get("after", "0"), "after"
+    if last_id:
+        text, field = last_id, "Last-Event-ID"
+    start = parse_position(text, field)
     state = await batches.find(context, caller, request.path_params["id"])
-    records, next_sequence = await batches.read_page(context.bus, state, int(text) + 1)
-    lines = [bytes(line) for record in records for line in (*record.output, *record.errors)]
-    headers = {NEXT_HEADER: str(next_sequence - 1)}
-    return Response(b"".join(line + b"\n" for line in lines), headers=headers, media_type=LINES)
+    if EventStream.media_type in request.headers.get("accept", ""):
+        batch_id = state.begun.batch_id
+        events = batches.result_events(context, caller, batch_id, start)
+        return EventStream(
+            events,
+            lambda: None,  # The batch continues without its reader.
+            context.shutting_down,
+            error_response,
+            {"x-request-id": batch_id},
+            numbered=True,
+        )
+    lines, end, _ = await batches.read_page(context.bus, state, start)
+    content = b"".join(line + b"\n" for line, _ in lines)
+    return Response(content, headers={NEXT_HEADER: str(end)}, media_type=LINES)

@@ -1,35 +1,10 @@
-"""Request and response bodies of `/v1/batches`. Pure."""
+"""Response bodies of `/v1/batches`. Pure."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from shared.protocol.batch_log import LineError, Status
-from workers.gateway.schemas.files import Life
-
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
-
-
-class OutputExpiry(Struct, frozen=True, forbid_unknown_fields=True):
-    seconds: Life
-    """Seconds for which the results are stored after the end of the window, at most for
-    `batch.ttl_s` after the batch was created."""
-    anchor: Literal["created_at"] = "created_at"
-
-
-class BatchRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    input_file_id: str
-    """Id of a file of JSON lines with the purpose `batch`."""
-    endpoint: str
-    """Path of the endpoint that each line calls, such as `/v1/chat/completions`."""
-    completion_window: Annotated[str, Meta(max_length=16)]
-    """Time in which the batch must end: a number with `m`, `h` or `d`, such as `24h`, up to
-    `batch.max_window_h`. Lines without a result then get the error `batch_expired`."""
-    metadata: Metadata | None = None
-    output_expires_after: OutputExpiry | None = None
 
 
 class BatchCounts(Struct, frozen=True, kw_only=True):

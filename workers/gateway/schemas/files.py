@@ -5,23 +5,23 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.protocol.batch_orders import Life
+
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
-MIN_LIFE_S, MAX_LIFE_S = 3600, 2_592_000
-Life = Annotated[int, Meta(ge=MIN_LIFE_S, le=MAX_LIFE_S)]
 
 
 class FileForm(Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of the form, except for `file`."""
 
     purpose: Annotated[str, Meta(max_length=64)] = "user_data"
-    """Purpose of the file, such as `vision` or `user_data`. The input file of a batch has the
-    purpose `batch`; others have no effect."""
+    """Purpose of the file, such as `vision` or `user_data`. The input file of a batch, and files
+    that its lines name, have the purpose `batch`; others have no effect."""
     expires_anchor: Literal["created_at"] | None = msgspec.field(
         name="expires_after[anchor]", default=None
     )
     expires_after_s: Life | None = msgspec.field(name="expires_after[seconds]", default=None)
-    """Seconds for which the input file of a batch is stored, by default `batch.ttl_s`. Other files
-    are stored for as long as requests use them."""
+    """Seconds for which a file with the purpose `batch` is stored, by default `batch.ttl_s`. Other
+    files are stored for as long as requests use them."""
 
 
 class FileObject(Struct, frozen=True, kw_only=True):
