@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-heldout bench-int8 bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -103,6 +103,9 @@ check: .venv/dev
 bench: .venv/dev  ## our engine against transformers, alone and over the queue; 6 minutes
 	test -d $(PEERS)/models/mid-qwen2vl || $(BIN)/python -m ops.bench.models mid $(PEERS)/models/mid-qwen2vl
 	$(BIN)/python -m ops.bench.peers --peers $(PEERS) --models mid-qwen2vl --only pagemill pagemill-bus transformers
+
+bench-batch: .venv/dev  ## batches: lines a second, their cost to an engine, users next to them; 15 minutes
+	$(BIN)/python -m ops.bench.batches
 
 bench-gateway: .venv/dev  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
 	$(BIN)/python -m ops.bench.gateway --peers $(PEERS)
