@@ -5,6 +5,7 @@ which older workers do not know.
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from openai import AsyncOpenAI
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
@@ -25,9 +28,15 @@ from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.versions import WIRE_VERSION, version_header
 from tests import preloaded
 from tests.cluster.conftest import CONFIG, ROOT
+from tests.gateway.batches.conftest import begin, chat_line, ended, jsonl, results_of
 from tests.support.waiting import until
 
 ROLES = ("coordinator", "renderer", "engine")
+BATCH_ROLES = ("batcher", "gateway", *ROLES)
+NUM_LINES = 20_000
+NUM_QUESTIONS = 5
+NUM_MORE = 30
+"""Lines that get a result after each change."""
 NEWER = WIRE_VERSION + 1
 NUM_REQUESTS = 24
 EDITS = {
@@ -64,16 +73,17 @@ class Fleet:
 
     def start(self, role: str, *, newer: bool) -> None:
         arguments = ["worker", role, "--config", str(self._config), "--nats", self.url]
+        env = os.environ | {"PAGEMILL_GATEWAY__PORT": "0"}
         with (self._folder / "workers.log").open("ab") as stderr:
             if newer:
                 self._running[role, newer] = subprocess.Popen(
                     [sys.executable, "-m", "workers", *arguments],
                     cwd=self._newer_code,
-                    env=os.environ | {"PYTHONPATH": str(self._newer_code)},
+                    env=env | {"PYTHONPATH": str(self._newer_code)},
                     stderr=stderr,
                 )
             else:
-                self._running[role, newer] = preloaded.start(arguments, stderr=stderr)
+                self._running[role, newer] = preloaded.start(arguments, env=env, stderr=stderr)
 
     async def stop(self, role: str, *, newer: bool) -> None:
         process = self._running.pop((role, newer))
@@ -94,20 +104,26 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(
+async def empty_fleet(
     own_broker: EmbeddedServer, tmp_path: Path, newer_code: Path
 ) -> AsyncIterator[tuple[Fleet, Bus]]:
     fleet = Fleet(tmp_path, own_broker.url, newer_code)
     bus = await Bus.connect(fleet.url, "test")
-    for role in ROLES:
-        for newer in (False, True):
-            fleet.start(role, newer=newer)
     try:
-        await fleet.until_ready(bus)
         yield fleet, bus
     finally:
         await bus.close()
         fleet.kill()
+
+
+@pytest.fixture
+async def fleet(empty_fleet: tuple[Fleet, Bus]) -> tuple[Fleet, Bus]:
+    fleet, bus = empty_fleet
+    for role in ROLES:
+        for newer in (False, True):
+            fleet.start(role, newer=newer)
+    await fleet.until_ready(bus)
+    return empty_fleet
 
 
 async def publish(bus: Bus, version: int = NEWER, **more: Any) -> str:
@@ -158,3 +174,72 @@ async def test_a_newer_parameter_is_answered_while_a_newer_worker_lives_and_ends
     assert "newest" in failure.error.message
     assert await bus.read(subjects.DEAD_STREAM, subjects.DEAD_FILTER) == []
     assert await read_log(bus, names[0])
+
+
+async def test_a_batch_continues_while_each_role_changes_its_version(
+    empty_fleet: tuple[Fleet, Bus],
+) -> None:
+    workers, bus = empty_fleet
+    for role in BATCH_ROLES:
+        workers.start(role, newer=False)
+    await workers.until_ready(bus)
+    lines = [
+        chat_line(n, model="demo", max_tokens=3, temperature=0)
+        | {"custom_id": f"{n % NUM_QUESTIONS}-{n}"}
+        for n in range(NUM_LINES)
+    ]
+    for n, line in enumerate(lines):
+        line["body"]["messages"] = [{"role": "user", "content": f"question {n % NUM_QUESTIONS}"}]
+    async with api(bus) as client:
+        batch = await begin(client, jsonl(lines))
+    num_done = 0
+    for role in BATCH_ROLES:
+        num_done = await progress(bus, batch.id, num_done + NUM_MORE)
+        workers.start(role, newer=True)
+        await workers.until_ready(bus)
+        await workers.stop(role, newer=False)
+    await progress(bus, batch.id, num_done + NUM_MORE)
+    async with api(bus) as client:
+        await client.batches.cancel(batch.id)
+        batch = await ended(client, batch.id)
+        answered = await results_of(client, batch.output_file_id)
+        refused = await results_of(client, batch.error_file_id)
+    assert batch.status == "cancelled"
+    assert answered.keys().isdisjoint(refused)
+    assert len(answered) + len(refused) == NUM_LINES
+    assert {line["error"]["code"] for line in refused.values()} == {"batch_cancelled"}
+    texts = {
+        (name[0], line["response"]["body"]["choices"][0]["message"]["content"])
+        for name, line in answered.items()
+    }
+    assert len(texts) == NUM_QUESTIONS
+
+
+@contextlib.asynccontextmanager
+async def api(bus: Bus) -> AsyncIterator[AsyncOpenAI]:
+    """Return a client of a gateway that runs; the last heartbeat of a stopped one stays a while."""
+
+    async def url() -> str | None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            for beat in await bus.heartbeats.read():
+                with contextlib.suppress(httpx.TransportError):
+                    if beat.role == "gateway" and beat.url:
+                        (await http.get(f"{beat.url}/health")).raise_for_status()
+                        return beat.url
+        return None
+
+    base_url = f"{await until(url)}/v1"
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def progress(bus: Bus, batch_id: str, num_lines: int) -> int:
+    """Wait until a batch has this number of answers, and return their number."""
+
+    async def completed() -> int:
+        async with api(bus) as client:
+            counts = (await client.batches.retrieve(batch_id)).request_counts
+        assert counts is not None
+        return counts.completed if counts.completed >= num_lines else 0
+
+    return int(await until(completed, 240))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from shared.protocol import subjects
 from shared.protocol.batch_log import BatchRecord, decode_batch_record
 from shared.protocol.requests import GenerateRequest
 from tests import preloaded
-from tests.cluster.conftest import ROOT
+from tests.cluster.conftest import PAGEMILL, ROOT
 from tests.gateway.conftest import Gateway, Process, start_gateway_at
 from tests.support.waiting import until
 
@@ -37,13 +38,16 @@ class HeldModel(ScriptedModel):
     def __init__(self, url: str) -> None:
         super().__init__(url, echo)
         self.num_free = 0
+        self.num_held = 0
         self._is_open = threading.Event()
         self._is_open.set()
 
     async def _answer(self, bus: Bus, delivery: Delivery) -> None:
+        self.num_held += 1
         while not (self._is_open.is_set() or self.num_free > 0):
             await delivery.progress()
             await asyncio.sleep(HELD_S)
+        self.num_held -= 1
         self.num_free -= 1
         await super()._answer(bus, delivery)
 
@@ -73,13 +77,20 @@ class BatchRig:
     model: HeldModel
     batchers: list[Process] = field(default_factory=list)
 
-    def start_batcher(self) -> Process:
+    def start_batcher(self, *, forked: bool = True) -> Process:
+        """Start a batcher. Without a fork, it has imported only its own modules."""
         config = self.folder / "batcher.yaml"
         config.write_text(json.dumps(self.tree))
         command = ["worker", "batcher", "--config", str(config), "--nats", self.broker.url]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
         with (self.folder / "batcher.log").open("ab") as stderr:
-            env = dict(os.environ)
-            batcher = preloaded.start(command, cwd=self.folder, env=env, stderr=stderr)
+            batcher: Process = (
+                preloaded.start(command, cwd=self.folder, env=env, stderr=stderr)
+                if forked
+                else subprocess.Popen(
+                    [*PAGEMILL, *command], cwd=self.folder, env=env, stderr=stderr
+                )
+            )
         self.batchers.append(batcher)
         return batcher
 
@@ -114,11 +125,11 @@ async def begin(client: AsyncOpenAI, content: bytes, window: str = "24h", **fiel
     return await client.batches.create(input_file_id=file.id, **order)
 
 
-async def ended(client: AsyncOpenAI, batch_id: str) -> Batch:
+async def ended(client: AsyncOpenAI, batch_id: str, within_s: float = 120.0) -> Batch:
     async def has_ended() -> bool:
         return (await client.batches.retrieve(batch_id)).status in ENDED
 
-    await until(has_ended)
+    await until(has_ended, within_s)
     return await client.batches.retrieve(batch_id)
 
 

@@ -1,0 +1,138 @@
+"""Batches of several tenants: their shares of the lines in flight, and pauses without room."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from shared.bus.bus import Bus
+from shared.errors import DiskFull, QuotaExceeded
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.exceeded_shares import ExceededShare
+from shared.protocol.full_stores import FullStore, FullStores
+from shared.tenants.storage_quotas import publish_exceeded
+from tests.gateway.batches.conftest import BatchRig, begin, chat_line, ended, jsonl, results_of
+from tests.gateway.conftest import Process
+from tests.support.waiting import until
+from workers.gateway.batches.slots import MIN_SLOTS
+from workers.gateway.http.auth import digest
+
+WEIGHTS = {"acme": 1.0, "globex": 2.0, "initech": 1.0}
+SECTIONS: dict[str, Any] = {
+    "delivery": {"ack_wait_s": 1.5, "drain_s": 2.0, "tenant_weights": WEIGHTS},
+    "gateway": {
+        "port": 0,
+        "api_keys": [{"name": name, "sha256": digest(name)} for name in WEIGHTS],
+    },
+}
+NUM_BATCHES = {"acme": 3, "globex": 4, "initech": 3}
+NUM_LINES = 100
+ROUNDS = 40
+PUBLISH_S = 0.2
+
+
+@pytest.fixture
+async def clients(rig: BatchRig) -> AsyncIterator[dict[str, AsyncOpenAI]]:
+    async with contextlib.AsyncExitStack() as stack:
+        url = f"{rig.gateway.url}/v1"
+        yield {
+            name: await stack.enter_async_context(
+                AsyncOpenAI(base_url=url, api_key=name, max_retries=0, timeout=60)
+            )
+            for name in WEIGHTS
+        }
+
+
+async def test_tenants_share_lines_in_flight_by_their_weights(
+    clients: dict[str, AsyncOpenAI], rig: BatchRig, batcher: Process
+) -> None:
+    content = jsonl([chat_line(number) for number in range(NUM_LINES)])
+    with rig.model.held_after(0):
+        batches = [
+            (name, await begin(clients[name], content))
+            for name, number in NUM_BATCHES.items()
+            for _ in range(number)
+        ]
+        ids = tuple(batch.id for _, batch in batches)
+        for number in range(ROUNDS):
+            await until(partial(has_answered, rig, ids, number * MIN_SLOTS))
+            await until(lambda: rig.model.num_held == MIN_SLOTS)
+            rig.model.num_free += MIN_SLOTS
+        answered = num_answered(rig, ids)
+        total = sum(WEIGHTS.values())
+        for name, weight in WEIGHTS.items():
+            due = answered.total() * weight / total
+            assert 0.9 * due <= answered[name] <= 1.1 * due, answered
+
+        # A small batch of a tenant does not wait until the large ones of another have ended.
+        small = await begin(clients["initech"], jsonl([chat_line(0)]), window="1h")
+
+        async def small_has_ended() -> bool:
+            rig.model.num_free = MIN_SLOTS
+            return (await clients["initech"].batches.retrieve(small.id)).status == "completed"
+
+        await until(small_has_ended)
+        for name, batch in batches:
+            assert (await clients[name].batches.retrieve(batch.id)).status == "in_progress"
+    for name, batch in batches:
+        done = await ended(clients[name], batch.id)
+        assert len(await results_of(clients[name], done.output_file_id)) == NUM_LINES
+
+
+def num_answered(rig: BatchRig, batch_ids: tuple[str, ...]) -> Counter[str]:
+    """Count the answered lines of these batches by tenant."""
+    names = [name for name in list(rig.model.answered) if name.startswith(batch_ids)]
+    return Counter(name.partition("@")[2] for name in names)
+
+
+def has_answered(rig: BatchRig, batch_ids: tuple[str, ...], num_lines: int) -> bool:
+    return num_answered(rig, batch_ids).total() == num_lines
+
+
+async def report_share(bus: Bus) -> None:
+    await publish_exceeded(bus, [ExceededShare(subjects.BATCHES_STREAM, "acme", 2, 1)])
+
+
+async def report_disk(bus: Bus) -> None:
+    full = FullStores([FullStore("data", 1, 2)])
+    await bus.publish_without_id(subjects.FULL_STORES, to_json(full))
+
+
+@pytest.mark.parametrize(
+    ("report", "code"), [(report_share, QuotaExceeded.code), (report_disk, DiskFull.code)]
+)
+async def test_a_batch_pauses_while_its_results_have_no_room(
+    clients: dict[str, AsyncOpenAI],
+    rig: BatchRig,
+    batcher: Process,
+    batch_bus: Bus,
+    report: Callable[[Bus], Awaitable[None]],
+    code: str,
+) -> None:
+    log, client = rig.folder / "batcher.log", clients["acme"]
+    start = log.stat().st_size
+
+    async def keep_reporting() -> None:
+        while True:
+            await report(batch_bus)
+            await asyncio.sleep(PUBLISH_S)
+
+    with rig.model.held_after(0):
+        batch = await begin(client, jsonl([chat_line(number) for number in range(20)]))
+        await until(lambda: rig.model.num_held == MIN_SLOTS)
+        reporting = asyncio.create_task(keep_reporting())
+        await asyncio.sleep(0)
+        rig.model.num_free += 1
+        await until(lambda: f'"reason": "{code}"' in log.read_text()[start:])
+    assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+    # The report expires.
+    reporting.cancel()
+    batch = await ended(client, batch.id)
+    assert batch.status == "completed"
+    assert len(await results_of(client, batch.output_file_id)) == 20
