@@ -90,7 +90,10 @@ async def test_a_server_without_the_required_settings_is_refused(
 @pytest.mark.parametrize(
     ("configs", "setting"),
     [
-        (durable_streams(DeliveryConfig(), AgentConfig(), 1)[:1], "the limits of delivery"),
+        (
+            durable_streams(DeliveryConfig(), AgentConfig(), BatchConfig(), 1)[:1],
+            "the limits of delivery",
+        ),
         (
             streams_of_tenant("acme", NatsConfig(), DeliveryConfig()),
             "nats.tenant_request_mib",
