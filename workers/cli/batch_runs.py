@@ -20,7 +20,7 @@ from shared.errors import InvalidRequest, NotFound
 from shared.state import batch_log
 from shared.telemetry import logs
 from workers.cli import batches
-from workers.cli.batch_display import BatchDisplay, errors_by_kind
+from workers.cli.batch_display import BatchDisplay, errors_by_code
 from workers.cli.broker import connected
 from workers.cli.terminal import EXIT_INTERRUPTED, cancelled_by_signals, print_note
 from workers.roles import BATCHER, WorkerSpec
@@ -134,7 +134,7 @@ async def run(order: Order, files: ResultFiles, config: Config, login: Login) ->
     now = state.checkpoint
     print_note(f"{state.status}; answers: {now.num_answered}, in {files.output}")
     if now.num_refused:
-        print_note(f"{errors_by_kind(display.kinds)}; in {files.errors}")
+        print_note(f"{errors_by_code(now.error_counts)}; in {files.errors}")
     batches.print_errors(state)
     return 0 if state.status == "completed" and not now.num_refused else EXIT_UNSUCCESSFUL
 

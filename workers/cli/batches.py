@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from shared.batches.error_kinds import kind_of
 from shared.batches.input_file import InputCheck, InputLimits, read_line
 from shared.batches.orders import check_endpoint, parse_window
 from shared.batches.state import BatchState
@@ -178,7 +177,6 @@ async def collect(
             for record in records:
                 answers.writelines(bytes(line) + b"\n" for line in record.output)
                 refusals.writelines(bytes(line) + b"\n" for line in record.errors)
-                display.kinds.update(kind_of(bytes(line)) for line in record.errors)
             display.update(state)
     parts[0].replace(output)
     if state.checkpoint.num_refused:
