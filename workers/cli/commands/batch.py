@@ -304,4 +304,5 @@ async def cancel(
                 async for latest, _ in batches.follow(bus, state):
                     display.update(state := latest)
     print_line(state.status)
+    batches.print_errors(state)
     return 0 if state.status == "cancelled" else EXIT_UNSUCCESSFUL
