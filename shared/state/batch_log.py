@@ -56,8 +56,9 @@ class BatchLog:
         full. After Overloaded or Unavailable, the same record may be appended again.
         """
         begun, data = self.state.begun, to_json(record)
-        checkpoint = record.checkpoint
-        num_bytes = checkpoint.output_bytes + checkpoint.error_bytes + len(data)
+        checkpoint, num_bytes = record.checkpoint, len(data)
+        if not (isinstance(record, BatchEnded) and record.removed):
+            num_bytes += checkpoint.output_bytes + checkpoint.error_bytes
         headers = tenant_header(begun.tenant) | {LOG_BYTES_HEADER: str(num_bytes)}
         ttl_s = begun.expires_s - self._bus.now_ms() / 1000
         try:
