@@ -34,7 +34,8 @@ _FILE_NAME = re.compile(rb"(?:media:|file-)([0-9a-f]{64})")
 async def adopt(bus: Bus, name: str, head: MediaHead, expires_s: int, tenant: str) -> StoredFile:
     """Move an uploaded file to the input files, before its head is stored.
 
-    An equal file is replaced. Raises Overloaded if the stream is full, and Unavailable.
+    An equal file is replaced, and stored for the longer of the two times. Raises Overloaded if the
+    stream is full, and Unavailable.
     """
 
     async def read(number: int) -> bytes:
@@ -69,7 +70,13 @@ async def _write(
     read: Callable[[int], Awaitable[bytes]],
     tenant: str,
 ) -> StoredFile:
-    """Write the chunks that `read` returns by their numbers, and then the head of the file."""
+    """Write the chunks that `read` returns by their numbers, and then the head of the file.
+
+    A file that is stored for longer keeps its time, because a batch may need it until then.
+    """
+    before = await look_up(bus, name, tenant)
+    if before is not None:
+        head = replace(head, expires_s=max(head.expires_s or 0, before.head.expires_s or 0))
     ttl_s = max(1, round((head.expires_s or 0) - bus.now_ms() / 1000))
     headers = tenant_header(tenant) | ROLLUP | {"Nats-TTL": f"{ttl_s}s"}
     credit = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
@@ -79,12 +86,11 @@ async def _write(
             target = subjects.batch_file_chunk(tenant, name, number)
             await bus.publish_without_id(target, await read(number), headers)
 
-    was_stored = await look_up(bus, name, tenant) is not None
     try:
         await asyncio.gather(*(copy(number) for number in range(head.num_chunks)))
         await bus.publish_without_id(subjects.batch_file(tenant, name), to_json(head), headers)
     except BaseException:
-        if not was_stored:
+        if before is None:
             await _purge(bus, name, tenant)
         raise
     return StoredFile(name, head, bus.now_ms())

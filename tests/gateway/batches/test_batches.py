@@ -175,7 +175,7 @@ async def test_the_input_file_must_be_one_of_the_tenants_batch_files(client: Asy
     with pytest.raises(BadRequestError, match="purpose batch"):
         await client.batches.create(input_file_id=image.id, **order)
     file = await client.files.create(
-        file=("a.jsonl", jsonl([chat_line(0)])),
+        file=("a.jsonl", jsonl([chat_line(0, user="no other file is equal")])),
         purpose="batch",
         expires_after={"anchor": "created_at", "seconds": 3600},
     )

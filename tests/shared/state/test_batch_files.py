@@ -55,6 +55,18 @@ async def test_a_file_is_moved_and_read_from_any_position(bus: Bus) -> None:
         await read(bus, found)
 
 
+async def test_an_equal_file_is_stored_for_the_longer_time(bus: Bus) -> None:
+    data = secrets.token_bytes(100)
+    first = await upload(bus, data, life_s=7200)
+    again = await upload(bus, data, life_s=3600)
+    assert again.head.expires_s == first.head.expires_s
+    stored = await batch_files.look_up(bus, first.name, "t")
+    assert stored is not None
+    assert stored.head.expires_s == first.head.expires_s
+    longer = await upload(bus, data, life_s=9000)
+    assert (longer.head.expires_s or 0) > (first.head.expires_s or 0)
+
+
 async def test_an_empty_file_has_no_lines(bus: Bus) -> None:
     file = await upload(bus, b"")
     assert await read(bus, file) == b""
