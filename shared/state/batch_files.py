@@ -96,20 +96,42 @@ async def _write(
     return StoredFile(name, head, bus.now_ms())
 
 
-async def lend(bus: Bus, body: bytes, tenant: str) -> None:
-    """Store the input files that the body of a request names as media, where renderers read them.
+class MediaLender:
+    """Stores the input files that lines name as media, where renderers read them.
 
-    Media expire within hours, and these files are stored for as long as their batch. Raises
-    NotFound, Overloaded or Unavailable.
+    Media expire within hours, and these files are stored for as long as their batch.
     """
-    names = dict.fromkeys(match[1].decode() for match in _FILE_NAME.finditer(body))
-    for name in islice(names, MAX_LENT):
-        if (file := await look_up(bus, name, tenant)) is None:
-            continue
-        media = await media_store.look_up(bus, name, tenant)
-        if media is None or bus.now_ms() - media.stored_ms > 1000 * MEDIA_REUSE_S:
-            content = [data async for data, _ in read(bus, file, tenant)]
-            await media_store.store(bus, name, b"".join(content), tenant)
+
+    def __init__(self, bus: Bus, max_bytes: int) -> None:
+        """Larger files than `max_bytes` are no media."""
+        self._bus = bus
+        self._max_bytes = max_bytes
+        self._copying = asyncio.Lock()
+        """Held during a copy. Many lines may name one file, which is in memory as a whole."""
+
+    async def lend(self, body: bytes, tenant: str) -> None:
+        """Store the files that the body of a request names.
+
+        Raises NotFound, Overloaded or Unavailable.
+        """
+        names = dict.fromkeys(match[1].decode() for match in _FILE_NAME.finditer(body))
+        for name in islice(names, MAX_LENT):
+            file = await look_up(self._bus, name, tenant)
+            if file is None or file.head.num_bytes > self._max_bytes:
+                continue
+            if not await self._is_lent(name, tenant):
+                async with self._copying:
+                    await self._copy(file, tenant)
+
+    async def _is_lent(self, name: str, tenant: str) -> bool:
+        media = await media_store.look_up(self._bus, name, tenant)
+        return media is not None and self._bus.now_ms() - media.stored_ms <= 1000 * MEDIA_REUSE_S
+
+    async def _copy(self, file: StoredFile, tenant: str) -> None:
+        # Another line may have copied the file meanwhile.
+        if not await self._is_lent(file.name, tenant):
+            content = [data async for data, _ in read(self._bus, file, tenant)]
+            await media_store.store(self._bus, file.name, b"".join(content), tenant)
 
 
 async def look_up(bus: Bus, name: str, tenant: str) -> StoredFile | None:

@@ -357,7 +357,7 @@ class BatchRun:
     async def _call(self, question: Call, upload: MediaUpload) -> Answer | None:
         """Store the files that a line names, and return the answer of its endpoint."""
         try:
-            await batch_files.lend(self._bus, question.body, question.tenant)
+            await self._app.lender.lend(question.body, question.tenant)
         except PagemillError as error:
             return refusal(error, question.request_id)
         return await call(self._endpoints, question, self._withdrawn, upload)
