@@ -1,5 +1,7 @@
 """Operations on batches: begin, find and show them, and the files of their results."""
 
+import asyncio
+import contextlib
 import hashlib
 import re
 import secrets
@@ -104,11 +106,13 @@ async def result_events(
     context: AppContext, caller: Caller, batch_id: str, start: ResultPosition
 ) -> AsyncIterator[bytes]:
     """Yield an event for each result, until the batch has ended. Raises NotFound, Unavailable."""
-    bus, position = context.bus, start
+    bus, position, is_longer = context.bus, start, asyncio.Event()
     subject = subjects.stored_batch(subjects.batch_log(caller.tenant, batch_id))
-    live = await bus.subscribe(subject)
+    # Live records are not held for a slow reader: they may have megabytes.
+    end_watch = await bus.watch_subjects(subject, lambda _: is_longer.set())
     try:
         while True:
+            is_longer.clear()
             # The state is read first, so that no result after the last page is missed.
             state = await find(context, caller, batch_id)
             lines, position, has_more = await read_page(bus, state, position)
@@ -117,9 +121,10 @@ async def result_events(
             if not has_more:
                 if state.ended is not None:
                     return
-                await live.next(POLL_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(is_longer.wait(), POLL_S)
     finally:
-        await bus.unsubscribe(live)
+        await end_watch()
 
 
 async def begin(
