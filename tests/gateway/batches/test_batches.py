@@ -190,6 +190,13 @@ async def test_a_named_batch_is_begun_once(client: AsyncOpenAI, batcher: Process
     first = await begin(client, content, extra_headers=headers)
     assert (await begin(client, content, extra_headers=headers)).id == first.id
     assert (await ended(client, first.id)).status == "completed"
+    # A repeated request gets its batch also when it could not begin any more.
+    await client.files.delete(first.input_file_id)
+    order: dict[str, Any] = {"completion_window": "24h", "endpoint": CHAT}
+    again = await client.batches.create(
+        input_file_id=first.input_file_id, extra_headers=headers, **order
+    )
+    assert (again.id, again.status) == (first.id, "completed")
 
 
 async def test_a_cancelled_batch_keeps_its_finished_lines(

@@ -134,22 +134,24 @@ async def begin(
 
     The same `Idempotency-Key` from the same tenant means the same batch.
     """
+    bus, tenant, name = context.bus, caller.tenant, request.headers.get("idempotency-key")
+    batch_id = f"batch_{secrets.token_hex(ID_BYTES)}" if name is None else _id_of(name, tenant)
+    if name is not None:
+        # A repeated request gets its batch also when no further one may begin.
+        log = await batch_log.open_batch(bus, tenant, batch_id)
+        if log is not None:
+            return log.state
     await context.room.check()
-    await context.quotas.check(caller.tenant, [subjects.BATCHES_STREAM])
-    batch_id = _new_id(request, caller.tenant)
-    limits = context.config.batch
-    begun = await batch_intake.accept(context.bus, limits, caller.tenant, batch_id, order)
+    await context.quotas.check(tenant, [subjects.BATCHES_STREAM])
+    begun = await batch_intake.accept(bus, context.config.batch, tenant, batch_id, order)
     try:
-        await batch_log.begin(context.bus, begun)
+        await batch_log.begin(bus, begun)
     except Fenced:
         return await find(context, caller, batch_id)
     return BatchState(begun)
 
 
-def _new_id(request: Request, tenant: str) -> str:
-    name = request.headers.get("idempotency-key")
-    if name is None:
-        return f"batch_{secrets.token_hex(ID_BYTES)}"
+def _id_of(name: str, tenant: str) -> str:
     digest = hashlib.blake2b(f"{tenant}:{name}".encode(), digest_size=ID_BYTES)
     return f"batch_{digest.hexdigest()}"
 
