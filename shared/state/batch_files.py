@@ -21,7 +21,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import MediaHead, decode_media_head
 from shared.protocol.requests import tenant_header
-from shared.state import media_store
+from shared.state import batch_room, media_store
 from shared.state.media_store import CHUNK_BYTES, MAX_CHUNKS_IN_FLIGHT, StoredFile
 
 ROLLUP = {"Nats-Rollup": "sub"}
@@ -83,8 +83,9 @@ async def _write(
 
     async def copy(number: int) -> None:
         async with credit:
-            target = subjects.batch_file_chunk(tenant, name, number)
-            await bus.publish_without_id(target, await read(number), headers)
+            target, chunk = subjects.batch_file_chunk(tenant, name, number), await read(number)
+            await batch_room.check(bus, len(chunk))
+            await bus.publish_without_id(target, chunk, headers)
 
     try:
         await asyncio.gather(*(copy(number) for number in range(head.num_chunks)))

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
+from openai.types import Batch
 
 from shared.bus.bus import Bus
 from shared.errors import DiskFull, QuotaExceeded
@@ -104,9 +105,58 @@ async def report_disk(bus: Bus) -> None:
     await bus.publish_without_id(subjects.FULL_STORES, to_json(full))
 
 
-@pytest.mark.parametrize(
-    ("report", "code"), [(report_share, QuotaExceeded.code), (report_disk, DiskFull.code)]
-)
+@contextlib.asynccontextmanager
+async def reported(bus: Bus, report: Callable[[Bus], Awaitable[None]]) -> AsyncIterator[None]:
+    """Report that the store has no room, again and again during the body. A report expires."""
+
+    async def keep_reporting() -> None:
+        while True:
+            await report(bus)
+            await asyncio.sleep(PUBLISH_S)
+
+    reporting = asyncio.create_task(keep_reporting())
+    await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        reporting.cancel()
+
+
+async def begin_with_room(client: AsyncOpenAI, content: bytes) -> Batch:
+    """Begin a batch as soon as the report of an earlier test has expired."""
+
+    async def attempt() -> Batch | None:
+        with contextlib.suppress(APIStatusError):
+            return await begin(client, content)
+        return None
+
+    batch: Batch = await until(attempt)
+    return batch
+
+
+async def free_until_paused(client: AsyncOpenAI, rig: BatchRig, batch_id: str, code: str) -> None:
+    """Answer one line after another until the batch pauses. A batcher reads reports each second."""
+    log = rig.folder / "batcher.log"
+    start = log.stat().st_size
+
+    def is_paused() -> bool:
+        return f'"reason": "{code}"' in log.read_text()[start:]
+
+    async def is_written(num_lines: int) -> bool:
+        counts = (await client.batches.retrieve(batch_id)).request_counts
+        return is_paused() or (counts is not None and counts.completed >= num_lines)
+
+    num_lines = 0
+    while not is_paused():
+        num_lines += 1
+        rig.model.num_free += 1
+        await until(partial(is_written, num_lines))
+
+
+REPORTS = [(report_share, QuotaExceeded.code), (report_disk, DiskFull.code)]
+
+
+@pytest.mark.parametrize(("report", "code"), REPORTS)
 async def test_a_batch_pauses_while_its_results_have_no_room(
     clients: dict[str, AsyncOpenAI],
     rig: BatchRig,
@@ -115,24 +165,37 @@ async def test_a_batch_pauses_while_its_results_have_no_room(
     report: Callable[[Bus], Awaitable[None]],
     code: str,
 ) -> None:
-    log, client = rig.folder / "batcher.log", clients["acme"]
-    start = log.stat().st_size
-
-    async def keep_reporting() -> None:
-        while True:
-            await report(batch_bus)
-            await asyncio.sleep(PUBLISH_S)
-
+    client = clients["acme"]
     with rig.model.held_after(0):
-        batch = await begin(client, jsonl([chat_line(number) for number in range(20)]))
+        batch = await begin_with_room(client, jsonl([chat_line(number) for number in range(20)]))
         await until(lambda: rig.model.num_held == MIN_SLOTS)
-        reporting = asyncio.create_task(keep_reporting())
-        await asyncio.sleep(0)
-        rig.model.num_free += 1
-        await until(lambda: f'"reason": "{code}"' in log.read_text()[start:])
+        async with reported(batch_bus, report):
+            await free_until_paused(client, rig, batch.id, code)
     assert (await client.batches.retrieve(batch.id)).status == "in_progress"
-    # The report expires.
-    reporting.cancel()
     batch = await ended(client, batch.id)
     assert batch.status == "completed"
     assert len(await results_of(client, batch.output_file_id)) == 20
+
+
+@pytest.mark.parametrize(("report", "code"), REPORTS)
+async def test_a_batch_without_room_is_cancelled_with_its_finished_lines(
+    clients: dict[str, AsyncOpenAI],
+    rig: BatchRig,
+    batcher: Process,
+    batch_bus: Bus,
+    report: Callable[[Bus], Awaitable[None]],
+    code: str,
+) -> None:
+    client = clients["acme"]
+    with rig.model.held_after(0):
+        batch = await begin_with_room(client, jsonl([chat_line(number) for number in range(20)]))
+        await until(lambda: rig.model.num_held == MIN_SLOTS)
+        async with reported(batch_bus, report):
+            await free_until_paused(client, rig, batch.id, code)
+            await client.batches.cancel(batch.id)
+            batch = await ended(client, batch.id, within_s=20.0)
+    assert batch.status == "cancelled"
+    assert len(await results_of(client, batch.output_file_id)) >= 1
+    assert batch.error_file_id is None
+    assert batch.errors is not None
+    assert [error.code for error in batch.errors.data or []] == [code]
