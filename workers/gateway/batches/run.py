@@ -59,6 +59,7 @@ CHECKPOINT_BYTES = 2**17
 # Lines of a batch that wait for a slot or for their next attempt, before no further line is added.
 # When several slots become free at once, each batch can use as many as are its share.
 MAX_WAITING = 64
+MAX_WAITING_BYTES = 4 * 2**20
 # Pause of a batch without room for its results.
 ROOM_PAUSE_S = 2.0
 # Live orders may be lost, so the stream is read after this silence.
@@ -112,8 +113,8 @@ class BatchRun:
         self._pace = Pace()
         self._running = TaskSet()
         """One task for each line that has begun or waits."""
-        self._waiting: set[asyncio.Task[Any]] = set()
-        """Tasks of lines that wait for a slot, or for their next attempt."""
+        self._waiting: dict[asyncio.Task[Any], int] = {}
+        """Tasks of lines that wait for a slot, or for their next attempt, with their bytes."""
         self._has_begun = asyncio.Event()
         """Set when a line stops waiting."""
         self._withdrawn = asyncio.Event()
@@ -241,15 +242,22 @@ class BatchRun:
         if self._running:
             await asyncio.wait(self._running, timeout=WITHDRAW_S)
 
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether enough lines wait."""
+        num_bytes = sum(self._waiting.values())
+        return len(self._waiting) >= MAX_WAITING or num_bytes >= MAX_WAITING_BYTES
+
     async def _work(self, file: StoredFile) -> None:
         if self._checkpoint.began_s is None:
             await self._validate(file)
         async for number, line in self._in_order(file):
-            while len(self._waiting) >= MAX_WAITING:
+            while self._is_ahead:
                 self._has_begun.clear()
                 await self._has_begun.wait()
             await self._may_begin.wait()
-            self._waiting.add(self._running.start(self._run_line(number, line)))
+            task = self._running.start(self._run_line(number, line))
+            self._waiting[task] = len(line.body)
         while self._running:
             await asyncio.wait(self._running)
         await self._flush()
@@ -315,7 +323,7 @@ class BatchRun:
             request_id = f"{begun.batch_id}-{number}-{attempts.number}"
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
             upload = MediaUpload(self._bus, begun.tenant)
-            async with self._slot(line.model):
+            async with self._slot(line):
                 answer = await self._call(question, upload)
             if upload.num_bytes and (answer is None or answer.file is None):
                 self._app.background.start(upload.abort())
@@ -327,29 +335,29 @@ class BatchRun:
             if delay_s is None:
                 return answer
             retries.add()
-            with self._wait():
+            with self._wait(line):
                 await asyncio.sleep(delay_s)
 
     @contextlib.asynccontextmanager
-    async def _slot(self, model: str) -> AsyncIterator[None]:
-        """Wait for a slot of a model, and hold it during the body."""
+    async def _slot(self, line: ParsedLine) -> AsyncIterator[None]:
+        """Wait for a slot of the line's model, and hold it during the body."""
         begun = self._begun
         async with contextlib.AsyncExitStack() as stack:
-            with self._wait():
-                slot = self._slots.slot(model, begun.tenant, begun.deadline_s)
+            with self._wait(line):
+                slot = self._slots.slot(line.model, begun.tenant, begun.deadline_s)
                 await stack.enter_async_context(slot)
             yield
 
     @contextlib.contextmanager
-    def _wait(self) -> Iterator[None]:
+    def _wait(self, line: ParsedLine) -> Iterator[None]:
         """Count the task of a line as waiting during the body."""
         task = asyncio.current_task()
         assert task is not None
-        self._waiting.add(task)
+        self._waiting[task] = len(line.body)
         try:
             yield
         finally:
-            self._waiting.discard(task)
+            self._waiting.pop(task, None)
             self._has_begun.set()
 
     async def _store_file(self, number: int, answer: Answer, content: AnswerFile) -> Answer | None:
