@@ -87,6 +87,7 @@ async def test_files_and_results_expire_when_the_client_says(
     batch = await ended(client, batch.id)
     assert batch.output_file_id is not None
     output = await client.files.retrieve(batch.output_file_id)
+    assert batch.expires_at is not None
     assert output.expires_at == batch.expires_at + HOUR_S
 
 

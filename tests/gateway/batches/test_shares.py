@@ -1,9 +1,8 @@
-"""Batches of several tenants: their shares of the lines in flight, and pauses without room."""
+"""Ten batches of three tenants share by weight, and a small batch does not wait for them."""
 
-import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -11,13 +10,6 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 
-from shared.bus.bus import Bus
-from shared.errors import DiskFull, QuotaExceeded
-from shared.protocol import subjects
-from shared.protocol.encoding import to_json
-from shared.protocol.exceeded_shares import ExceededShare
-from shared.protocol.full_stores import FullStore, FullStores
-from shared.tenants.storage_quotas import publish_exceeded
 from tests.gateway.batches.conftest import BatchRig, begin, chat_line, ended, jsonl, results_of
 from tests.gateway.conftest import Process
 from tests.support.waiting import until
@@ -29,7 +21,6 @@ LINES = {"ann": 300, "ben": 200, "cat": 200}
 """Lines of each batch. No tenant runs dry before `NUM_COUNTED` lines."""
 NUM_COUNTED = 1400
 TENANTS = (*WEIGHTS, "dan")
-PUBLISH_S = 0.2
 
 
 def key_of(tenant: str) -> dict[str, str]:
@@ -117,50 +108,3 @@ async def test_files_of_other_tenants_are_not_found(
         await clients["ben"].batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-
-
-async def report_share(bus: Bus) -> None:
-    await publish_exceeded(bus, [ExceededShare(subjects.BATCHES_STREAM, "ann", 2, 1)])
-
-
-async def report_disk(bus: Bus) -> None:
-    full = FullStores([FullStore("data", 1, 2)])
-    await bus.publish_without_id(subjects.FULL_STORES, to_json(full))
-
-
-@pytest.mark.parametrize(
-    ("report", "code"), [(report_share, QuotaExceeded.code), (report_disk, DiskFull.code)]
-)
-async def test_a_batch_pauses_while_its_results_have_no_room(
-    clients: dict[str, AsyncOpenAI],
-    rig: BatchRig,
-    batcher: Process,
-    batch_bus: Bus,
-    report: Callable[[Bus], Awaitable[None]],
-    code: str,
-) -> None:
-    log, client = rig.folder / "batcher.log", clients["ann"]
-    start = log.stat().st_size
-
-    async def keep_reporting() -> None:
-        while True:
-            await report(batch_bus)
-            await asyncio.sleep(PUBLISH_S)
-
-    with rig.model.held_after(0):
-        batch = await begin(client, jsonl([chat_line(number) for number in range(300)]))
-        await until(partial(is_running, client, batch.id))
-        reporting = asyncio.create_task(keep_reporting())
-
-        def is_paused() -> bool:
-            # The batcher reads the report within a second. Results before that are written.
-            rig.model.num_free = 1
-            return f'"reason": "{code}"' in log.read_text()[start:]
-
-        await until(is_paused)
-    assert (await client.batches.retrieve(batch.id)).status == "in_progress"
-    reporting.cancel()
-    # The report expires.
-    batch = await ended(client, batch.id)
-    assert batch.status == "completed"
-    assert len(await results_of(client, batch.output_file_id)) == 300
