@@ -120,6 +120,7 @@ async def test_a_batch_that_has_ended_stays_as_it_is_when_it_is_cancelled(
         await client.batches.cancel("batch_" + "0" * 32)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_litellm_runs_a_batch(rig: BatchRig, batcher: Process, tmp_path: Path) -> None:
     python = python_with([LITELLM_VERSION], tmp_path / "venv")

@@ -17,9 +17,9 @@ from workers.gateway.batches.slots import MIN_SLOTS
 
 WEIGHTS = {"ann": 1.0, "ben": 2.0, "cat": 4.0}
 NUM_BATCHES = {"ann": 1, "ben": 3, "cat": 6}
-LINES = {"ann": 300, "ben": 200, "cat": 200}
+LINES = {"ann": 150, "ben": 100, "cat": 100}
 """Lines of each batch. No tenant runs dry before `NUM_COUNTED` lines."""
-NUM_COUNTED = 1400
+NUM_COUNTED = 700
 TENANTS = (*WEIGHTS, "dan")
 
 
