@@ -40,11 +40,16 @@ def restricted(act: Callable[[], object]) -> str:
     """Return what `act` does with Landlock as the only layer."""
 
     def run() -> object:
-        ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+        give_up_privileges()
         assert landlock.restrict()
         return act()
 
     return in_child(run)
+
+
+def give_up_privileges() -> None:
+    """Set `no_new_privs`."""
+    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
 
 
 @needs_landlock
@@ -72,6 +77,24 @@ def test_landlock_alone_refuses_paths(tmp_path: Path) -> None:
     # A link to another folder is refused as if the folder were on another disk.
     assert outcomes == dict.fromkeys(attempts, "EACCES") | {"link": outcomes["link"]}
     assert outcomes["link"] in ("EACCES", "EXDEV")
+
+
+@needs_landlock
+def test_a_confined_process_is_restricted_by_landlock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without seccomp and an empty root, nothing else protects files that are not opened."""
+    monkeypatch.setattr(syscall_filter, "_ARCHITECTURES", {})
+    file = tmp_path / "file"
+    file.touch()
+
+    def remove() -> None:
+        give_up_privileges()
+        sandbox.confine(5, 2**33, 0)
+        file.unlink()
+
+    assert in_child(remove) == "EACCES"
+    assert file.exists()
 
 
 @pytest.mark.skipif(landlock.find_version() < landlock.SCOPES, reason="needs scopes of Landlock")
