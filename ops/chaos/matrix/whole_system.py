@@ -266,7 +266,7 @@ class WholeSystem:
     async def _complete_http(self, request_id: str) -> None:
         """Ask with the same id over HTTP until there is an answer."""
         while True:
-            reply = await self.chat(**{"X-Request-Id": request_id})
+            reply = await self.chat(HTTP_S, **{"X-Request-Id": request_id})
             if reply is not None and reply.status == 200:
                 return
             if reply is not None and reply.status not in (429, 500, 502, 503, 504, 507):
