@@ -49,6 +49,7 @@ async def test_lines_are_counted_by_their_state(
         assert {values[f"batches_paused {code}"] for code in ("disk_full", "overloaded")} == {0}
     assert (await ended(client, batch.id)).status == "completed"
     await until(lambda: read("batches_unfinished", 0))
-    assert values["batch_lines_unfinished waiting"] == values["batch_lines_unfinished in_flight"] == 0
+    unfinished = [values[f"batch_lines_unfinished {state}"] for state in ("waiting", "in_flight")]
+    assert unfinished == [0, 0]
     assert values["batches_ended_total completed"] == 1
     assert values["batches_ended_total expired"] == 0
