@@ -180,7 +180,7 @@ class BatchLane:
         return self._cost.seconds(num_decodes, num_prompt_tokens) + self._items_s
 
     def _fitting_tokens(self, num_tokens: int, limit_s: float) -> int:
-        """Return the number of tokens that fit: of a decode if `num_tokens` is 1, or of a prompt."""
+        """Return how many of the tokens fit. One token is a decode, and more are of a prompt."""
         is_prompt = num_tokens > 1
         num_left = self._max_more(limit_s, is_prompt)
         if not self.has_interactive:
