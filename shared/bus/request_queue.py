@@ -62,8 +62,8 @@ async def tenants_ids(bus: Bus, name: str) -> set[str]:
     streams_with = await asyncio.gather(*map(bus.figures.streams_with, filters))
     pairs = [
         (stream, subject)
-        for subject, found in zip(filters, streams_with, strict=True)
-        for stream in found
+        for subject, names in zip(filters, streams_with, strict=True)
+        for stream in names
     ]
     return {subjects.id_in(subject) for subject in await _queued_subjects(bus, pairs)}
 

@@ -196,7 +196,10 @@ async def test_an_invalid_id_is_refused(cluster: Cluster, nc: Client) -> None:
 async def test_the_example_runs(cluster: Cluster, nc: Client, tmp_path: Path) -> None:
     env = os.environ | {"NATS_URL": cluster.url, "NATS_NKEY": str(cluster.client_key)}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(ROOT / "ops" / "examples" / "batch.py"), "Who are you?", "Hello"),
+        sys.executable,
+        str(ROOT / "ops" / "examples" / "batch.py"),
+        "Who are you?",
+        "Hello",
         env=env,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
