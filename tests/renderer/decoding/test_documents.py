@@ -1,5 +1,6 @@
 """Documents in decoders: pages as images, their text, and files that are meant to harm."""
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -128,8 +129,11 @@ def many_lines() -> bytes:
 
 def blanks() -> bytes:
     """Return a page of a gigabyte of blanks in 3 KiB."""
-    packer = zlib.compressobj()
-    packed = b"".join(packer.compress(b" " * 2**20) for _ in range(1024)) + packer.flush()
+    packer = zlib.compressobj(wbits=-15)
+    # After a full flush, the same bytes stand for the next MiB as well.
+    piece = packer.compress(b" " * 2**20) + packer.flush(zlib.Z_FULL_FLUSH)
+    checksum = functools.reduce(lambda sum, _: zlib.adler32(b" " * 2**20, sum), range(1024), 1)
+    packed = b"\x78\x9c" + piece * 1024 + packer.flush() + checksum.to_bytes(4, "big")
     return document([stream(zlib.compress(packed), b"/Filter [/FlateDecode /FlateDecode]")])
 
 
