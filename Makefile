@@ -213,7 +213,7 @@ first-hour: .venv/installed  ## docs/first-hour.svg: the ten commands of the gui
 docs: .venv/dev  ## reference pages from the types, the settings and the metric catalog
 	$(BIN)/python -m ops.docs
 
-screenshots: .venv/dev  ## docs/page.png, page-phone.png and response.png; needs Debian's chromium-driver
+screenshots: .venv/dev  ## docs/page.png, page-phone.png, response.png and batches.png; needs Debian's chromium-driver
 	$(BIN)/python -m ops.screenshot
 
 clean:

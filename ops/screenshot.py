@@ -1,10 +1,12 @@
-"""`make screenshots`: the web pages with real answers, as three images in docs/.
+"""`make screenshots`: the web pages with real answers, as four images in docs/.
 
 Needs Debian's packages chromium and chromium-driver.
 """
 
 import asyncio
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import uvloop
 from openai import AsyncOpenAI
 
 from ops.browser import ENTER, MISSING, Browser, browsing
-from ops.demo import IMAGES
+from ops.demo import BATCH, IMAGES
+from ops.demo_batch import write_questions
 from ops.harness.deployment import demo_tree, deployment
 from ops.tool_server import LocalToolServer
 from shared.telemetry import logs
@@ -42,8 +45,9 @@ class ToolServer(LocalToolServer):
 
 async def main() -> None:
     logs.configure_logging("warning", role="serving")
-    async with deployment(demo_tree(spoken=True)) as site:
+    async with deployment(demo_tree(spoken=True) | {"batch": {}}) as site:
         await asyncio.to_thread(take_screenshots, f"{site.http}/", site.folder)
+        await asyncio.to_thread(show_batches, f"{site.http}/page/batches.html", site.folder)
     server = {"url": ToolServer().start(), "require_approval": "never"}
     agent = {"servers": {"calc": server}, "mcp_networks": ["127.0.0.0/8"]}
     tree = demo_tree(sampling_defaults={"temperature": 0.0, "max_tokens": 80}) | {"agent": agent}
@@ -74,6 +78,34 @@ def show_approval(url: str, folder: Path) -> None:
         last = "document.querySelector('.response:last-child .status')"
         browser.wait(f"!['', 'queued', 'in progress'].includes({last}.innerText)")
         (DOCS / "response.png").write_bytes(browser.screenshot())
+
+
+def show_batches(url: str, folder: Path) -> None:
+    """A batch of a file in which one line is refused, and a batch of one prompt for many images."""
+    questions = folder / "questions.jsonl"
+    write_questions(questions, [(case.question, IMAGES / case.images[0]) for case in BATCH])
+    with questions.open("a") as file:
+        line = json.loads(questions.read_text().splitlines()[0])
+        line["body"]["temperature"] = -1
+        file.write(json.dumps(line | {"custom_id": "refused"}))
+    with browsing(folder) as browser:
+        browser.emulate_screen(1280, 720, "light")
+        browser.open(url)
+        browser.wait("!document.querySelector('#send').disabled")
+        run_batch(browser, [questions])
+        browser.type("#question", "Describe the image.")
+        run_batch(browser, sorted(IMAGES.glob("*.png")))
+        (DOCS / "batches.png").write_bytes(browser.screenshot())
+
+
+def run_batch(browser: Browser, files: Sequence[Path]) -> None:
+    number = browser.run("return document.querySelectorAll('.batch').length") + 1
+    browser.type("#file", "\n".join(map(str, files)))
+    browser.wait(f"document.querySelectorAll('#files li').length === {len(files)}")
+    browser.click("#send")
+    browser.wait(f"document.querySelectorAll('.batch').length === {number}")
+    status = "document.querySelector('.batch:first-child .status').innerText"
+    browser.wait(f"{status} === 'completed'")
 
 
 def take_screenshots(url: str, folder: Path) -> None:

@@ -177,7 +177,17 @@ def test_the_focus_is_visible(page: Browser) -> None:
     return [style.outlineStyle, style.boxShadow];
     """
     page.run("const e = document.querySelector('.skip'); e.focus(); e.blur()")
-    names = ["Responses", "OpenAPI", "log", "question", "file", "record", "model", "send"]
+    names = [
+        "Responses",
+        "Batches",
+        "OpenAPI",
+        "log",
+        "question",
+        "file",
+        "record",
+        "model",
+        "send",
+    ]
     names.append("Key and parameters")
     for name in names:
         page.press(TAB)

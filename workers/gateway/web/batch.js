@@ -45,6 +45,7 @@ export class Batch {
     );
     this.errors = add(this.element, "ul", "errors");
     this.errors.ariaLabel = "Errors by kind";
+    this.errors.hidden = true;
     const acts = add(this.element, "div", "acts");
     this.cancel = this.button(acts, "Cancel", () => this.sendCancel());
     this.answers = this.button(acts, "Answers", () => this.download("output", this.batch.output_file_id));
@@ -96,8 +97,9 @@ export class Batch {
       ...kinds.map(([code, count]) => `${code}: ${count}`),
       ...(this.batch.errors?.data ?? []).map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`)),
     ];
-    const shown = [...this.errors.children].map((item) => item.textContent);
-    if (shown.join("\n") === lines.join("\n")) return; // A reader may have selected them.
+    const current = [...this.errors.children].map((item) => item.textContent);
+    if (current.join("\n") === lines.join("\n")) return; // A reader may have selected them.
+    this.errors.hidden = lines.length === 0;
     this.errors.replaceChildren();
     for (const line of lines) add(this.errors, "li").textContent = line;
   }
