@@ -129,7 +129,7 @@ def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
 
 
 def check_paths(config: Config) -> None:
-    """Check that the folders of models and adapters exist and their weights are not quantized.
+    """Check that the folders of models and adapters exist and that their weights can be read.
 
     Raises ConfigError.
     """

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, write_config
 from workers.cli.models.local import LocalModel
 from workers.cli.models.reports import check_folders
+from workers.engine.model.check_folders import examine
 from workers.settings import DEMO_MODEL
 
 
@@ -47,3 +49,16 @@ def test_int8_is_written_for_the_engine_and_counted(
     file, _ = write_config([LocalModel("demo", DEMO_MODEL)], Wishes(quantization="int8"))
     entry = yaml.safe_load(file.read_text())["models"]["demo"]
     assert (entry["quantization"], entry["dtype"]) == ("int8", "bfloat16")
+
+
+def test_quantized_weights_are_counted_by_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, _ = copy_quantized(DEMO_MODEL, tmp_path, FORMS["fp8_blocks"])
+    monkeypatch.setattr(generated, "check_folders", lambda _: [examine(folder)])
+    file, lines = write_config([LocalModel("demo", folder)], Wishes(dtype="bfloat16"))
+    assert "demo: weights 5.3 MB as bfloat16" in lines[0]
+    label = "FP8, blocks of 48 x 40"
+    assert f"demo: weights are stored as {label}, and dequantized at the start" in lines
+    assert "quantization" not in yaml.safe_load(file.read_text())["models"]["demo"]

@@ -72,6 +72,11 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
         if report.reason is not None:
             raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")
     tree, lines = _choose(models, reports, wishes, base)
+    lines += [
+        f"{model.name}: weights are stored as {report.stored_as}, and dequantized at the start"
+        for model, report in zip(models, reports, strict=True)
+        if report.stored_as is not None
+    ]
     text = HEADER + yaml.safe_dump(tree, sort_keys=False)
     # Restarted workers of another `pagemill up` read its file again, so it must not be overwritten.
     digest = hashlib.sha256(text.encode()).hexdigest()
