@@ -1,5 +1,7 @@
 """The configuration that `pagemill up NAME` writes for its workers."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from workers.cli.models.generated import Wishes, write_config
 from workers.cli.models.local import LocalModel
 from workers.cli.models.reports import check_folders
 from workers.engine.model.check_folders import examine
-from workers.settings import DEMO_MODEL
+from workers.settings import DEMO_MODEL, load_config
 
 
 def test_another_up_leaves_the_file_of_a_running_one_alone(
@@ -62,3 +64,19 @@ def test_quantized_weights_are_counted_by_their_values(
     label = "FP8, blocks of 48 x 40"
     assert f"demo: weights are stored as {label}, and dequantized at the start" in lines
     assert "quantization" not in yaml.safe_load(file.read_text())["models"]["demo"]
+
+
+def test_the_sampling_defaults_of_the_folder_are_written_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("training"))
+    stated = {"temperature": 0.6, "top_k": 20, "eos_token_id": 756}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    monkeypatch.setattr(generated, "check_folders", lambda _: [examine(folder)])
+    file, lines = write_config([LocalModel("demo", folder)], Wishes())
+    entry = yaml.safe_load(file.read_text())["models"]["demo"]
+    assert entry["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
+    assert "demo: temperature 0.6, top_k 20 by default, from its generation_config.json" in lines
+    assert load_config(file).models["demo"].sampling_defaults == entry["sampling_defaults"]
