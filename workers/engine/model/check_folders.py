@@ -57,6 +57,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
 
     from shared.errors import ConfigError
     from shared.models import registry
+    from shared.models.chat_templates import check_chat_templates
     from shared.vision.quantized import read_quantized
     from workers.engine.end_tokens import check_files
     from workers.engine.model.support import check_supported
@@ -69,6 +70,10 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         check_supported(config, folder)
         registry.find_tower(config)
         read_pooling(folder, pooling)
+        if (folder / "tokenizer.json").is_file():  # Else only the descriptions are downloaded.
+            for source in () if family is None else family.media.values():
+                source.open_layout(folder, config)
+            check_chat_templates(folder)
         if pooling is None:
             check_files(folder, config.get_text_config(decoder=True).vocab_size)
     except ConfigError as error:
