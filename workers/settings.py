@@ -125,7 +125,7 @@ def _graph_of_folder(folder: Path) -> Graph | None:
 
 
 def _sampling_defaults_of(name: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Return the sampling defaults of a model, with those of its folder if it asks for them."""
+    """Return the sampling defaults of a model, and of its folder if the model asks for them."""
     if not model.generation_config:
         return model.sampling_defaults
     if not (folder / generation_config.FILE).is_file():

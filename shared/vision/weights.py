@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -50,8 +56,12 @@ def load_weights(
         options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
     quantized = read_quantized(folder)
+    if quantized is not None:
+        options["config"] = _without_quantization(folder, options.get("config"))
+        if model_class is AutoModelForCausalLM:  # It cannot load weights without a folder.
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
     try:
-        with _open_source(folder, quantized, dtype, options.get("config")) as source:
+        with _open_source(folder, quantized, dtype) as source:
             model, report = _part_of(model_class, without, part is not None).from_pretrained(
                 dtype=dtype,
                 local_files_only=True,
@@ -79,19 +89,23 @@ def load_weights(
 
 @contextmanager
 def _open_source(
-    folder: Path, quantized: Quantized | None, dtype: torch.dtype, config: PreTrainedConfig | None
+    folder: Path, quantized: Quantized | None, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
     """Yield the options with which transformers reads the weights of a folder."""
     if quantized is None:
         yield {"pretrained_model_name_or_path": folder}
         return
+    with open_weights(folder, quantized, dtype) as weights:
+        yield {"pretrained_model_name_or_path": None, "state_dict": weights}
+
+
+def _without_quantization(folder: Path, config: PreTrainedConfig | None) -> PreTrainedConfig:
+    """Return the config without the settings for which transformers needs other packages."""
     config = copy.deepcopy(config or AutoConfig.from_pretrained(folder, local_files_only=True))
-    # With these settings, transformers would apply the reader of another package.
     for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for setting in SETTINGS:
             getattr(section, "__dict__", {}).pop(setting, None)
-    with open_weights(folder, quantized, dtype) as weights:
-        yield {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
+    return config
 
 
 def _renamer_of(model: Any) -> Callable[[str], str]:
