@@ -124,6 +124,8 @@ ALLOWED = {
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder
     "workers.engine.end_tokens": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
+    "workers.generation_config": {".read_bytes"},  # within the model's folder
+    "shared.models.chat_templates": {".read_bytes"},  # within the model's folder
 }
 
 

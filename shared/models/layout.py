@@ -29,6 +29,8 @@ _load_image_processor: Any = AutoImageProcessor.from_pretrained
 # Qwen2-VL's processor raises ValueError beyond this ratio. CLIP's processor scales the shorter side
 # up, so that an image of one line would need gigabytes.
 MAX_ASPECT_RATIO = 200
+# One of these files has the settings of the processor.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class ImageLayout(Protocol):
@@ -139,8 +141,19 @@ class PlannedLayout(ABC, Generic[Probe, Plan, Part]):
 MediaLayout = ImageLayout | PlannedLayout[Any, Any, Any]
 
 
+def check_processor_file(folder: Path) -> None:
+    """Raise ConfigError for a folder without the file that states how its media are prepared."""
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        raise ConfigError(
+            f"{folder} has no {PROCESSOR_FILES[0]}, which states how images and sounds are"
+            " prepared: copy the file from the original model",
+            field="path",
+        )
+
+
 def load_image_processor(folder: Path, kind: type) -> Any:
     """Load the image processor of a model folder, which must be a `kind`. Raises ConfigError."""
+    check_processor_file(folder)
     try:
         # The processor is untyped; callers check its output by shape.
         processor: Any = _load_image_processor(folder, local_files_only=True, backend="pil")

@@ -63,10 +63,10 @@ SHARD = "model-00001-of-00001.safetensors"
 QUANTIZED: dict[str, dict[str, bytes]] = {
     "config.json": {
         "config.json": json.dumps(
-            CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+            CONFIG | {"quantization_config": {"quant_method": "hqq"}}
         ).encode()
     },
-    "hf_quant_config.json": {"hf_quant_config.json": b'{"quantization": {"quant_algo": "FP8"}}'},
+    "hf_quant_config.json": {"hf_quant_config.json": b'{"quantization": {"quant_algo": "NVFP4"}}'},
     INDEX: {
         INDEX: json.dumps({"weight_map": {"lm_head.qweight": SHARD}}).encode(),
         SHARD: b"never read",

@@ -68,17 +68,21 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
-    _check_models(loaded)
+    quantized = _check_models(loaded)
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
     for name, pipeline in pipelines_of(loaded).items():
         lines = [f"pipeline of {name}", *(f"  {line}" for line in _graph_lines(pipeline))]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
+    sys.stdout.writelines(f"# {line}\n" for line in quantized)
     sys.stdout.write(yaml.safe_dump(msgspec.to_builtins(loaded), sort_keys=False))
     return 0
 
 
-def _check_models(config: Config) -> None:
-    """Raise ConfigError for a folder that an engine refuses."""
+def _check_models(config: Config) -> list[str]:
+    """Return a line about each folder with quantized weights.
+
+    Raises ConfigError for a folder that an engine refuses.
+    """
     folders: list[tuple[str, Path, str | None]] = []
     for name, pipeline in pipelines_of(config).items():
         model, field = config.models[name], f"models.{name}"
@@ -95,6 +99,11 @@ def _check_models(config: Config) -> None:
     for (field, folder, _), report in zip(folders, checked, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{field}: {folder} {report.reason}", field=field)
+    return [
+        f"weights of {field}: {report.stored_as}"
+        for (field, _, _), report in zip(folders, checked, strict=True)
+        if report.stored_as is not None
+    ]
 
 
 def _print_kernels() -> int:

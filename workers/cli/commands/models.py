@@ -135,6 +135,8 @@ def _describe(
             "state": "refused" if reason else "served" if model.name in served else state,
             "path": str(model.folder),
         }
+        if report is not None and report.stored_as is not None:
+            row["stored_as"] = report.stored_as
         rows.append(row if reason is None else row | {"reason": reason})
     return rows
 
@@ -151,6 +153,8 @@ def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:
     size = row.get("size_bytes")
     reason = row.get("reason")
     state = ", ".join(str(row[key]) for key in ("state", "quantization") if key in row)
+    if "stored_as" in row:
+        state += f", stored as {row['stored_as']}"
     return (
         str(row["name"]),
         str(row.get("family") or "-"),

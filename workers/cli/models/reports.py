@@ -23,6 +23,7 @@ class Report(msgspec.Struct, frozen=True):
     dtype: str | None
     max_position_embeddings: int
     kv_values_per_token: int
+    stored_as: str | None
 
 
 def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) -> list[Report]:

@@ -26,6 +26,8 @@ class FolderReport(msgspec.Struct, frozen=True):
     max_position_embeddings: int = 0
     kv_values_per_token: int = 0
     """Keys and values of one token, in all layers."""
+    stored_as: str | None = None
+    """Format of quantized weights; None for floats."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -55,6 +57,8 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
 
     from shared.errors import ConfigError
     from shared.models import registry
+    from shared.models.chat_templates import check_chat_templates
+    from shared.vision.quantized import read_quantized
     from workers.engine.end_tokens import check_files
     from workers.engine.model.support import check_supported
     from workers.engine.pooling_files import read_pooling
@@ -66,17 +70,23 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         check_supported(config, folder)
         registry.find_tower(config)
         read_pooling(folder, pooling)
+        if (folder / "tokenizer.json").is_file():  # Else only the descriptions are downloaded.
+            for source in () if family is None else family.media.values():
+                source.open_layout(folder, config)
+            check_chat_templates(folder)
         if pooling is None:
             check_files(folder, config.get_text_config(decoder=True).vocab_size)
     except ConfigError as error:
         reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
         return FolderReport(name, reason.replace(f"{folder}/", ""))
     text = config.get_text_config(decoder=True)
+    quantized = read_quantized(folder)
     return FolderReport(
         name,
         dtype=_dtype_of(config) or _dtype_of(text),
         max_position_embeddings=text.max_position_embeddings,
         kv_values_per_token=_count_kv_values(text),
+        stored_as=None if quantized is None else quantized.label,
     )
 
 

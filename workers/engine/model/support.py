@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
 from shared.models import registry
-from shared.vision.quantized import find_quantization
+from shared.vision.quantized import read_quantized
 
 if TYPE_CHECKING:
     # `pagemill models` runs these checks in a process without torch.
@@ -36,9 +36,9 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 def check_supported(config: PreTrainedConfig, folder: Path) -> None:
     """Raise ConfigError, with the reason, for a model that the engine cannot run correctly."""
     reason = next(_refusals(config, config.get_text_config(decoder=True)), None)
-    reason = reason or find_quantization(folder)
     if reason is not None:
         raise ConfigError(f"models.path: {folder} {reason}", field="models.path")
+    read_quantized(folder)
 
 
 def layer_windows(text_config: PreTrainedConfig) -> list[Window]:

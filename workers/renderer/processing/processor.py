@@ -23,6 +23,7 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
+from shared.models.chat_templates import check_chat_templates
 from shared.models.layout import PlannedLayout
 from shared.models.media import DecodedMedia
 from shared.models.registry import find_family
@@ -91,6 +92,7 @@ class Processor:
             raise ConfigError(
                 f"{folder}: the model cannot be read: {error}", field="path"
             ) from error
+        check_chat_templates(folder)
         tokenizer.chat_template = tokenizer.chat_template or _legacy_chat_template(folder)
         if not tokenizer.chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
