@@ -53,6 +53,14 @@ def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def kv_shape(text_config: Any) -> tuple[int, int, int]:
+    """Return (num_layers, num_kv_heads, head_dim)."""
+    num_heads: int = text_config.num_attention_heads
+    num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
+    head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
+    return text_config.num_hidden_layers, num_kv_heads, head_dim
+
+
 def _refusals(config: Any, text: Any) -> Iterator[str]:
     """Yield the reasons to refuse a model, from its config and its text config."""
     if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
