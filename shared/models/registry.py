@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from shared.models import families
-from shared.models.family import DecoderTrait, ModelFamily
+from shared.models.family import DecoderTrait, ModelFamily, Source
+from shared.models.generic import TESTED_TYPES, generic_family
 from shared.models.language import LanguageAdapter
 from shared.models.tower_adapter import TowerAdapter
 
@@ -33,9 +34,15 @@ def register(family: ModelFamily) -> None:
 
 
 def find_family(config: PreTrainedConfig) -> ModelFamily | None:
-    """Return the family of a model; None for a type that is not supported."""
+    """Return the declared or the generic family of a model; None for an unsupported type."""
     _discover()
-    return _families.get(config.model_type)
+    return _families.get(config.model_type) or generic_family(config.model_type)
+
+
+def find_source(config: PreTrainedConfig) -> Source | None:
+    """Return the origin of a model's family; None for an unsupported type."""
+    family = find_family(config)
+    return None if family is None else family.source
 
 
 def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait]:
@@ -43,8 +50,16 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
     return _decoders.get(text_config.model_type, frozenset())
 
 
+def list_families() -> list[ModelFamily]:
+    """Return the declared families and the generic ones of tested types, by name."""
+    _discover()
+    generic = [family for name in TESTED_TYPES if (family := generic_family(name)) is not None]
+    declared = {id(family): family for family in _families.values()}.values()
+    return sorted([*declared, *generic], key=lambda family: family.name)
+
+
 def list_text_model_types() -> list[str]:
-    """Return the supported model types that accept only text, sorted."""
+    """Return the model types of declared families that accept only text, sorted."""
     _discover()
     return sorted(name for name, family in _families.items() if family.tower is None)
 

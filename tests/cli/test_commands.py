@@ -152,6 +152,7 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
     done = run("check", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
+        "# models.demo.path: Qwen2-VL (native)",
         "# pipeline of demo",
         "#   request ──▶ renderer  (task: prompt)",
         "#   renderer ──▶ engine  (task: tokens)",
@@ -188,7 +189,9 @@ def test_check_prints_the_format_of_quantized_weights(tmp_path: Path) -> None:
     (tmp_path / "pagemill.yaml").write_text(f"models: {{mine: {{path: {folder}}}}}")
     done = run("check", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "# weights of models.mine.path: int4, groups of 32 (AWQ)\n" in done.stdout
+    assert (
+        "# models.mine.path: Qwen2-VL (native), stored as int4, groups of 32 (AWQ)\n" in done.stdout
+    )
     done = run("models", cwd=tmp_path, HF_HOME=str(tmp_path))
     assert "configured, stored as int4, groups of 32 (AWQ)" in done.stdout
     config = json.loads((folder / "config.json").read_text())

@@ -488,7 +488,7 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     (partial / "tokenizer.json").unlink()
     output = run(hub, tmp_path, "models", *NO_BROKER).stdout
     assert "refused: it lacks tokenizer.json" in output
-    assert "org/demo     Qwen2-VL  5.3 MB  here\n" in output
+    assert "org/demo     Qwen2-VL  native  5.3 MB  here\n" in output
     rows = {
         row["name"]: row
         for row in map(
@@ -498,8 +498,8 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     assert rows.keys() == {"demo", NAME, "org/partial", "org/whisper"}
     assert rows["demo"]["state"] == "configured"
     size = sum(len(FILES[name]) for name in SERVED)
-    here = {"name": NAME, "family": "Qwen2-VL", "size_bytes": size, "state": "here"}
-    assert rows[NAME] == here | {"path": str(snapshot(tmp_path))}
+    here = {"name": NAME, "family": "Qwen2-VL", "how": "native", "size_bytes": size}
+    assert rows[NAME] == here | {"state": "here", "path": str(snapshot(tmp_path))}
     assert rows["org/whisper"]["state"] == "refused"
     assert "cross attention" in rows["org/whisper"]["reason"]
 

@@ -814,7 +814,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, name: str) -> Non
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary"),
         ({"num_hidden_layers": 4, "layer_types": None}, "lacks weights"),
-        ({"model_type": "gpt2"}, "no family"),
+        ({"model_type": "bert"}, "no family"),
     ],
 )
 def test_models_that_would_compute_wrong_tokens_are_rejected(

@@ -18,7 +18,7 @@ from workers.cli.options import ConfigFile, NatsUrl
 from workers.cli.terminal import EXIT_INTERRUPTED, errors, noted, print_json, print_line
 from workers.roles import all_roles
 
-COLUMNS = ("name", "family", "size", "state")
+COLUMNS = ("name", "family", "how", "size", "state")
 
 
 def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) -> int:
@@ -131,6 +131,7 @@ def _describe(
         row: dict[str, object] = {
             "name": model.name,
             "family": None if report is None else report.family,
+            "how": None if report is None else report.source,
             "size_bytes": local.size_on_disk(model.folder),
             "state": "refused" if reason else "served" if model.name in served else state,
             "path": str(model.folder),
@@ -149,7 +150,7 @@ def _print_table(rows: Sequence[dict[str, object]]) -> None:
         print_line("  ".join([*padded, state]))
 
 
-def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:
+def _cells(row: dict[str, object]) -> tuple[str, ...]:
     size = row.get("size_bytes")
     reason = row.get("reason")
     state = ", ".join(str(row[key]) for key in ("state", "quantization") if key in row)
@@ -158,6 +159,7 @@ def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:
     return (
         str(row["name"]),
         str(row.get("family") or "-"),
+        str(row.get("how") or "-"),
         decimal(size) if isinstance(size, int) else "-",
         f"{state}: {reason}" if reason else state,
     )

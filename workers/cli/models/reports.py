@@ -19,6 +19,7 @@ class Report(msgspec.Struct, frozen=True):
     """The report of `workers.engine.model.check_folders` about one folder."""
 
     family: str | None
+    source: str | None
     reason: str | None
     dtype: str | None
     max_position_embeddings: int

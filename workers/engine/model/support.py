@@ -1,7 +1,8 @@
 """Model support: refuses models for which the engine would compute wrong answers.
 
-A family is served when a test compares its tokens with the tokens of transformers. A config of such
-a family may still use features that the engine does not have.
+A declared family is served when a test compares its tokens with the tokens of transformers. A
+config of such a family may still use features that the engine does not have. Generic families are
+checked again when the model is loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
 from shared.models import registry
+from shared.models.generic import find_obstacle
 from shared.vision.quantized import read_quantized
 
 if TYPE_CHECKING:
@@ -53,6 +55,14 @@ def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def kv_shape(text_config: Any) -> tuple[int, int, int]:
+    """Return (num_layers, num_kv_heads, head_dim)."""
+    num_heads: int = text_config.num_attention_heads
+    num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
+    head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
+    return text_config.num_hidden_layers, num_kv_heads, head_dim
+
+
 def _refusals(config: Any, text: Any) -> Iterator[str]:
     """Yield the reasons to refuse a model, from its config and its text config."""
     if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
@@ -65,17 +75,19 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
     kinds = getattr(text, "layer_types", None) or []
     if other := set(kinds) - LAYER_KINDS:
         yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    source = registry.find_source(config)
     one_window = "one_window" in registry.find_decoder_traits(text)
-    if getattr(text, "sliding_window", None) and not kinds and not one_window:
+    is_native = source == "native"
+    if is_native and getattr(text, "sliding_window", None) and not kinds and not one_window:
         # transformers' layers ignore the window, but its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
     yield from _attention_refusals(config, text)
     for kind in sorted(_rope_types(text) & BATCH_ROPE):
         yield f"uses {kind} rotary positions, which depend on the other requests of a batch"
-    if registry.find_family(config) is None:
+    if source is None:
         yield (
-            f"is of type {config.model_type!r}, for which the engine has no family; for text it has"
-            f" {', '.join(registry.list_text_model_types())}"
+            f"is of type {config.model_type!r}, for which the engine has no family:"
+            f" {find_obstacle(config.model_type)}"
         )
 
 

@@ -1,0 +1,45 @@
+"""The table of model families in docs/guide/models.md, from the registry."""
+
+from pathlib import Path
+
+from ops.docs.tables import table, with_blocks
+from shared.models import registry
+from shared.models.family import ModelFamily
+
+FILE = Path(__file__).parents[2] / "docs" / "guide" / "models.md"
+HEAD = ["family", "`model_type`", "in", "out", "how", "parity"]
+PARITY = {
+    "native": "tokens in float32, any schedule",
+    "generic": "tokens in float64, any schedule; logits at each start",
+    "generic, untested": "logits at each start",
+}
+
+
+def pages() -> dict[Path, str]:
+    text = FILE.read_text(encoding="utf-8")
+    return {FILE: with_blocks(text, {"families": lambda *_: table(HEAD, _rows())})}
+
+
+def _rows() -> list[list[str]]:
+    families = registry.list_families()
+    texts = [family for family in families if family.source != "native" and not family.media]
+    rows = [
+        _row(family.name, family.model_types, family) for family in families if family not in texts
+    ]
+    model_types = frozenset().union(*(family.model_types for family in texts))
+    rows.append(_row("further text models", model_types, texts[0]))
+    other = ModelFamily("other text models", frozenset(), source="generic, untested")
+    return [*rows, _row(other.name, frozenset(), other)]
+
+
+def _row(name: str, model_types: frozenset[str], family: ModelFamily) -> list[str]:
+    types = ", ".join(f"`{model_type}`" for model_type in sorted(model_types))
+    outputs = "text, speech" if family.talker else "text"
+    return [
+        name,
+        types or "any that the start accepts",
+        ", ".join(["text", *family.media]),
+        outputs,
+        family.source.partition(",")[0],
+        PARITY[family.source],
+    ]

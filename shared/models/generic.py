@@ -1,0 +1,52 @@
+"""Generic families: model types without a declaration, served through transformers' own modules.
+
+A type qualifies by the source of its class in transformers. The source is read and not imported,
+because an import needs torch, which renderers hide. When such a model is loaded, the engine
+compares its answers with transformers' own.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from shared.models.family import ModelFamily, Source
+
+TESTED_TYPES = frozenset({"afmoe", "arcee", "beam", "cohere", "cohere2_moe"})
+"""Model types whose answers a test compares with transformers'."""
+
+_EXCHANGEABLE = "_supports_attention_backend = True"
+
+
+def generic_family(model_type: str) -> ModelFamily | None:
+    """Return the family of a type without a declared one; None if the type cannot be served."""
+    if find_obstacle(model_type) is not None:
+        return None
+    source: Source = "generic" if model_type in TESTED_TYPES else "generic, untested"
+    return ModelFamily(model_type, frozenset({model_type}), source=source)
+
+
+@cache
+def find_obstacle(model_type: str) -> str | None:
+    """Return the reason why no generic family serves a model type; None if one does."""
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if class_name is None:
+        return "transformers has no causal language model of this type"
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "models of this type are encoders, in which a token depends on later tokens"
+    if _EXCHANGEABLE not in _read_source(class_name):
+        return "transformers' model of this type runs with no other attention function"
+    return None
+
+
+def _read_source(class_name: str) -> str:
+    """Return the source of the module in which transformers defines a class."""
+    # Without torch, the attribute is a placeholder with the name of the module.
+    module: str = getattr(transformers, class_name).__module__
+    folder = Path(transformers.__file__).parent
+    file = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return file.read_text(encoding="utf-8")
