@@ -202,7 +202,7 @@ class Flood:
         return await self._post(_body(self._unique(), SHORT))
 
     async def long(self) -> str:
-        return await self._post(_body(self._unique() + " x" * 700, 200, ignore_eos=True))
+        return await self._post(_body(self._unique() + " x" * 350, 200, ignore_eos=True))
 
     async def image(self) -> str:
         # Bytes after the end of an image make a new file of it.

@@ -143,6 +143,18 @@ async def test_a_model_stays_busy_between_two_tasks(
     assert await turns.lane_of(long, "flood", 100) == "interactive"
 
 
+async def test_a_burst_makes_a_model_busy_before_its_tasks_are_claimed(bus: Bus) -> None:
+    model = f"m-{secrets.token_hex(4)}"
+    turns = Turns(bus, {})
+    await turns.lane_of(admitted(model), "steady", 100)
+    long = admitted(model, sampling_params=SamplingParams(max_tokens=1000))
+    lanes = [await turns.lane_of(long, "flood", 100) for _ in range(24)]
+    assert lanes == ["interactive"] * MANY_CLAIMED + ["batch"] * (24 - MANY_CLAIMED)
+    assert await turns.lane_of(admitted(model), "steady", 100) == "interactive"
+    # Requests for another model do not count.
+    assert await turns.lane_of(admitted(f"{model}-2"), "flood", 10**7) == "interactive"
+
+
 async def test_requests_of_the_batch_lane_stay_there(bus: Bus) -> None:
     assert await Turns(bus, {}).lane_of(admitted("m", lane="batch"), "a", 100) == "batch"
 

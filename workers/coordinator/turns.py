@@ -17,7 +17,9 @@ READ_S = 0.25
 RETRY_S = 30.0
 """Pause after a failed reading, for example when the keys of the coordinator do not permit it."""
 MANY_CLAIMED = 4
-"""Number of claimed tasks that makes a model busy: further tasks share the workers' time."""
+"""Number of claimed tasks that makes a model busy: further tasks share the workers' time. Requests
+of the interactive lane that were admitted within `READ_S` count as well, because the first reading
+in a burst of requests is too early to find their tasks."""
 BUSY_S = 2.0
 """Time for which a model counts as busy. A flood of short requests has few claimed tasks at most
 moments."""
@@ -72,6 +74,9 @@ class Turns:
         self._busy_s: dict[str, float] = {}
         """Time when each model last had waiting tasks, or at least `MANY_CLAIMED` claimed ones."""
         self._read_s = float("-inf")
+        self._admitted: Counter[str] = Counter()
+        """Requests of the interactive lane that were admitted since `_counted_s`, by model."""
+        self._counted_s = float("-inf")
 
     async def lane_of(self, admitted: Admitted, tenant: str, num_bytes: int) -> str:
         """Return the lane for the tasks of a request.
@@ -84,9 +89,16 @@ class Turns:
         use.add(tenant, _cost(admitted, num_bytes), time.monotonic())
         if use.exceeds_share(tenant) and await self._is_busy(request.model):
             return subjects.LANES[-1]
+        if request.lane == subjects.LANES[0]:
+            self._admitted[request.model] += 1
         return request.lane
 
     async def _is_busy(self, model: str) -> bool:
+        if time.monotonic() - self._counted_s >= READ_S:
+            self._counted_s = time.monotonic()
+            self._admitted.clear()
+        if self._admitted[model] >= MANY_CLAIMED:
+            return True
         if time.monotonic() - self._read_s >= READ_S:
             self._read_s = time.monotonic()
             try:
