@@ -11,6 +11,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
@@ -34,6 +35,8 @@ def generic_family(model_type: str) -> ModelFamily | None:
 def find_obstacle(model_type: str) -> str | None:
     """Return the reason why no generic family serves a model type; None if one does."""
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if class_name is None and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return "generic families take only text, and models of this type also take images"
     if class_name is None:
         return "transformers has no causal language model of this type"
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:

@@ -49,6 +49,8 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("granite_swa", {}, "sinks"),
         ("deepseek_v2", {}, "latent attention"),
         ("deepseek_v3", {}, "latent attention"),
+        ("gemma4_text", {}, "layers with different settings"),
+        ("llama", {"per_layer_config": {0: {"intermediate_size": 64}}}, "layers with different"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
         ("qwen2", {"is_causal": False}, "bidirectional"),
         ("qwen2_vl", {"is_causal": False}, "bidirectional"),
@@ -59,6 +61,7 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "is a classifier"),
         ("bert", {}, "no family: models of this type are encoders"),
         ("gptj", {}, "no family: transformers' model of this type runs with no other attention"),
+        ("idefics3", {}, "no family: generic families take only text"),
         ("clip", {}, "no family: transformers has no causal language model of this type"),
     ],
 )
