@@ -16,13 +16,14 @@ def check_chat_templates(folder: Path) -> None:
     tokenizer_config.json only if no other file has templates.
     """
     names = [file.stem for file in folder.glob("additional_chat_templates/*.jinja")]
-    file = folder / FILE
+    file, remedy = folder / FILE, "write the template for all other chats as chat_template.jinja"
     if not names and file.is_file():
         templates = json.loads(file.read_bytes()).get("chat_template")
         names = [entry["name"] for entry in templates] if isinstance(templates, list) else []
+        remedy = f"name one of them {DEFAULT!r} in {FILE}"
     if names and DEFAULT not in names and not (folder / "chat_template.jinja").is_file():
         raise ConfigError(
             f"{folder} has the chat templates {', '.join(sorted(names))}, and none for every chat:"
-            f" name one of them {DEFAULT!r} in {FILE}",
+            f" {remedy}",
             field="path",
         )

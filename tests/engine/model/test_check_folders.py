@@ -82,6 +82,13 @@ def test_named_chat_templates_need_a_default(copied: Path) -> None:
     assert reason in (check_folders.examine(copied).reason or "")
     with pytest.raises(ConfigError, match="none for every chat"):
         Processor(ModelConfig(str(copied)))
+    additional = copied / "additional_chat_templates"
+    additional.mkdir()
+    (additional / "rag.jinja").write_text(template)
+    assert "write the template for all other chats as chat_template.jinja" in (
+        check_folders.examine(copied).reason or ""
+    )
+    shutil.rmtree(additional)
     named[0]["name"] = "default"
     file.write_text(json.dumps(config | {"chat_template": named}))
     assert check_folders.examine(copied).reason is None
