@@ -65,7 +65,7 @@ def read_quantized(folder: Path) -> Quantized | None:
 
 
 def find_quantization(folder: Path) -> str | None:
-    """Return the reason to refuse the weights of a folder; None for floats and what is read.
+    """Return the reason to refuse the weights of a folder; None if they can be read.
 
     This checks the settings, the types of weights and the names of tensors, as far as the files
     exist. Raises ConfigError for weights that cannot be read.

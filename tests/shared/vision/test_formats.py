@@ -374,9 +374,7 @@ def test_two_settings_must_name_one_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "file"), [("awq", "quant_config.json"), ("gptq", "quantize_config.json")]
 )
-def test_a_copy_of_the_settings_in_a_file_is_read_over(
-    form: str, file: str, tmp_path: Path
-) -> None:
+def test_a_copy_of_the_settings_in_a_file_is_ignored(form: str, file: str, tmp_path: Path) -> None:
     folder, _, _ = write(build("llama"), tmp_path, FORMS[form])
     (folder / file).write_text("{}")
     assert find_quantization(folder) is None
