@@ -13,6 +13,7 @@ from shared.errors import ConfigError
 from shared.models.language import LanguageAdapter
 from tests import llava
 from tests.models.test_generic import SPECS, build
+from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.engine.loader import load
 from workers.engine.model import check_folders
 from workers.engine.model.flat_model import FlatModel
@@ -48,7 +49,7 @@ def test_attention_of_another_form_is_refused(dtype: torch.dtype) -> None:
 
 class Scaled(LanguageAdapter):
     def forward(self, embeddings: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(embeddings * 1.5, *args, **kwargs)
+        return super().forward(embeddings * 3, *args, **kwargs)
 
 
 class Displaced(LanguageAdapter):
@@ -71,6 +72,24 @@ def test_other_logits_are_refused(adapter: type[LanguageAdapter], dtype: torch.d
         check(build("gpt2" if adapter is Displaced else "glm"), dtype, adapter)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("doge", {"sliding_window": None}, "attention_mask of DogeAttention is not supported"),
+        ("flint", {}, "s_aux of FlintAttention is not supported"),
+        ("hrm_text", {}, "for layer 2, but transformers' layer has no attention"),
+        ("jetmoe", {}, r"names 2 heads with keys of 16 .* layer has 4 heads with keys of 16"),
+        ("moshi", {}, r"a window of 7 tokens for layer 0.*a window of None"),
+        ("nemotron", {}, "NemotronAttention does not get the engine's cache"),
+    ],
+)
+def test_attention_that_the_engine_does_not_have_is_refused(
+    model_type: str, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises((ConfigError, NotImplementedError), match=reason):
+        check(build(model_type, **settings), torch.float32)
+
+
 def test_a_window_that_a_layer_ignores_is_refused() -> None:
     model: Any = build("olmo3")
     model.model.layers[0].self_attn.sliding_window = None
@@ -78,12 +97,29 @@ def test_a_window_that_a_layer_ignores_is_refused() -> None:
         check(model, torch.float32)
 
 
+def write_folder(folder: Path, model_type: str) -> None:
+    """Write a tiny model with a tokenizer."""
+    tokenizer = llava.make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    model: Any = build(model_type, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model.float().save_pretrained(folder)
+
+
+@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "packed_int4"])
+def test_a_quantized_folder_of_a_generic_type_is_served(form: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / "model", "cohere")
+    folder, twin = copy_quantized(tmp_path / "model", tmp_path, FORMS[form])
+    assert check_folders.examine(folder).stored_as == FORMS[form].label
+    served, expected = (
+        load(ModelConfig(str(path)), EngineConfig(num_blocks=64)).model.family.model.state_dict()
+        for path in (folder, twin)
+    )
+    assert all(torch.equal(weight, expected[name]) for name, weight in served.items())
+
+
 @pytest.mark.parametrize("model_type", ["cohere", "diffllama"])
 def test_folders_are_served_or_refused(tmp_path: Path, model_type: str) -> None:
-    tokenizer = llava.make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    model: Any = build(model_type, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    model.float().save_pretrained(tmp_path)
+    write_folder(tmp_path, model_type)
     report = check_folders.examine(tmp_path)
     source = "generic" if model_type == "cohere" else "generic, untested"
     assert (report.family, report.source, report.reason) == (model_type, source, None)

@@ -73,7 +73,7 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
     if config.model_type.startswith(RECURRENT):
         yield "keeps a state instead of keys and values, which cannot be paged"
     if text.is_heterogeneous:
-        yield "has layers with different settings (per_layer_config); the engine serves layers of one shape"
+        yield "has layers with different settings (per_layer_config); the engine needs equal layers"
     kinds = getattr(text, "layer_types", None) or []
     if other := set(kinds) - LAYER_KINDS:
         yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
