@@ -17,6 +17,7 @@ from typing import Any, get_args
 from cyclopts import App
 
 from ops.docs import settings
+from shared.batches.orders import ENDPOINTS
 from shared.models import families
 from shared.protocol.multimodal import DOCUMENT, Modality
 from shared.protocol.pipeline import OutputKind
@@ -204,7 +205,12 @@ def test_endpoints_are_declared_at_their_handlers_and_nowhere_else() -> None:
     }
     paths = {operation.path for table in TABLES for operation in table.operations}
     assert len(paths) > 12
-    assert all(len(strings()[path]) == 1 for path in paths if path in strings())
+    # Orders of batches name endpoints, and roles without a gateway check these names.
+    assert paths.issuperset(ENDPOINTS)
+    others = {
+        path: strings()[path] - {"shared/batches/orders.py"} for path in paths & set(strings())
+    }
+    assert all(len(files) == 1 for files in others.values())
 
 
 def test_every_route_table_is_served() -> None:

@@ -147,6 +147,14 @@ def test_troubleshooting_has_a_row_for_every_error_code() -> None:
         assert again == ("yes" if by_code[code].retryable else "no"), code
 
 
+def test_the_guide_to_batches_has_every_code_of_an_input_file() -> None:
+    page = (ROOT / "docs" / "guide" / "batches.md").read_text(encoding="utf-8")
+    source = (ROOT / "shared" / "batches" / "input_file.py").read_text(encoding="utf-8")
+    codes = set(re.findall(r'(?:_refuse|LineError)\(\s*"(\w+)"', source))
+    assert "line_too_long" in codes
+    assert [code for code in sorted(codes) if f"`{code}`" not in page] == []
+
+
 def _errors(cls: type[PagemillError]) -> Iterator[type[PagemillError]]:
     yield cls
     for below in cls.__subclasses__():

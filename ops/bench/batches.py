@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,10 @@ async def run_requests(bus: Bus, prompts: Prompts, num_open: int, num_requests: 
     return (last - first) * BULK.answer / (ends_s[last - 1] - ends_s[first - 1])
 
 
+def _has_completed(state: dict[str, Any], number: int) -> bool:
+    return bool(state["request_counts"]["completed"] >= number)
+
+
 async def run_batch(batches: Batches, prompts: Prompts, num_requests: int) -> float:
     """Return the tokens a second of the middle of a batch."""
     file_id = await batches.upload(lines_of(MODEL, num_requests, prompts, BULK))
@@ -303,9 +308,7 @@ async def run_batch(batches: Batches, prompts: Prompts, num_requests: int) -> fl
     marks: list[tuple[float, int]] = []
     for part in MIDDLE:
         number = round(part * num_requests)
-        state = await batches.until(
-            batch_id, lambda state, number=number: state["request_counts"]["completed"] >= number
-        )
+        state = await batches.until(batch_id, partial(_has_completed, number=number))
         marks.append((time.perf_counter(), state["usage"]["output_tokens"]))
     await batches.until(batch_id, lambda _: False)
     return _rate(marks)

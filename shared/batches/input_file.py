@@ -20,6 +20,8 @@ from shared.protocol.value_limits import check_json
 
 MAX_ERRORS = 100
 """Limit on the reported errors of one file."""
+MAX_BLANK = 1000
+"""Limit on the blank lines at the end of a file. A file of nothing else takes minutes to read."""
 MAX_CUSTOM_ID_LEN = 512
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ZIP_MARK = b"PK\x03\x04"
@@ -27,6 +29,7 @@ GZIP_MARK = b"\x1f\x8b"
 BEGINNING_LEN = 4096
 """Bytes of a file that show whether it is a text."""
 DIGEST_BYTES = 16
+_BLANK = "the line is blank: remove it"
 _MISSING = re.compile("Object missing required field `(.*)`")
 
 
@@ -160,10 +163,12 @@ class InputCheck:
     def _add(self, line: RawLine) -> None:
         if not line.content.strip():
             self._first_blank = self._first_blank or line.number
+            if line.number - self._first_blank >= MAX_BLANK:
+                self._refuse("blank_line", self._first_blank, _BLANK, over=True)
             return
         if self._first_blank is not None:
             # Blank lines at the end of a file are ignored.
-            self._refuse("blank_line", self._first_blank, "the line is blank: remove it")
+            self._refuse("blank_line", self._first_blank, _BLANK)
             self._first_blank = None
         self.num_lines = line.number
         limit = self._limits.max_lines

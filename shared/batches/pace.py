@@ -5,7 +5,7 @@ from collections import deque
 SPAN_S = 600.0
 """Time over which the pace is measured."""
 MIN_SPAN_S = 60.0
-"""Time without a forecast, in which the first workers may still start."""
+"""Time before the first forecast. Meanwhile the first workers may still start."""
 
 
 class Pace:

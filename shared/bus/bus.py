@@ -30,7 +30,7 @@ from shared.bus.heartbeats import Heartbeats
 from shared.bus.login import Login
 from shared.bus.messaging import GroupResponder, LiveSubscription, Responder
 from shared.bus.queues import Queues
-from shared.bus.reading import StoredMessage, answered, direct_get
+from shared.bus.reading import STALE_READ_S, StoredMessage, answered, direct_get
 from shared.bus.stream_keeper import StreamKeeper
 from shared.bus.waits import ReplyLost
 from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable, UnsupportedVersion
@@ -280,6 +280,11 @@ class Bus:
         """Return the latest message of `subject`, which may have wildcards."""
         messages, _ = await direct_get(self.connection, stream, {"last_by_subj": subject})
         return messages[0] if messages else None
+
+    async def wait_for_replicas(self, lag_s: float = STALE_READ_S) -> None:
+        """Wait for the time by which a replica may lag. A server that runs alone has no replica."""
+        if not self.connection.is_alone:
+            await asyncio.sleep(lag_s)
 
     async def repeat_last(self, stream: str, subject: str) -> None:
         """Make the broker send the latest message of `subject` to its current subscribers.

@@ -158,6 +158,11 @@ class Connection:
         self.inbox = ReplyInbox(nc, nc.waits)
         self._clock_offset_ms = 0.0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the server is in no cluster, so that no stream has replicas."""
+        return not self.nc._server_info.get("cluster")
+
     async def sync_clock(self) -> None:
         """Measure the offset to the broker's clock.
 

@@ -34,6 +34,9 @@ CREATED_AT_ONCE = 16
 
 # Key in a consumer's metadata: first sequence of the stream of tasks that it feeds.
 _FED = "pagemill.tasks"
+# Without a sequence, a reset begins after the acknowledged messages. When a disk is full, the broker
+# may fail to remove such a message, which would keep its place in the queue forever.
+_FROM_THE_FIRST = json.dumps({"seq": 1}).encode()
 
 _log = structlog.get_logger()
 
@@ -139,7 +142,8 @@ class Queues:
         # A reset has the same effect as a new consumer. If a consumer is deleted and recreated at
         # once, nats-server 2.15.1 may later delete the files of the new one.
         subject = f"$JS.API.CONSUMER.RESET.{queue.stream}.{queue.durable}"
-        reply = json.loads((await self._nc.request(subject, timeout=REPLY_TIMEOUT_S)).data)
+        reset = self._nc.request(subject, _FROM_THE_FIRST, timeout=REPLY_TIMEOUT_S)
+        reply = json.loads((await reset).data)
         if "error" in reply:
             raise Unavailable(f"consumer {queue.durable} was not reset: {reply['error']}")
 

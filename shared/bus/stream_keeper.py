@@ -116,8 +116,9 @@ class StreamKeeper:
         """Set the configuration of the streams."""
         self._settings = nats, delivery
         self._durable = streams.durable_streams(delivery, agent, batch, nats.replicas)
-        is_alone = not self._nc._server_info.get("cluster")
-        self._volatile = streams.volatile_streams(delivery, nats.replicas, is_alone=is_alone)
+        self._volatile = streams.volatile_streams(
+            delivery, nats.replicas, is_alone=self._connection.is_alone
+        )
 
     async def find_tenants(self) -> None:
         """Configure queues for the tenants that have an account at the broker now.

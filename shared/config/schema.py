@@ -533,7 +533,8 @@ class BatchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Time for which a batch, its input file and its results are stored."""
     store_mib: Positive = 2048
     """Limit on the total size of stored batches and their input files. Beyond it, uploads are
-    refused, and batches pause until there is room; none is deleted early."""
+    refused, and batches pause until there is room; none is deleted early. A 64th of it is reserved
+    for cancellations and for the ends of batches."""
     max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 50_000
     """Limit on the lines of a batch."""
     max_file_mib: Annotated[int, Meta(ge=1, le=512)] = 200

@@ -124,7 +124,7 @@ class BatchEnded(Struct, frozen=True, tag="ended"):
     status: EndStatus
     checkpoint: Checkpoint
     errors: list[LineError] = []
-    """Reasons why the batch has failed."""
+    """Reasons why the batch has failed, or why some lines have no result."""
     removed: bool = False
     """Whether the client has deleted the results, which precede this record."""
 

@@ -21,7 +21,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import MediaHead, decode_media_head
 from shared.protocol.requests import tenant_header
-from shared.state import media_store
+from shared.state import batch_room, media_store
 from shared.state.media_store import CHUNK_BYTES, MAX_CHUNKS_IN_FLIGHT, StoredFile
 
 ROLLUP = {"Nats-Rollup": "sub"}
@@ -34,7 +34,8 @@ _FILE_NAME = re.compile(rb"(?:media:|file-)([0-9a-f]{64})")
 async def adopt(bus: Bus, name: str, head: MediaHead, expires_s: int, tenant: str) -> StoredFile:
     """Move an uploaded file to the input files, before its head is stored.
 
-    An equal file is replaced. Raises Overloaded if the stream is full, and Unavailable.
+    An equal file is replaced, and stored for the longer of the two times. Raises Overloaded if the
+    stream is full, and Unavailable.
     """
 
     async def read(number: int) -> bytes:
@@ -69,41 +70,69 @@ async def _write(
     read: Callable[[int], Awaitable[bytes]],
     tenant: str,
 ) -> StoredFile:
-    """Write the chunks that `read` returns by their numbers, and then the head of the file."""
+    """Write the chunks that `read` returns by their numbers, and then the head of the file.
+
+    A file that is stored for longer keeps its time, because a batch may need it until then.
+    """
+    before = await look_up(bus, name, tenant)
+    if before is not None:
+        head = replace(head, expires_s=max(head.expires_s or 0, before.head.expires_s or 0))
     ttl_s = max(1, round((head.expires_s or 0) - bus.now_ms() / 1000))
     headers = tenant_header(tenant) | ROLLUP | {"Nats-TTL": f"{ttl_s}s"}
     credit = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
 
     async def copy(number: int) -> None:
         async with credit:
-            target = subjects.batch_file_chunk(tenant, name, number)
-            await bus.publish_without_id(target, await read(number), headers)
+            target, chunk = subjects.batch_file_chunk(tenant, name, number), await read(number)
+            await batch_room.check(bus, len(chunk))
+            await bus.publish_without_id(target, chunk, headers)
 
-    was_stored = await look_up(bus, name, tenant) is not None
     try:
         await asyncio.gather(*(copy(number) for number in range(head.num_chunks)))
         await bus.publish_without_id(subjects.batch_file(tenant, name), to_json(head), headers)
     except BaseException:
-        if not was_stored:
+        if before is None:
             await _purge(bus, name, tenant)
         raise
     return StoredFile(name, head, bus.now_ms())
 
 
-async def lend(bus: Bus, body: bytes, tenant: str) -> None:
-    """Store the input files that the body of a request names as media, where renderers read them.
+class MediaLender:
+    """Stores the input files that lines name as media, where renderers read them.
 
-    Media expire within hours, and these files are stored for as long as their batch. Raises
-    NotFound, Overloaded or Unavailable.
+    Media expire within hours, and these files are stored for as long as their batch.
     """
-    names = dict.fromkeys(match[1].decode() for match in _FILE_NAME.finditer(body))
-    for name in islice(names, MAX_LENT):
-        if (file := await look_up(bus, name, tenant)) is None:
-            continue
-        media = await media_store.look_up(bus, name, tenant)
-        if media is None or bus.now_ms() - media.stored_ms > 1000 * MEDIA_REUSE_S:
-            content = [data async for data, _ in read(bus, file, tenant)]
-            await media_store.store(bus, name, b"".join(content), tenant)
+
+    def __init__(self, bus: Bus, max_bytes: int) -> None:
+        """Larger files than `max_bytes` are no media."""
+        self._bus = bus
+        self._max_bytes = max_bytes
+        self._copying = asyncio.Lock()
+        """Held during a copy. Many lines may name one file, which is in memory as a whole."""
+
+    async def lend(self, body: bytes, tenant: str) -> None:
+        """Store the files that the body of a request names.
+
+        Raises NotFound, Overloaded or Unavailable.
+        """
+        names = dict.fromkeys(match[1].decode() for match in _FILE_NAME.finditer(body))
+        for name in islice(names, MAX_LENT):
+            file = await look_up(self._bus, name, tenant)
+            if file is None or file.head.num_bytes > self._max_bytes:
+                continue
+            if not await self._is_lent(name, tenant):
+                async with self._copying:
+                    await self._copy(file, tenant)
+
+    async def _is_lent(self, name: str, tenant: str) -> bool:
+        media = await media_store.look_up(self._bus, name, tenant)
+        return media is not None and self._bus.now_ms() - media.stored_ms <= 1000 * MEDIA_REUSE_S
+
+    async def _copy(self, file: StoredFile, tenant: str) -> None:
+        # Another line may have copied the file meanwhile.
+        if not await self._is_lent(file.name, tenant):
+            content = [data async for data, _ in read(self._bus, file, tenant)]
+            await media_store.store(self._bus, file.name, b"".join(content), tenant)
 
 
 async def look_up(bus: Bus, name: str, tenant: str) -> StoredFile | None:

@@ -26,7 +26,8 @@ from shared.protocol.batch_log import (
 )
 from shared.protocol.encoding import to_json
 from shared.protocol.requests import tenant_header
-from shared.protocol.stored_size import LOG_BYTES_HEADER
+from shared.protocol.stored_size import LOG_BYTES_HEADER, MESSAGE_BYTES
+from shared.state import batch_room
 from shared.state.log_pages import PagedLog, PagedRecord
 
 READ_AT_ONCE = 16
@@ -53,11 +54,15 @@ class BatchLog:
         """Append the next record.
 
         Raises Fenced if another batcher has appended a record, and Overloaded if the stream is
-        full. After Overloaded or Unavailable, the same record may be appended again.
+        full; results leave its reserve free. After Overloaded or Unavailable, the same record may
+        be appended again.
         """
         begun, data = self.state.begun, to_json(record)
-        checkpoint = record.checkpoint
-        num_bytes = checkpoint.output_bytes + checkpoint.error_bytes + len(data)
+        if isinstance(record, Results):
+            await batch_room.check(self._bus, len(data))
+        checkpoint, num_bytes = record.checkpoint, len(data)
+        if not (isinstance(record, BatchEnded) and record.removed):
+            num_bytes += checkpoint.output_bytes + checkpoint.error_bytes
         headers = tenant_header(begun.tenant) | {LOG_BYTES_HEADER: str(num_bytes)}
         ttl_s = begun.expires_s - self._bus.now_ms() / 1000
         try:
@@ -122,6 +127,8 @@ async def begin(bus: Bus, begun: BatchBegun) -> None:
 
     Raises Fenced if the tenant has a batch with this id, Overloaded or Unavailable.
     """
+    # Orders must not fill the reserve. They may have much metadata.
+    await batch_room.check(bus, len(to_json(begun)))
     # A batcher waits for the order of a queued batch, but no process queues a forgotten order.
     await queue_batch(bus, begun)
     await _store_order(bus, begun)
@@ -132,6 +139,7 @@ async def refuse(bus: Bus, begun: BatchBegun, error: PagemillError) -> None:
 
     Raises Overloaded or Unavailable.
     """
+    await batch_room.check(bus, len(to_json(begun)))
     reason = LineError(error.code, error.message, param=error.field)
     end = BatchEnded(0, begun.created_s, "failed", Checkpoint(), [reason])
     # A batch exists when its order is stored, so the order comes last.
@@ -163,6 +171,8 @@ async def cancel_by_id(bus: Bus, tenant: str, batch_id: str) -> None:
     """Cancel a batch, also one whose order arrives later. Raises Overloaded or Unavailable."""
     log = await open_batch(bus, tenant, batch_id)
     if log is None:
+        # Cancellations of batches that never begin must not fill the reserve.
+        await batch_room.check(bus, MESSAGE_BYTES)
         await _store_cancellation(bus, tenant, batch_id, CANCELLED_EARLY_S)
     elif log.state.ended is None:
         await cancel(bus, log.state.begun)

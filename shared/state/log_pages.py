@@ -1,6 +1,7 @@
 """Pages of logs, for clients that have missed records."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec import Raw
@@ -16,7 +17,8 @@ from shared.state.log_records import UnknownRecord, decode_record, is_final
 BATCH = 32
 
 
-class PagedRecord(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PagedRecord:
     """Record of a log, as far as pages need it."""
 
     index: int

@@ -89,7 +89,7 @@ async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes |
     """
     data = await _read(bus, name, max_bytes, tenant)
     if data is None:
-        await asyncio.sleep(STALE_READ_S)
+        await bus.wait_for_replicas(STALE_READ_S)
         data = await _read(bus, name, max_bytes, tenant)
     return data
 
@@ -131,7 +131,7 @@ async def read_page(
     """
     page = await _read_range(bus, name, start, max_bytes, tenant)
     if page is None:
-        await asyncio.sleep(STALE_READ_S)
+        await bus.wait_for_replicas(STALE_READ_S)
         page = await _read_range(bus, name, start, max_bytes, tenant)
     return page
 

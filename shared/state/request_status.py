@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from shared.bus import request_queue
 from shared.bus.bus import Bus
-from shared.bus.reading import STALE_READ_S, StoredMessage
+from shared.bus.reading import StoredMessage
 from shared.codec import envelope
 from shared.errors import Cancelled, DecodeError, InvalidRequest, NotFound, Unavailable
 from shared.protocol import names, subjects
@@ -178,7 +178,7 @@ async def _not_in_a_stage(
     models = await request_queue.queued_models(bus, status.request_id)
     if not models:
         # A request leaves its queue after its end. The replica that serves reads may lag.
-        await asyncio.sleep(STALE_READ_S)
+        await bus.wait_for_replicas()
     last = await last_record(bus, status.request_id)
     status = replace(status, records=_num_records(last))
     if isinstance(last, Finish | Failure):

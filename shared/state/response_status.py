@@ -1,12 +1,11 @@
 """Status of a response and the reason why it waits, read from the log of its steps."""
 
-import asyncio
 from typing import Literal
 
 from msgspec import Struct
 
 from shared.bus.bus import Bus
-from shared.bus.reading import STALE_READ_S, StoredMessage
+from shared.bus.reading import StoredMessage
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import names, subjects
 from shared.protocol.steps import Asked, decode_step, painting_id, response_of, turn_id
@@ -62,7 +61,7 @@ async def is_awaited(bus: Bus, request_id: str) -> bool:
         return False
     if await _waits_for(bus, request_id):
         return True
-    await asyncio.sleep(STALE_READ_S)
+    await bus.wait_for_replicas()
     return await _waits_for(bus, request_id)
 
 

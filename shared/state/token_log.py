@@ -255,7 +255,7 @@ async def repeat_end(bus: Bus, request_id: str) -> None:
 
     A replica that lags would send an earlier record, or an empty message if it has none.
     """
-    await asyncio.sleep(STALE_READ_S)
+    await bus.wait_for_replicas()
     await bus.repeat_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -88,6 +89,26 @@ class Cluster:
                 if len(beats) == 1:
                     return beats[0].pid
                 await asyncio.sleep(0.1)
+
+
+def reader_env(cluster: Cluster, folder: Path) -> dict[str, str]:
+    """Return the environment of a reader's terminal, for clients of a cluster.
+
+    It has the commands `pagemill` and `python`, as in an activated environment of Python. Their
+    files are written to the folder.
+    """
+    for name, command in {"pagemill": FORKED_PAGEMILL, "python": [sys.executable]}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        (folder / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "NATS_URL": cluster.url,
+        "NATS_NKEY": str(cluster.client_key),
+        "PAGEMILL_NATS__URL": cluster.url,
+        "no_proxy": "*",
+        "NO_PROXY": "*",
+    }
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """The commands of the page "Your first job from a queue", as a reader would type them."""
 
-import os
 import re
 import shutil
 import struct
@@ -10,21 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, Cluster, start_cluster, stop_cluster
+from tests.cluster.conftest import CONFIG, ROOT, Cluster, reader_env, start_cluster, stop_cluster
 from tests.gateway.conftest import needs_curl
-from tests.gateway.test_readme import commands  # noqa: F401
 from tests.npm import install, needs_npm
 
 PAGE = ROOT / "docs" / "guide" / "first-job.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = BLOCK.findall(PAGE.read_text())
 SHOWN = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-CONFIG = f"""
-models:
-  demo:
-    path: {ROOT / "ops" / "demo_model"}
-    max_model_len: 1024
-    sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
+PAINTER = f"""max_model_len: 1024
     stages:
       dit:
         role: generator
@@ -33,8 +26,8 @@ models:
         output: {{name: image, kind: image}}
         sizes: [120x120]
         sampling_defaults: {{steps: 4, guidance: 1.0}}
-gateway: {{tenant: local}}
 """
+WITH_PAINTER = CONFIG.replace("max_model_len: 1024\n", PAINTER) + "gateway: {tenant: local}\n"
 needs_tools = pytest.mark.skipif(
     not all(shutil.which(tool) for tool in ("bash", "jq", "openssl")),
     reason="needs bash, jq and openssl",
@@ -43,7 +36,7 @@ needs_tools = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    running = start_cluster(tmp_path_factory.mktemp("cluster"), CONFIG)
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), WITH_PAINTER)
     yield running
     stop_cluster(running)
 
@@ -51,18 +44,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Reader:
     """A terminal of a reader, in a folder with the examples."""
 
-    def __init__(self, cluster: Cluster, folder: Path, programs: Path) -> None:
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._folder, self._job = folder, ""
         self._http_url = cluster.http_url
         shutil.copytree(ROOT / "ops" / "examples", folder / "ops" / "examples")
-        self._env = os.environ | {
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "NATS_URL": cluster.url,
-            "NATS_NKEY": str(cluster.client_key),
-            "PAGEMILL_NATS__URL": cluster.url,
-            "no_proxy": "*",
-        }
+        programs = folder / "bin"
+        programs.mkdir()
+        self._env = reader_env(cluster, programs)
 
     def type(self, line: str) -> str:
         """Run a line of the page, with the id of the last job in place of `ID`."""
@@ -90,8 +78,8 @@ class Reader:
 
 
 @pytest.fixture
-def reader(cluster: Cluster, tmp_path: Path, commands: Path) -> Reader:  # noqa: F811
-    return Reader(cluster, tmp_path, commands)
+def reader(cluster: Cluster, tmp_path: Path) -> Reader:
+    return Reader(cluster, tmp_path)
 
 
 def run_program(reader: Reader, program: str) -> str:

@@ -549,7 +549,7 @@ async def test_images_and_responses_are_the_results_of_a_batch(api: AsyncOpenAI,
     assert base64.b64encode(file.content).decode() == painted[0]
 
     body = {"model": "painter", "input": PROMPT, "tools": [{"type": "image_generation"}]}
-    orders = [body, body | {"background": True}]
+    orders: list[dict[str, Any]] = [body, body | {"background": True}]
     path = "/v1/responses"
     batch = await ended(api, (await begin(api, lines_of(path, orders), endpoint=path)).id)
     assert batch.errors is not None

@@ -176,6 +176,7 @@ async def test_a_newer_parameter_is_answered_while_a_newer_worker_lives_and_ends
     assert await read_log(bus, names[0])
 
 
+@pytest.mark.long
 async def test_a_batch_continues_while_each_role_changes_its_version(
     empty_fleet: tuple[Fleet, Bus],
 ) -> None:

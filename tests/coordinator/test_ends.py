@@ -1,5 +1,6 @@
 """A request that is cancelled while it is admitted: each of its outputs has an end, as always."""
 
+import asyncio
 import secrets
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request
+from tests.support.waiting import until
 from workers import settings
 from workers.coordinator.worker import Coordinator
 
@@ -35,7 +37,13 @@ async def cancel(bus: Bus, request_id: str) -> None:
     await end_request(bus, request_id, 1, Cancelled("cancelled"), [])
 
 
-async def admit(bus: Bus, request_id: str) -> list[str]:
+def coordinator_on(bus: Bus) -> Coordinator:
+    config: Config = settings.load_config(CONFIG)
+    context = Context("coordinator", "coordinator-1", "", config, bus, structlog.get_logger())
+    return Coordinator(context)
+
+
+async def admit(bus: Bus, request_id: str, coordinator: Coordinator | None = None) -> list[str]:
     """Have a coordinator admit a request for a speech; return how it settles the delivery."""
     settled = []
 
@@ -61,9 +69,8 @@ async def admit(bus: Bus, request_id: str) -> list[str]:
         ack=ack,
         abandon=lambda: None,
     )
-    config: Config = settings.load_config(CONFIG)
-    context = Context("coordinator", "coordinator-1", "", config, bus, structlog.get_logger())
-    await Coordinator(context).admit_or_end(Job(delivery, bus.now_ms(), request_id))
+    job = Job(delivery, bus.now_ms(), request_id)
+    await (coordinator or coordinator_on(bus)).admit_or_end(job)
     return settled
 
 
@@ -133,3 +140,22 @@ async def test_tasks_that_were_stored_after_a_cancellation_are_removed(
     assert await admit(bus, request_id) == ["acknowledged"]
     assert await ends_of(bus, request_id) == [True, True]
     assert await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id)) is None
+
+
+async def test_a_request_does_not_wait_for_replicas_with_the_end_of_another_with_its_id(
+    bus: Bus, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_waiting, has_stored = 0, asyncio.Event()
+
+    async def wait_for_replicas(_: Bus) -> None:
+        nonlocal num_waiting
+        num_waiting += 1
+        await has_stored.wait()
+
+    await cancel(bus, request_id)
+    monkeypatch.setattr(Bus, "wait_for_replicas", wait_for_replicas)
+    coordinator = coordinator_on(bus)
+    admitting = [asyncio.create_task(admit(bus, request_id, coordinator)) for _ in range(2)]
+    await until(lambda: num_waiting == 2)
+    has_stored.set()
+    assert await asyncio.gather(*admitting) == [["acknowledged"]] * 2

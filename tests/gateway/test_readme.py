@@ -4,9 +4,7 @@
 `pagemill up`; the address of the test's gateway replaces the address in a block.
 """
 
-import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +12,12 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.cluster.conftest import FORKED_PAGEMILL, Cluster
+from tests.cluster.conftest import Cluster, reader_env
 from tests.gateway.conftest import Gateway, needs_curl
 from tests.gateway.routes.test_chat import ROOT
 
 _MARKED = re.compile(r"^<!-- run(?:: (.+?))? -->\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN_BY = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
-PROGRAMS = {"pagemill": FORKED_PAGEMILL, "python": [sys.executable]}
 
 
 class Block(NamedTuple):
@@ -42,26 +39,7 @@ def marked_blocks() -> list[Block]:
 BLOCKS = marked_blocks()
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `pagemill` and `python` as they are in an activated environment."""
-    folder = tmp_path_factory.mktemp("bin")
-    for name, command in PROGRAMS.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
-        (folder / name).chmod(0o755)
-    return folder
-
-
-def run(block: Block, gateway: Gateway, cluster: Cluster, commands: Path) -> str:
-    env = os.environ | {
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "NATS_URL": cluster.url,
-        "NATS_NKEY": str(cluster.client_key),
-        "PAGEMILL_NATS__URL": cluster.url,
-        "no_proxy": "*",
-        "NO_PROXY": "*",
-    }
+def run(block: Block, gateway: Gateway, env: dict[str, str]) -> str:
     done = subprocess.run(
         [*RUN_BY[block.language], block.source.replace("http://127.0.0.1:8000", gateway.url)],
         cwd=ROOT,
@@ -87,9 +65,9 @@ def run(block: Block, gateway: Gateway, cluster: Cluster, commands: Path) -> str
     ],
 )
 def test_a_marked_block_runs(
-    block: Block, gateway: Gateway, cluster: Cluster, commands: Path
+    block: Block, gateway: Gateway, cluster: Cluster, tmp_path: Path
 ) -> None:
-    text = run(block, gateway, cluster, commands)
+    text = run(block, gateway, reader_env(cluster, tmp_path))
     if "data: " in text:
         assert text.endswith("data: [DONE]\n\n")
         text = "".join(re.findall(r'"content":"(.*?)"', text))

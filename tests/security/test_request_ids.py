@@ -72,7 +72,15 @@ class Tenant:
     name: str
 
     async def publish(self, request_id: str, model: str = "demo") -> Any:
-        return await self.nc.jetstream().publish(f"pm.request.{model}.{request_id}", BODY)
+        return await self._store(f"pm.request.{model}.{request_id}", BODY)
+
+    async def cancel(self, request_id: str) -> Any:
+        return await self._store(f"pm.cancel.{request_id}", b"")
+
+    async def _store(self, subject: str, data: bytes) -> Any:
+        """Publish with a message id, which is the same for all messages with this subject."""
+        headers = {"Nats-Msg-Id": subject}
+        return await self.nc.jetstream().publish(subject, data, headers=headers)
 
     async def log(self, request_id: str) -> Subscription:
         log = await self.nc.subscribe(f"pm.tokens.{request_id}")
@@ -122,6 +130,18 @@ async def test_two_tenants_use_one_id(operator: Bus, tenants: list[Tenant], name
     assert (await error_in(logs[0]))["code"] == "cancelled"
     await tenants[1].nc.flush()
     assert not logs[1].pending_msgs
+
+
+async def test_no_message_ids_of_trusted_publishers_are_compared(
+    operator: Bus, tenants: list[Tenant], name: str
+) -> None:
+    """Gateways share the queue of requests, so an id of one would be an id of all."""
+    for tenant in tenants:
+        subject = subjects.request("demo", f"{name}@{tenant.name}")
+        headers = {"Nats-Msg-Id": name}
+        stored = await operator.connection.js.publish(subject, BODY, headers=headers)
+        assert not stored.duplicate
+        await until_admitted(operator, f"{name}@{tenant.name}")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +236,7 @@ async def test_an_id_that_has_ended_sends_its_end_again(
     log = await tenants[0].log(name)
     await tenants[0].publish(name)
     assert (await error_in(log))["message"] == "for the test"
-    await tenants[0].nc.jetstream().publish(f"pm.cancel.{name}", b"")
+    await tenants[0].cancel(name)
     assert (await error_in(log))["message"] == "for the test"
     stored = await operator.read(subjects.TOKENS_STREAM, subjects.tokens(f"{name}@a"))
     assert len(stored) == 1
@@ -226,7 +246,7 @@ async def test_a_cancellation_before_its_request_is_answered_twice(
     operator: Bus, tenants: list[Tenant], name: str
 ) -> None:
     log = await tenants[0].log(name)
-    await tenants[0].nc.jetstream().publish(f"pm.cancel.{name}", b"")
+    await tenants[0].cancel(name)
     assert (await error_in(log))["code"] == "cancelled"
     await tenants[0].publish(name)
     assert (await error_in(log))["code"] == "cancelled"

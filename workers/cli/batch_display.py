@@ -1,6 +1,7 @@
 """Display of a batch in the terminal: its progress, its rate, the time left, and its errors."""
 
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.progress import (
@@ -17,8 +18,8 @@ from rich.text import Text
 from shared.batches.state import BatchState
 from workers.cli.terminal import errors, harmless, print_note
 
-MAX_KINDS = 3
-"""Kinds of errors next to the bar. The others are counted together."""
+MAX_CODES = 3
+"""Codes of errors next to the bar. The others are counted together."""
 NOTE_S = 60.0
 """Interval of the notes that replace the bar without a terminal."""
 
@@ -34,8 +35,6 @@ class BatchDisplay:
     """Progress bar of one batch on stderr. Without a terminal, it is a note every minute."""
 
     def __init__(self) -> None:
-        self.kinds: Counter[str] = Counter()
-        """Lines with errors, by the kind of error."""
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -64,7 +63,8 @@ class BatchDisplay:
 
     def update(self, state: BatchState) -> None:
         """Show the latest state."""
-        now, refused = state.checkpoint, errors_by_kind(self.kinds, MAX_KINDS)
+        now = state.checkpoint
+        refused = errors_by_code(now.error_counts, MAX_CODES)
         finished = now.num_answered + now.num_refused
         self._progress.update(
             self._task,
@@ -78,11 +78,11 @@ class BatchDisplay:
             print_note(f"{state.status}: {finished} of {now.num_lines} lines {refused}".rstrip())
 
 
-def errors_by_kind(kinds: Counter[str], limit: int | None = None) -> str:
+def errors_by_code(counts: Mapping[str, int], limit: int | None = None) -> str:
     """Return a text such as `3 errors: 2 invalid_media, 1 context_too_long`; "" without errors."""
-    if not (total := kinds.total()):
+    if not (total := sum(counts.values())):
         return ""
-    shown = [f"{number} {kind}" for kind, number in kinds.most_common(limit)]
-    if limit is not None and len(kinds) > limit:
+    shown = [f"{number} {code}" for code, number in Counter(counts).most_common(limit)]
+    if limit is not None and len(counts) > limit:
         shown.append("others")
     return harmless(f"{total} {'error' if total == 1 else 'errors'}: {', '.join(shown)}")

@@ -22,8 +22,8 @@ from typing import Any
 from shared.batches.input_file import MAX_CUSTOM_ID_LEN
 from shared.batches.orders import ENDPOINTS
 from shared.errors import InvalidMedia, InvalidRequest
-from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO
-from shared.responses.conversation import FileKind, kind_of_file
+from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
+from shared.responses.conversation import kind_of_file
 from workers.cli.ask import read_media
 
 CHAT = ENDPOINTS[0]
@@ -203,7 +203,8 @@ def _url_part(source: Source, url: str, document_field: str) -> dict[str, Any]:
         file = {document_field: url, "filename": source.path.name}
         pages = {} if source.pages is None else {"pages": source.pages}
         return {"type": "file", "file": file | pages}
-    kind = {IMAGE: "image_url", VIDEO: "video_url", AUDIO: "audio_url"}[source.kind]
+    kinds: dict[FileKind, str] = {IMAGE: "image_url", VIDEO: "video_url", AUDIO: "audio_url"}
+    kind = kinds[source.kind]
     return {"type": kind, kind: {"url": url}}
 
 

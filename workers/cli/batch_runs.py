@@ -20,11 +20,12 @@ from shared.errors import InvalidRequest, NotFound
 from shared.state import batch_log
 from shared.telemetry import logs
 from workers.cli import batches
-from workers.cli.batch_display import BatchDisplay, errors_by_kind
+from workers.cli.batch_display import BatchDisplay, errors_by_code
 from workers.cli.broker import connected
 from workers.cli.terminal import EXIT_INTERRUPTED, cancelled_by_signals, print_note
-from workers.roles import BATCHER, WorkerSpec
-from workers.settings import find_config_file, load_config, login_of
+from workers.cli.up import run_until_stopped
+from workers.settings import login_of
+from workers.supervisor.cluster import LocalCluster
 
 EXIT_UNSUCCESSFUL = 2
 
@@ -64,36 +65,11 @@ def is_running(config: Config, nats: str | None) -> bool:
     return is_embedded and config.nats.port != 0 and is_listening(config.nats.port)
 
 
-def config_for(file: Path, config: Path | None) -> Path | None:
-    """Return the configuration with which Pagemill is started for a file of requests.
-
-    Without a configuration file, it is generated if lines name models that the embedded default
-    does not have. Raises PagemillError.
-    """
-    config_file = find_config_file(config)
-    if config_file is not None:
-        return config_file
-    models = batches.models_in(file)
-    if models <= set(load_config(None).models):
-        return None
-    # The configuration of models imports their libraries, which takes seconds.
-    from workers.cli.commands.serve import generate
-    from workers.cli.models.generated import Wishes
-
-    return generate(sorted(models), None, Wishes(), may_pull=False)
-
-
-def run_in_cluster(
-    order: Order, files: ResultFiles, config: Config, config_file: Path | None, nats: str | None
-) -> int:
+def run_in_cluster(order: Order, files: ResultFiles, config: Config, cluster: LocalCluster) -> int:
     """Start Pagemill on this machine, run a file, stop Pagemill, and return the exit code.
 
     Raises PagemillError.
     """
-    from workers.cli.commands.serve import local_cluster
-    from workers.cli.up import run_until_stopped
-
-    cluster = local_cluster(config, config_file, nats, WorkerSpec(BATCHER))
 
     async def work() -> int:
         return await run(order, files, config, login_of(config, given_url=cluster.url))
@@ -134,7 +110,7 @@ async def run(order: Order, files: ResultFiles, config: Config, login: Login) ->
     now = state.checkpoint
     print_note(f"{state.status}; answers: {now.num_answered}, in {files.output}")
     if now.num_refused:
-        print_note(f"{errors_by_kind(display.kinds)}; in {files.errors}")
+        print_note(f"{errors_by_code(now.error_counts)}; in {files.errors}")
     batches.print_errors(state)
     return 0 if state.status == "completed" and not now.num_refused else EXIT_UNSUCCESSFUL
 

@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from shared.batches.error_kinds import kind_of
 from shared.batches.input_file import InputCheck, InputLimits, read_line
 from shared.batches.orders import check_endpoint, parse_window
 from shared.batches.state import BatchState
 from shared.bus.bus import Bus
 from shared.config.schema import BatchConfig, Config
 from shared.errors import InvalidMedia, InvalidRequest, NotFound, Unavailable
-from shared.protocol.batch_log import BatchBegun, Results
+from shared.protocol.batch_log import Results
+from shared.protocol.batch_orders import BatchOrder
 from shared.protocol.encoding import UNDECODABLE
-from shared.state import batch_files, batch_log
+from shared.state import batch_files, batch_intake, batch_log
 from shared.state.media_store import MediaUpload, StoredFile
 from workers.cli.batch_display import BatchDisplay
 from workers.cli.terminal import print_note
@@ -68,17 +68,14 @@ def models_in(file: Path) -> set[str]:
 async def begin(
     bus: Bus, batch_id: str, file: Path, endpoint: str, window: str, tenant: str, config: Config
 ) -> BatchState:
-    """Upload a checked file, and begin a batch."""
+    """Upload a checked file, and begin a batch. Raises like `batch_intake.accept`."""
     limits = config.batch
-    window_s = parse_window(window, limits.max_window_h)
+    parse_window(window, limits.max_window_h)  # A wrong window is refused before the upload.
     stored = await upload(bus, file, tenant, limits)
-    now_s = int(bus.now_ms() / 1000)
-    expires_s = stored.head.expires_s or now_s
-    order = BatchBegun(
-        batch_id, tenant, endpoint, stored.name, now_s, window, now_s + window_s, expires_s
-    )
-    await batch_log.begin(bus, order)
-    return BatchState(order)
+    order = BatchOrder(endpoint, stored.name, completion_window=window)
+    begun = await batch_intake.accept(bus, limits, tenant, batch_id, order)
+    await batch_log.begin(bus, begun)
+    return BatchState(begun)
 
 
 async def upload(bus: Bus, file: Path, tenant: str, limits: BatchConfig) -> StoredFile:
@@ -178,7 +175,6 @@ async def collect(
             for record in records:
                 answers.writelines(bytes(line) + b"\n" for line in record.output)
                 refusals.writelines(bytes(line) + b"\n" for line in record.errors)
-                display.kinds.update(kind_of(bytes(line)) for line in record.errors)
             display.update(state)
     parts[0].replace(output)
     if state.checkpoint.num_refused:

@@ -148,14 +148,15 @@ class Coordinator:
         # Two requests with one id may name different models.
         async with self._locks.setdefault(request_id, asyncio.Lock()):
             with self._precedence.urgent():
-                await self._admit(job, request_id)
+                has_ended = await self._has_ended(job, request_id)
+                if not has_ended:
+                    await self._admit(job, request_id)
+        if has_ended:
+            # The client may have published its request again.
+            await repeat_end(self._context.bus, request_id)
 
     async def _admit(self, job: Job, request_id: str) -> None:
         delivery, bus = job.delivery, self._context.bus
-        if await self._has_ended(job, request_id):
-            # The client may have published its request again.
-            await repeat_end(bus, request_id)
-            return
         _check_id(request_id)
         if await self._is_repeated(delivery, request_id):
             await delivery.ack()

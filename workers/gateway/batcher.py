@@ -8,6 +8,7 @@ ended, and its log alone decides how it continues, so a batcher may be killed at
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import get_args
 
 from shared.bus.connection import BROKER_DEADLINE_S
@@ -73,10 +74,10 @@ class Batcher:
     def _register_metrics(self) -> None:
         metrics = self._context.metrics
         for state in get_args(LineState):
-            lines = self._sum(lambda run, state=state: run.lines_by_state()[state])
+            lines = self._sum(partial(_num_lines, state=state))
             metrics.set_function("batch_lines", lines, state=state)
         for error in NO_ROOM:
-            paused = self._sum(lambda run, code=error.code: run.pause == code)
+            paused = self._sum(partial(_is_paused, reason=error.code))
             metrics.set_function("batches_paused", paused, reason=error.code)
         metrics.set_function("batches_late", self._sum(lambda run: run.is_late))
         # The first end of a batch is an increase only if the series exists before.
@@ -181,3 +182,11 @@ def _task_of(delivery: Delivery) -> BatchJob | None:
     except UNDECODABLE:
         return None
     return task if names.is_name(task.batch_id) else None
+
+
+def _num_lines(run: BatchRun, state: LineState) -> int:
+    return run.lines_by_state()[state]
+
+
+def _is_paused(run: BatchRun, reason: str) -> bool:
+    return run.pause == reason

@@ -87,6 +87,13 @@ class Reply:
     status: int
     body: Any
 
+    @property
+    def error_code(self) -> str:
+        """Code of the error; empty without one."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return str(json.loads(self.body)["error"]["code"])
+        return ""
+
 
 @dataclass(slots=True)
 class WholeSystem:
@@ -313,21 +320,25 @@ class WholeSystem:
             self.note(f"{name}: no answer to a new request within {bound_s:g} s")
         self.outcome.note_largest(name, time.monotonic() - began)
 
-    async def chat(self, **headers: str) -> Reply | None:
+    async def chat(self, timeout_s: float = HTTP_S, **headers: str) -> Reply | None:
         """Ask over HTTP; None without an answer."""
         body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-        return await self.http("/v1/chat/completions", json.dumps(body).encode(), **headers)
+        data = json.dumps(body).encode()
+        return await self.http("/v1/chat/completions", data, timeout_s, **headers)
 
     async def is_ready(self) -> bool:
         reply = await self.http("/ready")
         return reply is not None and reply.status == 200
 
-    async def http(self, path: str, body: bytes | None = None, **headers: str) -> Reply | None:
+    async def http(
+        self, path: str, body: bytes | None = None, timeout_s: float = HTTP_S, **headers: str
+    ) -> Reply | None:
         """Send a request to the gateway; None without an answer."""
         url = f"http://127.0.0.1:{self._ports[1]}{path}"
         headers = {"Content-Type": "application/json"} | headers
         request = urllib.request.Request(url, body, headers)
-        return await asyncio.get_running_loop().run_in_executor(_threads, _fetch, request)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_threads, _fetch, request, timeout_s)
 
     def workers(self, role: str) -> list[int]:
         """Return the processes of a role, which are named after their workers."""
@@ -359,9 +370,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _fetch(request: urllib.request.Request) -> Reply | None:
+def _fetch(request: urllib.request.Request, timeout_s: float) -> Reply | None:
     try:
-        with urllib.request.urlopen(request, timeout=HTTP_S) as answer:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return Reply(answer.status, json.load(answer))
     except urllib.error.HTTPError as error:
         with error:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from openai import AsyncOpenAI
@@ -28,7 +28,7 @@ from tests.gateway.conftest import Gateway, Process, start_gateway_at
 from tests.support.waiting import until
 
 HELD_S = 0.05
-CHAT = "/v1/chat/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

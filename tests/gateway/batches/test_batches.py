@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from ops.chaos.agents.scripted_model import MODEL
+from shared.batches.open_lines import BLOCK_BYTES
 from shared.batches.state import faults_of
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -32,6 +33,8 @@ from tests.support.waiting import until
 
 NUM_LINES = 300
 MANY = 500
+UNREAD = 20_000
+LONG = 60_000
 
 
 def texts(results: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -175,7 +178,7 @@ async def test_the_input_file_must_be_one_of_the_tenants_batch_files(client: Asy
     with pytest.raises(BadRequestError, match="purpose batch"):
         await client.batches.create(input_file_id=image.id, **order)
     file = await client.files.create(
-        file=("a.jsonl", jsonl([chat_line(0)])),
+        file=("a.jsonl", jsonl([chat_line(0, user="no other file is equal")])),
         purpose="batch",
         expires_after={"anchor": "created_at", "seconds": 3600},
     )
@@ -190,6 +193,13 @@ async def test_a_named_batch_is_begun_once(client: AsyncOpenAI, batcher: Process
     first = await begin(client, content, extra_headers=headers)
     assert (await begin(client, content, extra_headers=headers)).id == first.id
     assert (await ended(client, first.id)).status == "completed"
+    # A repeated request gets its batch also when it could not begin any more.
+    await client.files.delete(first.input_file_id)
+    order: dict[str, Any] = {"completion_window": "24h", "endpoint": CHAT}
+    again = await client.batches.create(
+        input_file_id=first.input_file_id, extra_headers=headers, **order
+    )
+    assert (again.id, again.status) == (first.id, "completed")
 
 
 async def test_a_cancelled_batch_keeps_its_finished_lines(
@@ -209,6 +219,48 @@ async def test_a_cancelled_batch_keeps_its_finished_lines(
     assert answered.keys() | refused.keys() == echoes(NUM_LINES).keys()
     assert answered.keys().isdisjoint(refused)
     assert {line["error"]["code"] for line in refused.values()} == {"batch_cancelled"}
+    assert faults_of(await records_of(batch_bus, batch.id)) == []
+
+
+async def test_a_batch_that_is_cancelled_before_it_runs_has_an_error_for_each_line(
+    client: AsyncOpenAI, rig: BatchRig, batch_bus: Bus
+) -> None:
+    if rig.batchers:
+        rig.kill_batcher()
+    batch = await begin(client, jsonl([chat_line(n) for n in range(UNREAD)]))
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    rig.start_batcher()
+    batch = await ended(client, batch.id)
+    assert batch.status == "cancelled"
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": UNREAD, "completed": 0, "failed": UNREAD}
+    assert (await results_of(client, batch.error_file_id)).keys() == echoes(UNREAD).keys()
+    records = await records_of(batch_bus, batch.id)
+    assert faults_of(records) == []
+    sizes = [sum(map(len, r.errors)) for r in records if isinstance(r, Results)]
+    assert min(sizes[:-1]) > BLOCK_BYTES / 2
+
+
+async def test_a_batch_whose_input_is_deleted_keeps_its_results(
+    client: AsyncOpenAI, rig: BatchRig, batcher: Process, batch_bus: Bus
+) -> None:
+    lines = [chat_line(n, user="x" * LONG) for n in range(NUM_LINES)]
+    cancelled_before = (await batch_bus.figures.sequence_range(subjects.CANCELS_STREAM))[1]
+    with rig.model.held_after(20):
+        batch = await begin(client, jsonl(lines))
+        await until(lambda: has_results(client, batch.id, 20))
+        await client.files.delete(batch.input_file_id)
+        rig.model.num_free += 200
+        batch = await ended(client, batch.id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert [error.code for error in batch.errors.data or []] == ["not_found"]
+    assert batch.request_counts is not None
+    answered = await results_of(client, batch.output_file_id)
+    assert 20 < len(answered) == batch.request_counts.completed < len(lines)
+    # The requests in flight do not run on.
+    cancelled = (await batch_bus.figures.sequence_range(subjects.CANCELS_STREAM))[1]
+    assert cancelled > cancelled_before
     assert faults_of(await records_of(batch_bus, batch.id)) == []
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from shared.batches.input_file import MAX_ERRORS
 from shared.errors import MAX_MESSAGE_LEN
 from tests.gateway.batches.conftest import BatchRig, begin, chat_line, ended, jsonl, results_of
 from tests.gateway.conftest import Process
+from tests.support.waiting import until
 
 MIB = 2**20
 LONG_MIB = 100
 MAX_GROWTH_MIB = 48
-# Their lines fail before any model is asked.
+NUM_LARGE, LARGE_MIB, MAX_LARGE_GROWTH_MIB = 60, 3, 110
 SECTIONS: dict[str, Any] = {"batch": {"max_lines": 5000}}
 GOOD = jsonl([chat_line(0)])
 LONG_NUMBER = jsonl([chat_line(1, url=1234)]).replace(b"1234", b"1" * 5000)
@@ -82,6 +84,26 @@ async def test_a_long_line_is_refused_and_not_held(client: AsyncOpenAI, batcher:
     before_mib = peak_mib(batcher)
     assert await errors_of(client, b"".join(long_line())) == [("line_too_long", 2)]
     assert peak_mib(batcher) - before_mib < MAX_GROWTH_MIB
+
+
+async def test_large_lines_that_wait_are_few(
+    client: AsyncOpenAI, rig: BatchRig, batcher: Process
+) -> None:
+    content = jsonl([chat_line(n, user="x" * LARGE_MIB * MIB) for n in range(NUM_LARGE)])
+    before_mib = peak_mib(batcher)
+    with rig.model.held_after(0):
+        batch = await begin(client, content)
+        # Meanwhile a batcher without a limit would read all lines.
+        for number in range(1, 6):
+            rig.model.num_free += 1
+            await until(partial(has_answers, client, batch.id, number))
+    assert (await ended(client, batch.id)).status == "completed"
+    assert peak_mib(batcher) - before_mib < MAX_LARGE_GROWTH_MIB
+
+
+async def has_answers(client: AsyncOpenAI, batch_id: str, number: int) -> bool:
+    counts = (await client.batches.retrieve(batch_id)).request_counts
+    return counts is not None and counts.completed >= number
 
 
 async def test_errors_with_long_names_fit_into_the_log(

@@ -7,7 +7,8 @@ from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.state import batch_files, media_store
+from shared.state import media_store
+from shared.state.batch_files import MediaLender
 from tests.gateway.batches.conftest import BatchRig, begin, chat_line, ended, jsonl, results_of
 from tests.gateway.conftest import Process
 
@@ -37,7 +38,8 @@ async def test_a_line_finds_its_file_after_media_have_expired(
 
 async def test_many_names_in_a_line_read_few_files(batch_bus: Bus, rig: BatchRig) -> None:
     names = [f"{number:064x}" for number in range(2000)]
-    await batch_files.lend(batch_bus, json.dumps(names).encode(), "")
+    lender = MediaLender(batch_bus, max_bytes=2**20)
+    await lender.lend(json.dumps(names).encode(), "")
     body = " ".join(f"media:{name}" for name in names).encode()
-    await batch_files.lend(batch_bus, body, "")
+    await lender.lend(body, "")
     assert await media_store.look_up(batch_bus, names[0]) is None

@@ -87,6 +87,7 @@ async def test_files_and_results_expire_when_the_client_says(
     batch = await ended(client, batch.id)
     assert batch.output_file_id is not None
     output = await client.files.retrieve(batch.output_file_id)
+    assert batch.expires_at is not None
     assert output.expires_at == batch.expires_at + HOUR_S
 
 
@@ -119,6 +120,7 @@ async def test_a_batch_that_has_ended_stays_as_it_is_when_it_is_cancelled(
         await client.batches.cancel("batch_" + "0" * 32)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_litellm_runs_a_batch(rig: BatchRig, batcher: Process, tmp_path: Path) -> None:
     python = python_with([LITELLM_VERSION], tmp_path / "venv")

@@ -10,6 +10,7 @@ import yaml
 from ops.browser import TAB, Browser, browsing
 from ops.demo import IMAGES
 from shared.protocol.requests import GenerateRequest, ImagePart
+from shared.protocol.sampling import SamplingParams
 from tests.gateway.batches.conftest import BatchRig, chat_line, jsonl
 from tests.gateway.conftest import Process, start_gateway_at
 from tests.gateway.http.test_auth import ALICE, KEYS
@@ -107,11 +108,18 @@ def test_a_prompt_is_asked_for_each_image(page: Browser, rig: BatchRig) -> None:
     asked = [request for name, request in rig.model.requests.items() if name not in known]
     assert len(asked) == 2
     assert len({image_of(request) for request in asked}) == 2
-    assert {request.sampling.max_tokens for request in asked} == {7}
+    assert {max_tokens_of(request) for request in asked} == {7}
+
+
+def max_tokens_of(request: GenerateRequest) -> int | None:
+    assert isinstance(request.sampling_params, SamplingParams)
+    return request.sampling_params.max_tokens
 
 
 def image_of(request: GenerateRequest) -> str:
+    assert request.messages
     (message,) = request.messages
+    assert isinstance(message.content, list)
     image, text = message.content
     assert isinstance(image, ImagePart)
     assert "What color is it?" in str(text)

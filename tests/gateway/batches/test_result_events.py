@@ -1,15 +1,28 @@
 """Events with the results of a batch: each result once, also for a client that reconnects."""
 
 import json
+import secrets
+import tracemalloc
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
 
-from tests.gateway.batches.conftest import BatchRig, begin, chat_line, ended, jsonl
+from shared.batches.state import FinishedLine, checkpoint_after, results_of
+from shared.bus.bus import Bus
+from shared.protocol.batch_log import BatchBegun, Checkpoint, Validated
+from shared.state import batch_log
+from shared.state.batch_log import BatchLog
+from tests.gateway.batches.conftest import CHAT, BatchRig, begin, chat_line, ended, jsonl
 from tests.gateway.conftest import Process
+from workers.gateway.backend.batches import result_events
+from workers.gateway.core.result_positions import ResultPosition
+from workers.gateway.http.auth import Caller
 
 NUM_LINES = 60
+RESULT_BYTES = 500_000
 DONE = "[DONE]"
 
 
@@ -74,3 +87,34 @@ async def test_a_stream_of_a_batch_that_has_ended_ends(
     await ended(client, batch.id)
     events = await read_events(rig, batch.id, "")
     assert [data == DONE for _, data in events] == [False, True]
+
+
+async def test_records_are_not_held_for_a_slow_reader(rig: BatchRig, batch_bus: Bus) -> None:
+    while rig.batchers:  # A batcher would claim the batch.
+        rig.kill_batcher()
+    now_s = int(batch_bus.now_ms() / 1000)
+    batch_id, end_s = f"batch_{secrets.token_hex(8)}", now_s + 3600
+    order = BatchBegun(batch_id, "t", CHAT, "0" * 64, now_s, "1h", end_s, end_s)
+    await batch_log.begin(batch_bus, order)
+    log = await batch_log.open_batch(batch_bus, "t", batch_id)
+    assert log is not None
+    await log.append(Validated(0, 1, Checkpoint(num_lines=NUM_LINES, began_s=1)))
+    await finish(log, 1)
+    context: Any = SimpleNamespace(bus=batch_bus)
+    events = result_events(context, Caller("", "t"), batch_id, ResultPosition())
+    assert len(await anext(events)) > RESULT_BYTES
+    tracemalloc.start()
+    for line in range(2, NUM_LINES + 1):
+        await finish(log, line)
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held_bytes < 4 * RESULT_BYTES
+    for _ in range(2, NUM_LINES + 1):
+        assert len(await anext(events)) > RESULT_BYTES
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+async def finish(log: BatchLog, line: int) -> None:
+    result = FinishedLine(line, b'"%s"' % (b"x" * RESULT_BYTES), False)
+    now = checkpoint_after(log.state.checkpoint, [result], lambda line: (line, 0))
+    await log.append(results_of(log.next_index, 1, [result], now))

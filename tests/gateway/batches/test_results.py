@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from shared.protocol.encoding import to_json
 from shared.protocol.records import Usage
 from workers.gateway.batches.results import MAX_FAULTS, Answer, Attempts, answered, refused
 
@@ -24,6 +25,19 @@ def test_an_answer_is_a_line_of_the_output_file() -> None:
     }
     assert (result.line, result.is_refused, result.usage) == (7, False, Usage(3, 2, 1))
     assert b"\n" not in result.content
+
+
+def test_a_result_is_one_line_for_all_readers() -> None:
+    text = "a\u2028b\u2029c\x85d\\e"
+    body = to_json({"text": text})
+    results = [
+        answered("batch_ab", 7, text, Answer(200, body, "r")),
+        refused("batch_ab", 7, text, "batch_expired", "late"),
+    ]
+    for result in results:
+        (line,) = result.content.decode().splitlines()
+        assert json.loads(line)["custom_id"] == text
+    assert json.loads(results[0].content)["response"]["body"] == {"text": text}
 
 
 def test_errors_are_lines_of_the_error_file() -> None:

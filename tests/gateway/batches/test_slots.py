@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -60,7 +60,7 @@ async def shares_of(
     }
     line_s = {work.tenant: work.line_s for work in works}
     held: list[tuple[float, str, int, Holder]] = []
-    used: Counter[str] = Counter()
+    used: defaultdict[str, float] = defaultdict(float)
     while now_s < until_s:
         await settle()
         for (tenant, deadline), lines in waiting.items():

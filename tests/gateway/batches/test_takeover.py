@@ -21,7 +21,7 @@ from tests.gateway.batches.conftest import BatchRig, begin, chat_line, ended, js
 from tests.support.waiting import until
 
 SECTIONS: dict[str, Any] = {"batch": {"max_lines": 1_000_000, "max_file_mib": 512}}
-SHORT, LONG = 100, 100_000
+SHORT, LONG = 100, 20_000
 NUM_LEFT = 50
 BLOCK = 1000
 READS = f"$JS.API.DIRECT.GET.{subjects.BATCHES_STREAM}"

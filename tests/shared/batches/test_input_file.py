@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.batches.input_file import InputCheck, InputLimits, LineCutter, read_line
+from shared.batches.input_file import MAX_BLANK, InputCheck, InputLimits, LineCutter, read_line
 from shared.errors import MAX_MESSAGE_LEN
 from shared.protocol.batch_log import LineError
 
@@ -68,6 +68,10 @@ def test_a_good_file_has_no_errors() -> None:
         for end in (b"", separator, separator * 3):
             done = check(separator.join(line(i) for i in range(20)) + end)
             assert (done.errors, done.num_lines) == ([], 20)
+    # Only `\n` ends a line: JSON strings may contain other separators.
+    separators = line(body='{"model":"m","x":"\u2028\u2029\x85"}'.encode())
+    assert [raw.content for raw in LineCutter(1000).feed(separators, is_last=True)] == [separators]
+    assert (check(separators).errors, check(separators).num_lines) == ([], 1)
     parsed = read_line(line("a", b'{"model":"m","n":[1]}') + b"\r")
     assert (parsed.custom_id, parsed.model, parsed.body) == ("a", "m", b'{"model":"m","n":[1]}')
 
@@ -159,3 +163,12 @@ def test_a_long_line_is_never_held_as_a_whole() -> None:
     tracemalloc.stop()
     assert [error.code for error in done.errors] == ["line_too_long"]
     assert peak < 4 * MIB
+
+
+def test_a_file_of_blank_lines_is_not_read_to_its_end() -> None:
+    for start in (b"", line() + b"\n"):
+        assert check(start + b"\n" * MAX_BLANK).is_over is False
+        done = check(start + b"\n" * (MAX_BLANK + 1) + line() * 1000)
+        assert done.is_over
+        (error,) = done.errors
+        assert (error.code, error.line) == ("blank_line", start.count(b"\n") + 1)

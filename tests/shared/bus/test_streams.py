@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import nats
@@ -90,7 +91,10 @@ async def test_a_server_without_the_required_settings_is_refused(
 @pytest.mark.parametrize(
     ("configs", "setting"),
     [
-        (durable_streams(DeliveryConfig(), AgentConfig(), 1)[:1], "the limits of delivery"),
+        (
+            durable_streams(DeliveryConfig(), AgentConfig(), BatchConfig(), 1)[:1],
+            "the limits of delivery",
+        ),
         (
             streams_of_tenant("acme", NatsConfig(), DeliveryConfig()),
             "nats.tenant_request_mib",
@@ -267,25 +271,39 @@ async def test_batched_acks_reach_a_restarted_server(
     await bus.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "storage"),
-    [
-        ("", StorageType.MEMORY),
-        ('cluster { name: "c", listen: "127.0.0.1:-1" }', StorageType.FILE),
-    ],
-    ids=["alone", "in a cluster"],
-)
-async def test_tasks_are_in_memory_only_where_the_broker_runs_alone(
-    tmp_path: Path, settings: str, storage: StorageType
-) -> None:
-    """In a cluster, another server would not notice the restart of the one that has lost them."""
+ALONE = pytest.param("", id="alone")
+IN_A_CLUSTER = pytest.param('cluster { name: "c", listen: "127.0.0.1:-1" }', id="in a cluster")
+
+
+@pytest.fixture
+async def bus_of_server(tmp_path: Path, settings: str) -> AsyncIterator[Bus]:
+    """A connection to a server with these settings."""
     process, url = start_server(tmp_path, settings)
     try:
         bus = await Bus.connect(url, "test")
-        bus.streams.configure(NatsConfig(), DeliveryConfig(), AgentConfig(), BatchConfig())
-        stored = {config.name: config.storage for config in bus.streams.configs}
+        yield bus
         await bus.close()
     finally:
         process.terminate()
         process.wait(10)
-    assert stored[subjects.STAGES_STREAM] == storage
+
+
+@pytest.mark.parametrize("settings", [ALONE, IN_A_CLUSTER])
+async def test_tasks_are_in_memory_only_where_the_broker_runs_alone(
+    bus_of_server: Bus, settings: str
+) -> None:
+    """In a cluster, another server would not notice the restart of the one that has lost them."""
+    streams = bus_of_server.streams
+    streams.configure(NatsConfig(), DeliveryConfig(), AgentConfig(), BatchConfig())
+    stored = {config.name: config.storage for config in streams.configs}
+    assert stored[subjects.STAGES_STREAM] == (StorageType.FILE if settings else StorageType.MEMORY)
+
+
+@pytest.mark.parametrize("settings", [ALONE, IN_A_CLUSTER])
+async def test_only_a_server_in_a_cluster_has_replicas_that_may_lag(
+    bus_of_server: Bus, settings: str
+) -> None:
+    waiting = asyncio.create_task(bus_of_server.wait_for_replicas())
+    await asyncio.sleep(0)
+    assert waiting.done() is not bool(settings)
+    await waiting

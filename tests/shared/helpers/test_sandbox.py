@@ -40,11 +40,16 @@ def restricted(act: Callable[[], object]) -> str:
     """Return what `act` does with Landlock as the only layer."""
 
     def run() -> object:
-        ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+        give_up_privileges()
         assert landlock.restrict()
         return act()
 
     return in_child(run)
+
+
+def give_up_privileges() -> None:
+    """Set `no_new_privs`."""
+    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
 
 
 @needs_landlock
@@ -74,6 +79,24 @@ def test_landlock_alone_refuses_paths(tmp_path: Path) -> None:
     assert outcomes["link"] in ("EACCES", "EXDEV")
 
 
+@needs_landlock
+def test_a_confined_process_is_restricted_by_landlock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without seccomp and an empty root, nothing else protects files that are not opened."""
+    monkeypatch.setattr(syscall_filter, "_ARCHITECTURES", {})
+    file = tmp_path / "file"
+    file.touch()
+
+    def remove() -> None:
+        give_up_privileges()
+        sandbox.confine(5, 2**33, 0)
+        file.unlink()
+
+    assert in_child(remove) == "EACCES"
+    assert file.exists()
+
+
 @pytest.mark.skipif(landlock.find_version() < landlock.SCOPES, reason="needs scopes of Landlock")
 def test_landlock_alone_refuses_signals_and_abstract_sockets() -> None:
     victim = subprocess.Popen(["sleep", "600"])
@@ -101,11 +124,26 @@ def test_without_landlock_and_seccomp_the_other_layers_stay(
 
     def read() -> object:
         sandbox.isolate()
-        assert os.listdir(".") == []
         sandbox.confine(5, 2**33, 0)
         return os.stat("/etc/passwd")
 
+    # Any user may read the attributes of this file, but not enter the new root, which is empty.
     assert in_child(read) in ("ENOENT", "EACCES")
+
+
+def test_an_ordinary_user_keeps_no_capability() -> None:
+    """In its user namespace, a process has all of them at first."""
+
+    def capabilities() -> object:
+        if os.geteuid() == 0:
+            os.setgid(sandbox.NOBODY)
+            os.setuid(sandbox.NOBODY)
+        sandbox.isolate()
+        held = (ctypes.c_uint32 * 6)()
+        ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), held)
+        return list(held)
+
+    assert in_child(capabilities) == str([0] * 6)
 
 
 def test_a_kernel_without_scopes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Input files of batches: moved from the stream of media, and read from any position."""
 
+import asyncio
 import hashlib
 import secrets
 
@@ -9,7 +10,8 @@ from shared.batches.input_file import LineCutter
 from shared.bus.bus import Bus
 from shared.errors import NotFound
 from shared.protocol import subjects
-from shared.state import batch_files
+from shared.state import batch_files, media_store
+from shared.state.batch_files import MediaLender
 from shared.state.media_store import CHUNK_BYTES, MediaUpload, StoredFile
 
 
@@ -53,6 +55,34 @@ async def test_a_file_is_moved_and_read_from_any_position(bus: Bus) -> None:
     assert await sizes(bus) == before
     with pytest.raises(NotFound):
         await read(bus, found)
+
+
+async def test_an_equal_file_is_stored_for_the_longer_time(bus: Bus) -> None:
+    data = secrets.token_bytes(100)
+    first = await upload(bus, data, life_s=7200)
+    again = await upload(bus, data, life_s=3600)
+    assert again.head.expires_s == first.head.expires_s
+    stored = await batch_files.look_up(bus, first.name, "t")
+    assert stored is not None
+    assert stored.head.expires_s == first.head.expires_s
+    longer = await upload(bus, data, life_s=9000)
+    assert (longer.head.expires_s or 0) > (first.head.expires_s or 0)
+
+
+async def test_a_file_that_many_lines_name_is_lent_once(bus: Bus) -> None:
+    file = await upload(bus, secrets.token_bytes(100))
+    lender = MediaLender(bus, max_bytes=100)
+    before = (await bus.figures.sequence_range(subjects.MEDIA_STREAM))[1]
+    await asyncio.gather(*(lender.lend(f"media:{file.name}".encode(), "t") for _ in range(20)))
+    # One chunk and one head.
+    assert (await bus.figures.sequence_range(subjects.MEDIA_STREAM))[1] == before + 2
+    assert await media_store.look_up(bus, file.name, "other") is None
+
+
+async def test_a_file_that_cannot_be_media_is_not_lent(bus: Bus) -> None:
+    file = await upload(bus, secrets.token_bytes(101))
+    await MediaLender(bus, max_bytes=100).lend(f"media:{file.name}".encode(), "t")
+    assert await media_store.look_up(bus, file.name, "t") is None
 
 
 async def test_an_empty_file_has_no_lines(bus: Bus) -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from shared.batches.line_set import LineSet
 from shared.batches.state import FinishedLine, checkpoint_after, results_of
 from shared.bus.bus import Bus
+from shared.bus.metering import StreamMeter
 from shared.errors import Fenced, UnsupportedVersion
 from shared.protocol import subjects
 from shared.protocol.batch_log import BatchBegun, BatchEnded, Checkpoint, Claimed, Validated
@@ -143,6 +144,21 @@ async def test_results_are_read_in_pages_and_removed_together(bus: Bus) -> None:
     assert again.state.ended.removed
     assert again.state.checkpoint == log.state.checkpoint
     assert await batch_log.read_results(bus, log.state.begun) == ([], 0)
+
+
+async def test_removed_results_do_not_count_for_their_tenant(bus: Bus) -> None:
+    tenant, num_bytes = f"t{secrets.token_hex(4)}", 100_000
+    log = await begin(bus, tenant)
+    await claim(log, "one")
+    await log.append(Validated(log.next_index, 2, Checkpoint(num_lines=1, began_s=2)))
+    result = FinishedLine(1, b'"%s"' % (b"x" * num_bytes), False)
+    now = checkpoint_after(log.state.checkpoint, [result], lambda line: (line, 0))
+    await log.append(results_of(log.next_index, 1, [result], now))
+    await log.append(BatchEnded(log.next_index, 3, "completed", log.state.checkpoint))
+    meter = StreamMeter(bus)
+    assert (await meter.measure_tenants(subjects.BATCHES_STREAM))[tenant] > num_bytes
+    await batch_log.remove_results(bus, log)
+    assert (await meter.measure_tenants(subjects.BATCHES_STREAM))[tenant] < 10_000
 
 
 async def test_a_record_of_a_newer_version_is_left_to_a_newer_batcher(bus: Bus) -> None:

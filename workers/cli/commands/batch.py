@@ -22,6 +22,7 @@ from workers.cli.broker import connected
 from workers.cli.commands.requests import SamplingOptions
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, load
 from workers.cli.terminal import format_time, out, print_json, print_line, print_note, print_rows
+from workers.roles import BATCHER, WorkerSpec
 from workers.settings import find_config_file, load_config
 
 batch = App(name="batch", help="Run files of requests as durable jobs.")
@@ -74,14 +75,36 @@ def run(
     files = batch_runs.ResultFiles(output, errors or output.with_suffix(f".errors{output.suffix}"))
     files.check()
     starts = up and not batch_runs.is_running(load(config), nats)
-    config_file = batch_runs.config_for(file, config) if starts else find_config_file(config)
+    config_file = _config_for(file, config) if starts else find_config_file(config)
     loaded = load_config(config_file)
     sha256 = batches.check_file(file, endpoint, loaded)
     order = batch_runs.Order(file, sha256, endpoint, window, tenant, again)
     if starts:
-        return batch_runs.run_in_cluster(order, files, loaded, config_file, nats)
+        from workers.cli.commands.serve import local_cluster
+
+        cluster = local_cluster(loaded, config_file, nats, WorkerSpec(BATCHER))
+        return batch_runs.run_in_cluster(order, files, loaded, cluster)
     login = settings.login_of(loaded, given_url=nats)
     return asyncio.run(batch_runs.run_until_interrupted(order, files, loaded, login))
+
+
+def _config_for(file: Path, config: Path | None) -> Path | None:
+    """Return the configuration with which Pagemill is started for a file of requests.
+
+    Without a configuration file, it is generated if lines name models that the embedded default
+    does not have. Raises PagemillError.
+    """
+    config_file = find_config_file(config)
+    if config_file is not None:
+        return config_file
+    models = batches.models_in(file)
+    if models <= set(load_config(None).models):
+        return None
+    # The configuration of models imports their libraries, which takes seconds.
+    from workers.cli.commands.serve import generate
+    from workers.cli.models.generated import Wishes
+
+    return generate(sorted(models), None, Wishes(), may_pull=False)
 
 
 @batch.command
@@ -304,4 +327,5 @@ async def cancel(
                 async for latest, _ in batches.follow(bus, state):
                     display.update(state := latest)
     print_line(state.status)
+    batches.print_errors(state)
     return 0 if state.status == "cancelled" else EXIT_UNSUCCESSFUL

@@ -1,5 +1,7 @@
 """Operations on batches: begin, find and show them, and the files of their results."""
 
+import asyncio
+import contextlib
 import hashlib
 import re
 import secrets
@@ -104,11 +106,13 @@ async def result_events(
     context: AppContext, caller: Caller, batch_id: str, start: ResultPosition
 ) -> AsyncIterator[bytes]:
     """Yield an event for each result, until the batch has ended. Raises NotFound, Unavailable."""
-    bus, position = context.bus, start
+    bus, position, is_longer = context.bus, start, asyncio.Event()
     subject = subjects.stored_batch(subjects.batch_log(caller.tenant, batch_id))
-    live = await bus.subscribe(subject)
+    # Live records are not held for a slow reader: they may have megabytes.
+    end_watch = await bus.watch_subjects(subject, lambda _: is_longer.set())
     try:
         while True:
+            is_longer.clear()
             # The state is read first, so that no result after the last page is missed.
             state = await find(context, caller, batch_id)
             lines, position, has_more = await read_page(bus, state, position)
@@ -117,9 +121,10 @@ async def result_events(
             if not has_more:
                 if state.ended is not None:
                     return
-                await live.next(POLL_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(is_longer.wait(), POLL_S)
     finally:
-        await bus.unsubscribe(live)
+        await end_watch()
 
 
 async def begin(
@@ -129,22 +134,24 @@ async def begin(
 
     The same `Idempotency-Key` from the same tenant means the same batch.
     """
+    bus, tenant, name = context.bus, caller.tenant, request.headers.get("idempotency-key")
+    batch_id = f"batch_{secrets.token_hex(ID_BYTES)}" if name is None else _id_of(name, tenant)
+    if name is not None:
+        # A repeated request gets its batch also when no further one may begin.
+        log = await batch_log.open_batch(bus, tenant, batch_id)
+        if log is not None:
+            return log.state
     await context.room.check()
-    await context.quotas.check(caller.tenant, [subjects.BATCHES_STREAM])
-    batch_id = _new_id(request, caller.tenant)
-    limits = context.config.batch
-    begun = await batch_intake.accept(context.bus, limits, caller.tenant, batch_id, order)
+    await context.quotas.check(tenant, [subjects.BATCHES_STREAM])
+    begun = await batch_intake.accept(bus, context.config.batch, tenant, batch_id, order)
     try:
-        await batch_log.begin(context.bus, begun)
+        await batch_log.begin(bus, begun)
     except Fenced:
         return await find(context, caller, batch_id)
     return BatchState(begun)
 
 
-def _new_id(request: Request, tenant: str) -> str:
-    name = request.headers.get("idempotency-key")
-    if name is None:
-        return f"batch_{secrets.token_hex(ID_BYTES)}"
+def _id_of(name: str, tenant: str) -> str:
     digest = hashlib.blake2b(f"{tenant}:{name}".encode(), digest_size=ID_BYTES)
     return f"batch_{digest.hexdigest()}"
 

@@ -140,10 +140,11 @@ async def name_files(context: AppContext, items: Sequence[Item], tenant: str) ->
 async def _name_of(context: AppContext, file_id: str, tenant: str, field: str) -> str:
     name = media_store.parse_media_url(f"{MEDIA_SCHEME}{file_id}")
     file = filename = None
-    for find in () if name is None else (media_store.look_up, batch_files.look_up):
-        # A batcher stores the files of a batch again as media without their names.
-        if filename is None and (stored := await find(context.bus, name, tenant)) is not None:
-            file, filename = stored, stored.head.filename
+    if name is not None:
+        for find in (media_store.look_up, batch_files.look_up):
+            # A batcher stores the files of a batch again as media without their names.
+            if filename is None and (stored := await find(context.bus, name, tenant)) is not None:
+                file, filename = stored, stored.head.filename
     if file is None:
         raise MediaNotFound(f"there is no file {file_id!r}", field=f"{field}.file_id")
     filename = filename or ""

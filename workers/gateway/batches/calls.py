@@ -5,12 +5,14 @@ So a line has every limit, error and answer that the same request has over HTTP.
 
 import asyncio
 from dataclasses import dataclass
+from functools import cached_property
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Scope
 
 from shared.protocol.encoding import to_json
+from shared.state.batch_files import MediaLender
 from shared.state.media_store import MediaUpload
 from workers.gateway.app import AppContext
 from workers.gateway.batches.results import Answer, AnswerFile
@@ -23,6 +25,10 @@ CALLER = "pagemill.caller"
 
 class BatchApp(AppContext):
     """State of the routes in a batcher, which has no listener and names the caller itself."""
+
+    @cached_property
+    def lender(self) -> MediaLender:
+        return MediaLender(self.bus, max(self.config.renderer.max_bytes.values()))
 
     def authenticate(self, request: Request) -> Caller:
         caller: Caller = request.scope[CALLER]

@@ -17,6 +17,8 @@ FAULTY = frozenset({500, 504})
 NOT_RETRYABLE = frozenset({"poison", "internal_error", "tool_failure"})
 MAX_FAULTS = 3
 """Attempts that may end with a fault before the fault is the result of the line."""
+# Characters that JSON may contain, and at which `str.splitlines` and others end a line.
+_LINE_BREAKS = {name.encode(): b"\\u%04x" % ord(name) for name in ("\x85", "\u2028", "\u2029")}
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
 
@@ -137,7 +139,7 @@ class Attempts:
 def answered(batch_id: str, line: int, custom_id: str, answer: Answer) -> FinishedLine:
     """Return the result of a line after the answer of its endpoint, which may be an error."""
     response = LineResponse(answer.status, answer.request_id, Raw(answer.body))
-    content = to_json(ResultLine(_result_id(batch_id, line), custom_id, response))
+    content = _line_of(ResultLine(_result_id(batch_id, line), custom_id, response))
     is_refused = answer.status >= 400
     usage = Usage(0, 0) if is_refused else _usage_of(answer.body)
     return FinishedLine(line, content, is_refused, usage)
@@ -146,8 +148,16 @@ def answered(batch_id: str, line: int, custom_id: str, answer: Answer) -> Finish
 def refused(batch_id: str, line: int, custom_id: str, code: str, message: str) -> FinishedLine:
     """Return the result of a line without an answer."""
     error = ResultError(code, message)
-    content = to_json(ResultLine(_result_id(batch_id, line), custom_id, None, error))
+    content = _line_of(ResultLine(_result_id(batch_id, line), custom_id, None, error))
     return FinishedLine(line, content, True)
+
+
+def _line_of(result: ResultLine) -> bytes:
+    """Return a result as JSON that is one line for all readers."""
+    content = to_json(result)
+    for character, escape in _LINE_BREAKS.items():
+        content = content.replace(character, escape)
+    return content
 
 
 def _result_id(batch_id: str, line: int) -> str:

@@ -59,6 +59,7 @@ CHECKPOINT_BYTES = 2**17
 # Lines of a batch that wait for a slot or for their next attempt, before no further line is added.
 # When several slots become free at once, each batch can use as many as are its share.
 MAX_WAITING = 64
+MAX_WAITING_BYTES = 4 * 2**20
 # Pause of a batch without room for its results.
 ROOM_PAUSE_S = 2.0
 # Live orders may be lost, so the stream is read after this silence.
@@ -67,15 +68,17 @@ POLL_S = 5.0
 WITHDRAW_S = 5.0
 
 # Errors of a broker without room for results.
-NO_ROOM = (DiskFull, Overloaded, QuotaExceeded, Unavailable)
+FULL = (DiskFull, Overloaded, QuotaExceeded)
+NO_ROOM = (*FULL, Unavailable)
 
 ENDINGS = {media_type: ending for ending, media_type in MEDIA_TYPES.items()}
 """Endings of the names of stored answers, by media type."""
 
 T = TypeVar("T")
-Stop = Literal["cancelled", "expired", "shutdown"]
+EarlyEnd = Literal["cancelled", "expired"]
+Stop = EarlyEnd | Literal["shutdown"]
 LineState = Literal["waiting", "in_flight", "unwritten"]
-_REFUSALS = {
+_REFUSALS: dict[EarlyEnd, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line had a result"),
     "expired": ("batch_expired", "the window of the batch ended before this line had a result"),
 }
@@ -110,12 +113,14 @@ class BatchRun:
         self._pace = Pace()
         self._running = TaskSet()
         """One task for each line that has begun or waits."""
-        self._waiting: set[asyncio.Task[Any]] = set()
-        """Tasks of lines that wait for a slot, or for their next attempt."""
+        self._waiting: dict[asyncio.Task[Any], int] = {}
+        """Tasks of lines that wait for a slot, or for their next attempt, with their bytes."""
         self._has_begun = asyncio.Event()
         """Set when a line stops waiting."""
         self._withdrawn = asyncio.Event()
         """Set when the requests in flight are to be cancelled."""
+        self._ends_early = False
+        """Whether the batch ends before all lines have results. It does not wait for their room."""
         self._has_results = asyncio.Event()
         self._may_begin = asyncio.Event()
         """Cleared while too many results wait to be written."""
@@ -166,20 +171,38 @@ class BatchRun:
             await self._append(
                 lambda index, at_s: Claimed(index, at_s, self._context.worker, self._checkpoint)
             )
-            file = await batch_files.look_up(self._bus, self._begun.input_file, self._begun.tenant)
-            if file is None:
-                raise NotFound("the input file is not stored any more", field="input_file_id")
-            await self._end(await self._run(file))
+            await self._run_to_end()
         except InvalidInput as error:
             await self._end("failed", error.errors)
-        except NotFound as error:
-            await self._end("failed", [LineError(error.code, error.message, param=error.field)])
         except ShuttingDown:
             return False
         return True
 
-    async def _run(self, file: StoredFile) -> EndStatus:
-        """Run all lines, and return the status with which the batch ends."""
+    async def _run_to_end(self) -> None:
+        """Run all lines, and end the batch. Raises InvalidInput or ShuttingDown."""
+        begun = self._begun
+        try:
+            file = await batch_files.look_up(self._bus, begun.input_file, begun.tenant)
+            if file is None:
+                raise NotFound("the input file is not stored any more", field="input_file_id")
+            stop = await self._run(file)
+        except NotFound as error:
+            errors = [LineError(error.code, error.message, param=error.field)]
+            is_cancelled = await self._log.is_cancelled()
+            await self._end_early("cancelled" if is_cancelled else "failed", errors)
+            return
+        if stop is not None:
+            await self._end_early(stop, [], file)
+        elif is_complete(self._checkpoint):
+            await self._end("completed")
+        else:
+            raise WorkerFailure("lines of the batch have ended without a result")
+
+    async def _run(self, file: StoredFile) -> EarlyEnd | None:
+        """Run the lines, and return the reason to end the batch before all of them have results.
+
+        Raises ShuttingDown, and NotFound if the file is removed meanwhile.
+        """
         working = asyncio.create_task(self._work(file))
         writing = asyncio.create_task(self._write())
         stopping = asyncio.create_task(self._wait_stop())
@@ -192,9 +215,10 @@ class BatchRun:
                 working.result()
             stop = None if working.done() else stopping.result()
             if stop in _REFUSALS:
-                async with self._appending:
-                    working.cancel()
-                await self._withdraw()
+                await self._withdraw(working)
+        except NotFound:
+            await self._withdraw(working)
+            raise
         finally:
             async with self._appending:
                 # Requests in flight stay there: the next batcher finds them by their ids.
@@ -202,37 +226,41 @@ class BatchRun:
                 for task in pending:
                     task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-        await self._flush()
-        if writing.done() and not writing.cancelled():
-            writing.result()
         if stop == "shutdown":
+            await self._flush()
             raise ShuttingDown
-        if stop is not None:
-            await self._refuse_rest(file, *_REFUSALS[stop])
-            return stop
-        if not is_complete(self._checkpoint):
-            raise WorkerFailure("lines of the batch have ended without a result")
-        return "completed"
+        return stop
 
-    async def _withdraw(self) -> None:
+    async def _withdraw(self, working: asyncio.Task[None]) -> None:
         """End the lines that have begun or wait: cancel their requests."""
+        self._ends_early = True
+        async with self._appending:
+            working.cancel()
         self._withdrawn.set()
         for task in self._waiting:
             task.cancel()
         if self._running:
             await asyncio.wait(self._running, timeout=WITHDRAW_S)
 
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether enough lines wait."""
+        num_bytes = sum(self._waiting.values())
+        return len(self._waiting) >= MAX_WAITING or num_bytes >= MAX_WAITING_BYTES
+
     async def _work(self, file: StoredFile) -> None:
         if self._checkpoint.began_s is None:
             await self._validate(file)
         async for number, line in self._in_order(file):
-            while len(self._waiting) >= MAX_WAITING:
+            while self._is_ahead:
                 self._has_begun.clear()
                 await self._has_begun.wait()
             await self._may_begin.wait()
-            self._waiting.add(self._running.start(self._run_line(number, line)))
+            task = self._running.start(self._run_line(number, line))
+            self._waiting[task] = len(line.body)
         while self._running:
             await asyncio.wait(self._running)
+        await self._flush()
 
     async def _validate(self, file: StoredFile) -> None:
         """Check the whole input. Raises InvalidInput."""
@@ -295,47 +323,48 @@ class BatchRun:
             request_id = f"{begun.batch_id}-{number}-{attempts.number}"
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
             upload = MediaUpload(self._bus, begun.tenant)
-            async with self._slot(line.model):
+            async with self._slot(line):
                 answer = await self._call(question, upload)
             if upload.num_bytes and (answer is None or answer.file is None):
                 self._app.background.start(upload.abort())
+            if answer is not None and answer.file is not None:
+                answer = await self._store_file(number, answer, answer.file)
             if answer is None:
                 return None
-            if answer.file is not None:
-                answer = await self._store_file(number, answer, answer.file)
             delay_s = attempts.delay_after(answer.status, answer.body, random.random())
             if delay_s is None:
                 return answer
             retries.add()
-            with self._wait():
+            with self._wait(line):
                 await asyncio.sleep(delay_s)
 
     @contextlib.asynccontextmanager
-    async def _slot(self, model: str) -> AsyncIterator[None]:
-        """Wait for a slot of a model, and hold it during the body."""
+    async def _slot(self, line: ParsedLine) -> AsyncIterator[None]:
+        """Wait for a slot of the line's model, and hold it during the body."""
         begun = self._begun
         async with contextlib.AsyncExitStack() as stack:
-            with self._wait():
-                slot = self._slots.slot(model, begun.tenant, begun.deadline_s)
+            with self._wait(line):
+                slot = self._slots.slot(line.model, begun.tenant, begun.deadline_s)
                 await stack.enter_async_context(slot)
             yield
 
     @contextlib.contextmanager
-    def _wait(self) -> Iterator[None]:
+    def _wait(self, line: ParsedLine) -> Iterator[None]:
         """Count the task of a line as waiting during the body."""
         task = asyncio.current_task()
         assert task is not None
-        self._waiting.add(task)
+        self._waiting[task] = len(line.body)
         try:
             yield
         finally:
-            self._waiting.discard(task)
+            self._waiting.pop(task, None)
             self._has_begun.set()
 
-    async def _store_file(self, number: int, answer: Answer, content: AnswerFile) -> Answer:
+    async def _store_file(self, number: int, answer: Answer, content: AnswerFile) -> Answer | None:
         """Store the content of an answer for as long as the results of the batch.
 
-        Return the answer with the object of the file as its body. Raises ShuttingDown.
+        Return the answer with the object of the file as its body; None if the batch ends early, and
+        there is no room. Raises ShuttingDown.
         """
         begun, ending = self._begun, ENDINGS.get(content.media_type, "bin")
         filename = f"{begun.batch_id}_{number}.{ending}"
@@ -348,6 +377,8 @@ class BatchRun:
 
         try:
             file = await self._with_room(adopt)
+        except FULL:
+            return None
         except NotFound:
             # The broker has deleted the upload to make room. The request has the content again.
             return refusal(Unavailable("the content of the answer is lost"), answer.request_id)
@@ -357,7 +388,7 @@ class BatchRun:
     async def _call(self, question: Call, upload: MediaUpload) -> Answer | None:
         """Store the files that a line names, and return the answer of its endpoint."""
         try:
-            await batch_files.lend(self._bus, question.body, question.tenant)
+            await self._app.lender.lend(question.body, question.tenant)
         except PagemillError as error:
             return refusal(error, question.request_id)
         return await call(self._endpoints, question, self._withdrawn, upload)
@@ -368,14 +399,37 @@ class BatchRun:
         if self._lines.num_bytes > MAX_UNWRITTEN_BYTES:
             self._may_begin.clear()
 
+    async def _end_early(
+        self,
+        status: EarlyEnd | Literal["failed"],
+        errors: list[LineError],
+        file: StoredFile | None = None,
+    ) -> None:
+        """End the batch before all lines have results. Each other line of `file` gets an error.
+
+        Results without room are dropped, because room might come only when the batch has ended.
+        Raises InvalidInput if the file was not checked before, and has errors.
+        """
+        self._ends_early = True
+        try:
+            await self._flush()
+            if file is not None and status != "failed":
+                await self._check_room()
+                await self._refuse_rest(file, *_REFUSALS[status])
+        except (*FULL, NotFound) as error:
+            message = f"{self._num_unstored} lines have no result: {error.message}"
+            errors = [*errors, LineError(error.code, message)]
+        await self._end(status, errors)
+
     async def _refuse_rest(self, file: StoredFile, code: str, message: str) -> None:
         """Write an error for each line without a result."""
-        self._lines = self._lines_from_checkpoint()
+        if self._checkpoint.began_s is None:
+            await self._validate(file)
+        self._lines = lines = self._lines_from_checkpoint()
         async for number, line in self._unfinished(file):
-            refusal = results.refused(self._begun.batch_id, number, line.custom_id, code, message)
-            self._add(refusal)
-            if self._lines.num_bytes >= BLOCK_BYTES:
-                await self._flush()
+            lines.add(results.refused(self._begun.batch_id, number, line.custom_id, code, message))
+            if lines.num_bytes >= BLOCK_BYTES:
+                await self._write_block()
         await self._flush()
 
     async def _wait_stop(self) -> Stop:
@@ -414,17 +468,22 @@ class BatchRun:
 
     async def _flush(self) -> None:
         """Write all results that wait."""
-        while True:
-            async with self._appending:
-                if not (block := self._lines.take_block()):
-                    return
-                position = self._lines.position_before
-                checkpoint = checkpoint_after(self._checkpoint, block, position)
-                index, at_s = self._log.next_index, self._now_s
-                await self._store(results_of(index, at_s, block, checkpoint))
-                self._count(block)
-            if self._lines.num_bytes <= MAX_UNWRITTEN_BYTES:
-                self._may_begin.set()
+        while await self._write_block():
+            pass
+
+    async def _write_block(self) -> bool:
+        """Write the oldest results, as many as fit into one record. Return False if none wait."""
+        async with self._appending:
+            if not (block := self._lines.take_block()):
+                return False
+            position = self._lines.position_before
+            checkpoint = checkpoint_after(self._checkpoint, block, position)
+            index, at_s = self._log.next_index, self._now_s
+            await self._store(results_of(index, at_s, block, checkpoint))
+            self._count(block)
+        if self._lines.num_bytes <= MAX_UNWRITTEN_BYTES:
+            self._may_begin.set()
+        return True
 
     def _count(self, block: list[FinishedLine]) -> None:
         for result in block:
@@ -443,30 +502,35 @@ class BatchRun:
             await self._store(record(self._log.next_index, self._now_s))
 
     async def _store(self, record: BatchRecord) -> None:
-        """Append a record, as soon as the broker has room for it. Raises ShuttingDown."""
+        """Append a record as soon as the broker has room for it. Raises like `_with_room`."""
+        is_result = isinstance(record, Results)
 
         async def append() -> None:
-            if isinstance(record, Results):
+            # Results of lines that have ended are few.
+            if is_result and not self._ends_early:
                 await self._check_room()
             await self._log.append(record)
 
-        await self._with_room(append)
+        await self._with_room(append, waits=not is_result)
 
     async def _check_room(self) -> None:
         """Raises DiskFull or QuotaExceeded."""
         await self._app.room.check()
         await self._app.quotas.check(self._begun.tenant, [subjects.BATCHES_STREAM])
 
-    async def _with_room(self, write: Callable[[], Awaitable[T]]) -> T:
+    async def _with_room(self, write: Callable[[], Awaitable[T]], *, waits: bool = False) -> T:
         """Write to the broker as soon as it has room.
 
         Raises ShuttingDown if it has none before the drain. The results are then not lost: the next
-        batcher gets the same answers by the ids of the requests.
+        batcher gets the same answers by the ids of the requests. Unless it `waits` in any case, it
+        raises DiskFull, Overloaded or QuotaExceeded if the batch ends early.
         """
         while True:
             try:
                 written = await write()
             except NO_ROOM as error:
+                if self._ends_early and not waits and isinstance(error, FULL):
+                    raise
                 self._log_pause(error.code)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._context.shutdown.asked.wait(), ROOM_PAUSE_S)

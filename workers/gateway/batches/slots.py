@@ -1,6 +1,6 @@
 """Slots of lines in flight: a limit for each model, which tenants share by their weights.
 
-A free slot goes to the tenant whose lines have held slots for the least time for its weight, and
+A free slot goes to the tenant with the least time in slots so far, divided by its weight, and
 within a tenant to the batch whose window ends first. Time is counted in lines that have ended, so
 lines cost their tenants nothing while a model stands still.
 """

@@ -59,7 +59,7 @@ class BatchBody(Struct, frozen=True, kw_only=True):
     error_file_id: str | None = None
     """File with the lines that have an error in place of an answer, if there are any."""
     errors: BatchErrors | None = None
-    """Reasons why the batch has failed."""
+    """Reasons why the batch has failed, or why some lines have no result."""
     request_counts: BatchCounts
     error_counts: dict[str, int]
     """Lines with an error, by its code."""

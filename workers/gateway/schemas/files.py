@@ -20,8 +20,9 @@ class FileForm(Struct, frozen=True, forbid_unknown_fields=True):
         name="expires_after[anchor]", default=None
     )
     expires_after_s: Life | None = msgspec.field(name="expires_after[seconds]", default=None)
-    """Seconds for which a file with the purpose `batch` is stored, by default `batch.ttl_s`. Other
-    files are stored for as long as requests use them."""
+    """Seconds for which a file with the purpose `batch` is stored, by default `batch.ttl_s`. An
+    equal file that is already stored for longer keeps its time. Other files are stored for as long
+    as requests use them."""
 
 
 class FileObject(Struct, frozen=True, kw_only=True):
