@@ -47,6 +47,8 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("mpt", {}, "ALiBi"),
         ("gpt_oss", {}, "sinks"),
         ("granite_swa", {}, "sinks"),
+        ("flint", {}, "sinks"),
+        ("mimo_v2_flash", {}, "sinks"),
         ("deepseek_v2", {}, "latent attention"),
         ("deepseek_v3", {}, "latent attention"),
         ("gemma4_text", {}, "layers with different settings"),
