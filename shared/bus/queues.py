@@ -34,8 +34,8 @@ CREATED_AT_ONCE = 16
 
 # Key in a consumer's metadata: first sequence of the stream of tasks that it feeds.
 _FED = "pagemill.tasks"
-# Without a sequence, a reset begins after the acknowledged messages. When a disk is full, the broker
-# may fail to remove such a message, which would keep its place in the queue forever.
+# Without a sequence, a reset begins after the acknowledged messages. When a disk is full, the
+# broker may fail to remove such a message, which would keep its place in the queue.
 _FROM_THE_FIRST = json.dumps({"seq": 1}).encode()
 
 _log = structlog.get_logger()

@@ -266,7 +266,7 @@ class WholeSystem:
     async def _complete_http(self, request_id: str) -> None:
         """Ask with the same id over HTTP until there is an answer."""
         while True:
-            reply = await self.chat(**{"X-Request-Id": request_id})
+            reply = await self.chat(request_id)
             if reply is not None and reply.status == 200:
                 return
             if reply is not None and reply.status not in (429, 500, 502, 503, 504, 507):
@@ -320,10 +320,11 @@ class WholeSystem:
             self.note(f"{name}: no answer to a new request within {bound_s:g} s")
         self.outcome.note_largest(name, time.monotonic() - began)
 
-    async def chat(self, timeout_s: float = HTTP_S, **headers: str) -> Reply | None:
+    async def chat(self, request_id: str = "", timeout_s: float = HTTP_S) -> Reply | None:
         """Ask over HTTP; None without an answer."""
         body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         data = json.dumps(body).encode()
+        headers = {"X-Request-Id": request_id} if request_id else {}
         return await self.http("/v1/chat/completions", data, timeout_s, **headers)
 
     async def is_ready(self) -> bool:

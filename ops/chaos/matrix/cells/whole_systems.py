@@ -70,7 +70,7 @@ def _fill(file: str) -> None:
 
 async def _is_refused(system: WholeSystem, chats: list[asyncio.Task[Reply | None]]) -> bool:
     """Ask once more, and return whether a chat was refused with the numbers of the disk."""
-    chats.append(asyncio.create_task(system.chat(LONGEST_S)))
+    chats.append(asyncio.create_task(system.chat(timeout_s=LONGEST_S)))
     await asyncio.wait(chats[-1:], timeout=ASKED_EACH_S)
     replies = [chat.result() for chat in chats if chat.done()]
     min_free_bytes = str(system.limits.min_free_mib * 2**20)
