@@ -39,11 +39,6 @@ class Input:
     max_frames_mib: int
 
     @property
-    def embed_ids(self) -> tuple[int, ...]:
-        """Tokens that embeddings replace, if there may be text among the tokens of an item."""
-        return self.layout.embed_ids if isinstance(self.layout, PlannedLayout) else ()
-
-    @property
     def hears_videos(self) -> bool:
         """Whether the sound of a video can be a part of its item."""
         return isinstance(self.layout, PlannedLayout) and self.layout.sound is not None
