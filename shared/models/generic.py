@@ -19,7 +19,8 @@ from shared.models.family import ModelFamily, Source
 TESTED_TYPES = frozenset({"afmoe", "arcee", "beam", "cohere", "cohere2_moe"})
 """Model types whose answers a test compares with transformers'."""
 
-_EXCHANGEABLE = "_supports_attention_backend = True"
+EXCHANGEABLE = "_supports_attention_backend = True"
+FIXED_ATTENTION = "transformers' model of this type runs with no other attention function"
 
 
 def generic_family(model_type: str) -> ModelFamily | None:
@@ -38,12 +39,12 @@ def find_obstacle(model_type: str) -> str | None:
         return "transformers has no causal language model of this type"
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "models of this type are encoders, in which a token depends on later tokens"
-    if _EXCHANGEABLE not in _read_source(class_name):
-        return "transformers' model of this type runs with no other attention function"
+    if EXCHANGEABLE not in read_source(class_name):
+        return FIXED_ATTENTION
     return None
 
 
-def _read_source(class_name: str) -> str:
+def read_source(class_name: str) -> str:
     """Return the source of the module in which transformers defines a class."""
     # Without torch, the attribute is a placeholder with the name of the module.
     module: str = getattr(transformers, class_name).__module__

@@ -40,6 +40,8 @@ class Layout(ABC):
     """Names of the fields that the language model needs, even if another worker runs the tower."""
     embed_ids: tuple[int, ...] = ()
     """Tokens that embeddings replace, if there may be text among the tokens of an item."""
+    marker_id: int | None = None
+    """Token that a chat template writes for an item; None for the placeholder token."""
 
     def place(
         self, metadata: Mapping[str, TensorData], encode: Callable[[str], list[int]]
