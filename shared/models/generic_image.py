@@ -64,7 +64,9 @@ class GenericImageLayout(layout.ImageLayout):
         self._processor, settings = open_processor(folder, config.model_type)
         # A call changes settings of the processor's tokenizer.
         self._lock = threading.Lock()
-        self._marker: str = self._processor.image_token
+        # Chat templates of Qianfan-OCR write another token than the placeholder.
+        other = getattr(self._processor, "image_placeholder_token", None)
+        self._marker: str = other or self._processor.image_token
         self.marker_id = self._processor.tokenizer.convert_tokens_to_ids(self._marker)
         self.embed_ids = (config.image_token_id,)
         self.fingerprint = layout.fingerprint(

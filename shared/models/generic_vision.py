@@ -22,11 +22,13 @@ _IMAGE_PROCESSORS: dict[str, dict[str, str]] = vars(image_processing_auto)[
 
 TESTED_IMAGE_TYPES = frozenset(
     {
+        "aria",
         "aya_vision",
         "exaone4_5",
         "glm46v",
         "glm4v",
         "glm4v_moe",
+        "hyperclovax_vision_v2",
         "idefics3",
         "internvl",
         "lighton_ocr",
@@ -34,6 +36,7 @@ TESTED_IMAGE_TYPES = frozenset(
         "llava_onevision",
         "mistral3",
         "paddleocr_vl",
+        "qianfan_ocr",
         "smolvlm",
         "vipllava",
     }
@@ -81,6 +84,8 @@ def find_obstacle(model_type: str) -> str | None:
         return generic.FIXED_ATTENTION
     if "def get_image_features(" not in source:
         return "transformers' model of this type does not encode images separately"
+    if "logits_to_keep" not in source:
+        return "transformers' model of this type computes the logits of all tokens"
     for mark, obstacle in _OBSTACLES.items():
         if mark in source:
             return obstacle

@@ -92,10 +92,19 @@ def ids(**tokens: str) -> dict[str, int]:
     return {key: IDS[token] for key, token in tokens.items()}
 
 
+MARKED = "<|begin_of_image|><|image|><|end_of_image|>"
 PLAIN = {"image_token": "<|image|>", "video_token": "<|video|>"}
 PLAIN_IDS = ids(image_token_id="<|image|>", video_token_id="<|video|>")
+WINDOWS = {"vision_config.fullatt_block_indexes": [1], "vision_config.window_size": 56}
 LLAVA_IDS = ids(image_token_id="<image>", image_token_index="<image>")
 PIXTRAL = {"size": {"longest_edge": 112}, "patch_size": PATCH}
+INTERNVL = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+SIDES = {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}
 
 
 def rotary(*sections: int, **settings: Any) -> dict[str, Any]:
@@ -115,13 +124,25 @@ def glm(module: str, name: str, **settings: Any) -> Spec:
         (module, name, {"size": GRID_SIZE, "patch_size": PATCH}),
         {},
         PLAIN_IDS | ids(**marks) | settings,
-        marker="<|begin_of_image|><|image|><|end_of_image|>",
+        marker=MARKED,
         sizes={"in_channels": 3},
         tokens=PLAIN,
     )
 
 
 SPECS = {
+    "aria": Spec(
+        ("aria", "Aria", {"max_image_size": 490, "min_image_size": 336}),
+        {"size_conversion": {"490": 16, "980": 32}},
+        {
+            **ids(image_token_index="<image>"),
+            # An image of 490 pixels has 5 x 5 patches, and 16 embeddings.
+            "projector_patch_to_query_dict": {"25": 16, "100": 32},
+            "vision_config.image_size": 490,
+        },
+        sizes={"patch_size": 98},
+        tokens={"image_token": "<image>"},
+    ),
     "aya_vision": Spec(
         ("got_ocr2", "GotOcr2", TILES),
         {
@@ -146,13 +167,21 @@ SPECS = {
     "exaone4_5": Spec(
         ("qwen2_vl", "Qwen2VL", {"size": GRID_SIZE, "patch_size": PATCH}),
         {},
-        PLAIN_IDS | {"vision_config.fullatt_block_indexes": [1], "vision_config.window_size": 56},
-        marker="<|begin_of_image|><|image|><|end_of_image|>",
+        PLAIN_IDS | WINDOWS,
+        marker=MARKED,
         tokens=PLAIN,
     ),
     "glm46v": glm("glm46v", "Glm46V", **rotary(2, 3, 3)),
     "glm4v": glm("glm4v", "Glm4v", **rotary(2, 1, 1, partial_rotary_factor=0.5)),
     "glm4v_moe": glm("glm4v", "Glm4v", **rotary(2, 1, 1, partial_rotary_factor=0.5)),
+    "hyperclovax_vision_v2": Spec(
+        ("qwen2_vl", "Qwen2VL", {"size": GRID_SIZE, "patch_size": PATCH}),
+        {},
+        PLAIN_IDS | WINDOWS,
+        marker=MARKED,
+        tokens=PLAIN,
+        seed=3,
+    ),
     "idefics3": Spec(
         ("idefics3", "Idefics3", EDGES),
         {"image_seq_len": 4},
@@ -163,13 +192,8 @@ SPECS = {
         {"image_seq_length": 4},
         {**ids(image_token_id="<IMG_CONTEXT>"), "image_seq_length": 4},
         marker="<IMG_CONTEXT>",
-        sizes={"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
-        tokens={
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
+        sizes=SIDES,
+        tokens=INTERNVL,
     ),
     "lighton_ocr": Spec(
         ("pixtral", "Pixtral", PIXTRAL | {"patch_size": 2 * PATCH}),
@@ -231,8 +255,15 @@ SPECS = {
         ("paddleocr_vl", "PaddleOCRVL", {"size": GRID_SIZE, "patch_size": PATCH}),
         {},
         PLAIN_IDS | rotary(2, 3, 3),
-        marker="<|begin_of_image|><|image|><|end_of_image|>",
+        marker=MARKED,
         tokens=PLAIN,
+    ),
+    "qianfan_ocr": Spec(
+        ("got_ocr2", "GotOcr2", TILES),
+        {"image_seq_length": 4},
+        {**ids(image_token_id="<IMG_CONTEXT>"), "image_seq_length": 4},
+        sizes=SIDES,
+        tokens=INTERNVL,
     ),
     "smolvlm": Spec(
         ("smolvlm", "SmolVLM", EDGES),
