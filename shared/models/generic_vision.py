@@ -84,8 +84,6 @@ def find_obstacle(model_type: str) -> str | None:
         return generic.FIXED_ATTENTION
     if "def get_image_features(" not in source:
         return "transformers' model of this type does not encode images separately"
-    if "logits_to_keep" not in source:
-        return "transformers' model of this type computes the logits of all tokens"
     for mark, obstacle in _OBSTACLES.items():
         if mark in source:
             return obstacle
@@ -95,4 +93,6 @@ def find_obstacle(model_type: str) -> str | None:
     sharing = [name for name, other in PROCESSORS.items() if other == processor]
     if not any(_IMAGE_PROCESSORS.get(name, {}).get("pil") for name in sharing):
         return "transformers' image processor of this type needs torchvision"
+    if "logits_to_keep" not in source:
+        return "transformers' model of this type computes the logits of all tokens"
     return None

@@ -205,6 +205,7 @@ def test_renderers_and_checks_need_no_torch(tmp_path: Path) -> None:
         ("janus", "runs with no other attention function"),
         ("ovis2", "embeddings replace more tokens than the placeholders"),
         ("paligemma", "attend to later tokens"),
+        ("video_llama_3", "computes the logits of all tokens"),
     ],
 )
 def test_types_are_refused_with_the_reason(model_type: str, reason: str, tmp_path: Path) -> None:
@@ -220,6 +221,20 @@ def test_other_types_with_images_are_untested() -> None:
     assert family is not None
     untested: Source = "generic, untested"
     assert (family.source, list(family.media)) == (untested, [IMAGE])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in ("glm4v_moe", "smolvlm") else pytest.mark.long)
+        for name in SPECS
+    ],
+)
+def test_tested_types_pass_the_check(model_type: str, dtype: torch.dtype) -> None:
+    spec = SPECS[model_type]
+    drawn: Any = draw_model(make_config(model_type, spec.sizes, **spec.config), spec.seed)
+    check_against_whole(FlatModel(adapt(drawn.to(dtype))), 8)
 
 
 def test_attention_from_an_image_to_its_later_tokens_is_refused() -> None:

@@ -3,39 +3,26 @@
 A declared family has tests, but a generic one may depend on something that the engine does not do,
 in a version or with a setting that no test has. Windows and scales that begin after more tokens are
 not noticed, and neither are differences below the rounding of the model's dtype.
-
-The prompt of a model that sees has an image with random embeddings, because the tower may run in
-another worker.
 """
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from shared.errors import ConfigError
-from shared.models.generic_image import IMAGE_GRID
 from shared.models.language import LanguageAdapter
-from shared.protocol.multimodal import IMAGE, PlaceholderRange
-from shared.protocol.sampling import SamplingParams
-from workers.engine.core.sequence import EngineRequest, Item
+from workers.engine.model.check_prompt import CheckPrompt, make_prompt
 from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
 from workers.engine.model.step_plan import Window
 from workers.engine.model.support import layer_windows
 
 CHUNKS = (0, 12, 20, 21, 22, 23, 24)
 """Bounds of the engine's chunks: two of a prefill, and four decodes."""
-IMAGE_SPAN, IMAGE_SHAPE = slice(4, 10), (2, 3)
-"""Tokens of the image in the prompt, and their rows and columns."""
-SEED = 0
 
 # The difference may be this many times the difference between two passes of transformers, plus this
 # many units of the dtype's precision. Both are relative to the spread of a row's logits. Rounding
@@ -43,17 +30,6 @@ SEED = 0
 MAX_NOISE, MAX_UNITS, MAX_EXPERT_UNITS = 4, 16, 64
 
 _RECORDER = "pagemill_recorder"
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """The prompt of the check, with an image if the model sees."""
-
-    token_ids: Tensor  # [num_tokens]
-    embeddings: Tensor  # [num_tokens, hidden_size]
-    positions: Tensor  # [num_position_rows, num_tokens]
-    image_inputs: dict[str, Tensor]
-    """Inputs of transformers' model that describe the image, besides its embeddings."""
 
 
 @torch.inference_mode()
@@ -65,7 +41,7 @@ def check_against_whole(model: FlatModel, block_size: int) -> None:
     """
     family = model.family
     _check_windows(family)
-    prompt = _make_prompt(model)
+    prompt = make_prompt(model, CHUNKS[-1])
     whole, pieces = _run_transformers(family.model, prompt)
     own = _run_chunks(model, block_size, prompt)
     noise, difference = _distance(pieces, whole), _distance(own, whole)
@@ -84,75 +60,22 @@ def check_against_whole(model: FlatModel, block_size: int) -> None:
         )
 
 
-def _make_prompt(model: FlatModel) -> _Prompt:
-    family = model.family
-    generator = torch.Generator().manual_seed(SEED)
-    token_ids, image_ids = torch.randint(model.vocab_size, (2, CHUNKS[-1]), generator=generator)
-    positions = torch.arange(len(token_ids)).expand(family.num_position_rows, -1)
-    image_inputs: dict[str, Tensor] = {}
-    if family.tower is not None:
-        config: Any = family.model.config
-        placeholder_id = config.image_token_id
-        token_ids[token_ids == placeholder_id] = int(placeholder_id == 0)
-        token_ids[IMAGE_SPAN] = placeholder_id
-        merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
-        grid = torch.tensor([[1, *(merge * side for side in IMAGE_SHAPE)]])
-        kinds = (token_ids == placeholder_id).int()[None]
-        image_inputs = {IMAGE_GRID: grid, "mm_token_type_ids": kinds, "token_type_ids": kinds}
-        placeholder = PlaceholderRange(IMAGE_SPAN.start, IMAGE_SPAN.stop - IMAGE_SPAN.start)
-        item = Item(IMAGE, "", placeholder, {IMAGE_GRID: grid})
-        located = family.locate(EngineRequest("", token_ids.tolist(), [item], SamplingParams()))
-        positions = positions if located is None else located.prompt
-    token_ids, image_ids, positions = (
-        tensor.to(model.device) for tensor in (token_ids, image_ids, positions)
-    )
-    embeddings = model.embed(token_ids)
-    if image_inputs:
-        embeddings[IMAGE_SPAN] = model.embed(image_ids[IMAGE_SPAN])
-        image_inputs = {name: value.to(model.device) for name, value in image_inputs.items()}
-    return _Prompt(token_ids, embeddings, positions, image_inputs)
-
-
-def _run_transformers(model: Any, prompt: _Prompt) -> tuple[Tensor, Tensor]:
+def _run_transformers(model: Any, prompt: CheckPrompt) -> tuple[Tensor, Tensor]:
     """Return the logits of one pass and of two passes, each [num_tokens, vocab_size]."""
-    decoder, token_ids = model.get_decoder(), prompt.token_ids[None]
-    middle = token_ids.shape[1] // 2
+    decoder, num_tokens = model.get_decoder(), len(prompt.token_ids)
+    middle = num_tokens // 2
     with _attention(decoder, "eager"):
-        whole = _run_with_image(model, prompt, len(prompt.token_ids), use_cache=False).logits[0]
-        first = _run_with_image(model, prompt, middle, use_cache=True)
+        whole = prompt.run(model, num_tokens, use_cache=False).logits[0]
+        first = prompt.run(model, middle, use_cache=True)
         second = model(
-            input_ids=token_ids[:, middle:],
+            input_ids=prompt.token_ids[None, middle:],
             past_key_values=first.past_key_values,
             use_cache=True,
         )
     return whole, torch.cat([first.logits[0], second.logits[0]])
 
 
-def _run_with_image(model: Any, prompt: _Prompt, num_tokens: int, use_cache: bool) -> Any:
-    """Run transformers' model on the first tokens of the prompt, which include the image."""
-    names = inspect.signature(model.forward).parameters
-    run = partial(
-        model,
-        input_ids=prompt.token_ids[None, :num_tokens],
-        use_cache=use_cache,
-        **{
-            name: value[:, :num_tokens]
-            for name, value in prompt.image_inputs.items()
-            if name in names
-        },
-    )
-    if not prompt.image_inputs:
-        return run()
-    embeddings = prompt.embeddings[None, IMAGE_SPAN]
-    output: Any = BaseModelOutputWithPooling
-    try:
-        # Most models join a list of embeddings, and some take one tensor.
-        return run(mm_encoder_outputs={IMAGE: output(pooler_output=[embeddings])})
-    except (TypeError, AttributeError):
-        return run(mm_encoder_outputs={IMAGE: output(pooler_output=embeddings)})
-
-
-def _run_chunks(model: FlatModel, block_size: int, prompt: _Prompt) -> Tensor:
+def _run_chunks(model: FlatModel, block_size: int, prompt: CheckPrompt) -> Tensor:
     """Return the engine's logits, [num_tokens, vocab_size]."""
     num_blocks = -(-len(prompt.token_ids) // block_size)
     table = list(reversed(range(num_blocks)))
