@@ -144,7 +144,7 @@ class GenericLanguage(LanguageAdapter):
                 mm_token_type_ids=kinds,
                 image_grid_thw=torch.cat([item.fields[IMAGE_GRID] for item in items]),
             )
-        except (RuntimeError, LookupError, StopIteration) as error:
+        except (RuntimeError, ValueError, LookupError, StopIteration) as error:
             # The rule finds images by the text between them.
             refuse(f"the model has no positions for images without text between them: {error}")
         return PromptPositions(positions[:, 0], int(delta[0]))

@@ -28,6 +28,7 @@ TESTED_IMAGE_TYPES = frozenset(
         "glm46v",
         "glm4v",
         "glm4v_moe",
+        "got_ocr2",
         "hyperclovax_vision_v2",
         "idefics3",
         "internvl",
@@ -51,6 +52,7 @@ _OBSTACLES = {
     "per_layer_inputs": "its layers use the ids of tokens besides the embeddings",
     "visual_indicator": "embeddings replace more tokens than the placeholders of an image",
     "moe_mm_token_type_ids": "its experts depend on the modality of a token",
+    "num_mrope_axes": "its images have placeholders for the ends of rows",
     "vqmodel": "its images are tokens of a codebook",
 }
 """Reasons against a type by a string in the source of its model."""

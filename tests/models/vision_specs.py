@@ -34,7 +34,7 @@ TOKENS = [
     *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
     *("<|image|>", "<|video|>", "<img>", "</img>", "<IMG_CONTEXT>", "<|patch|>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|tile_x_separator|>", "<|tile_y_separator|>"),
-    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<imgpad>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 ]
 IDS = {token: token_id for token_id, token in enumerate(TOKENS)}
@@ -174,6 +174,18 @@ SPECS = {
     "glm46v": glm("glm46v", "Glm46V", **rotary(2, 3, 3)),
     "glm4v": glm("glm4v", "Glm4v", **rotary(2, 1, 1, partial_rotary_factor=0.5)),
     "glm4v_moe": glm("glm4v", "Glm4v", **rotary(2, 1, 1, partial_rotary_factor=0.5)),
+    "got_ocr2": Spec(
+        ("got_ocr2", "GotOcr2", {"size": {"height": 256, "width": 256}}),
+        {},
+        {
+            **ids(image_token_index="<imgpad>"),
+            "vision_config.window_size": 8,
+            "vision_config.global_attn_indexes": [],
+        },
+        marker="<imgpad>",
+        # An image has always 256 embeddings.
+        sizes={"image_size": 256, "patch_size": 4, "output_channels": 16, "mlp_dim": 96},
+    ),
     "hyperclovax_vision_v2": Spec(
         ("qwen2_vl", "Qwen2VL", {"size": GRID_SIZE, "patch_size": PATCH}),
         {},
