@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -54,11 +55,9 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
 
 def list_families() -> list[ModelFamily]:
     """Return the declared families and the generic ones of tested types, by name."""
-    _discover()
     found = [*map(generic_family, TESTED_TYPES), *map(image_family, TESTED_IMAGE_TYPES)]
     generic = [family for family in found if family is not None]
-    declared = {id(family): family for family in _families.values()}.values()
-    return sorted([*declared, *generic], key=lambda family: family.name)
+    return sorted([*_declared(), *generic], key=lambda family: family.name)
 
 
 def list_text_model_types() -> list[str]:
@@ -97,6 +96,10 @@ def adapt(model: PreTrainedModel) -> LanguageAdapter:
 
 @cache
 def _discover() -> None:
+    for family in _declared():
+        register(family)
+
+
+def _declared() -> Iterator[ModelFamily]:
     for module in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
-        for family in importlib.import_module(module.name).FAMILIES:
-            register(family)
+        yield from importlib.import_module(module.name).FAMILIES
