@@ -1,5 +1,6 @@
 """The table of model families in docs/guide/models.md, from the registry."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from ops.docs.tables import table, with_blocks
@@ -22,14 +23,16 @@ def pages() -> dict[Path, str]:
 
 def _rows() -> list[list[str]]:
     families = registry.list_families()
-    texts = [family for family in families if family.source != "native" and not family.media]
-    rows = [
-        _row(family.name, family.model_types, family) for family in families if family not in texts
-    ]
-    model_types = frozenset().union(*(family.model_types for family in texts))
-    rows.append(_row("further text models", model_types, texts[0]))
-    other = ModelFamily("other text models", frozenset(), source="generic, untested")
-    return [*rows, _row(other.name, frozenset(), other)]
+    rows = [_row(f.name, f.model_types, f) for f in families if f.source == "native"]
+    for kind in ("text", "image"):
+        generic = [
+            f for f in families if f.source != "native" and bool(f.media) == (kind != "text")
+        ]
+        model_types = frozenset().union(*(family.model_types for family in generic))
+        rows.append(_row(f"further {kind} models", model_types, generic[0]))
+        untested = replace(generic[0], source="generic, untested")
+        rows.append(_row(f"other {kind} models", frozenset(), untested))
+    return rows
 
 
 def _row(name: str, model_types: frozenset[str], family: ModelFamily) -> list[str]:

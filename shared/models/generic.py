@@ -11,7 +11,6 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
@@ -79,7 +78,8 @@ TESTED_TYPES = frozenset(
 )
 """Model types whose answers a test compares with transformers'."""
 
-_EXCHANGEABLE = "_supports_attention_backend = True"
+EXCHANGEABLE = "_supports_attention_backend = True"
+FIXED_ATTENTION = "transformers' model of this type runs with no other attention function"
 
 
 def generic_family(model_type: str) -> ModelFamily | None:
@@ -94,18 +94,16 @@ def generic_family(model_type: str) -> ModelFamily | None:
 def find_obstacle(model_type: str) -> str | None:
     """Return the reason why no generic family serves a model type; None if one does."""
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if class_name is None and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return "generic families take only text, and models of this type also take images"
     if class_name is None:
         return "transformers has no causal language model of this type"
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "models of this type are encoders, in which a token depends on later tokens"
-    if _EXCHANGEABLE not in _read_source(class_name):
-        return "transformers' model of this type runs with no other attention function"
+    if EXCHANGEABLE not in read_source(class_name):
+        return FIXED_ATTENTION
     return None
 
 
-def _read_source(class_name: str) -> str:
+def read_source(class_name: str) -> str:
     """Return the source of the module in which transformers defines a class."""
     # Without torch, the attribute is a placeholder with the name of the module.
     module: str = getattr(transformers, class_name).__module__

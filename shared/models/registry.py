@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
 from shared.models import families
 from shared.models.family import DecoderTrait, ModelFamily, Source
 from shared.models.generic import TESTED_TYPES, generic_family
+from shared.models.generic_vision import TESTED_IMAGE_TYPES, image_family
 from shared.models.language import LanguageAdapter
 from shared.models.tower_adapter import TowerAdapter
 
@@ -36,7 +38,8 @@ def register(family: ModelFamily) -> None:
 def find_family(config: PreTrainedConfig) -> ModelFamily | None:
     """Return the declared or the generic family of a model; None for an unsupported type."""
     _discover()
-    return _families.get(config.model_type) or generic_family(config.model_type)
+    model_type = config.model_type
+    return _families.get(model_type) or image_family(model_type) or generic_family(model_type)
 
 
 def find_source(config: PreTrainedConfig) -> Source | None:
@@ -52,10 +55,9 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
 
 def list_families() -> list[ModelFamily]:
     """Return the declared families and the generic ones of tested types, by name."""
-    _discover()
-    generic = [family for name in TESTED_TYPES if (family := generic_family(name)) is not None]
-    declared = {id(family): family for family in _families.values()}.values()
-    return sorted([*declared, *generic], key=lambda family: family.name)
+    found = [*map(generic_family, TESTED_TYPES), *map(image_family, TESTED_IMAGE_TYPES)]
+    generic = [family for family in found if family is not None]
+    return sorted([*_declared(), *generic], key=lambda family: family.name)
 
 
 def list_text_model_types() -> list[str]:
@@ -94,6 +96,10 @@ def adapt(model: PreTrainedModel) -> LanguageAdapter:
 
 @cache
 def _discover() -> None:
+    for family in _declared():
+        register(family)
+
+
+def _declared() -> Iterator[ModelFamily]:
     for module in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
-        for family in importlib.import_module(module.name).FAMILIES:
-            register(family)
+        yield from importlib.import_module(module.name).FAMILIES

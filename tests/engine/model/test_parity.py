@@ -488,7 +488,7 @@ def from_afar(case: Case, tower: Tower) -> Case:
         _, (received,) = envelope.decode(
             envelope.encode(_Nothing(), [from_torch(embedding)]), _Nothing
         )
-        metadata = {name: item.fields[name] for name in tower.adapter.metadata}
+        metadata = {n: item.fields[n] for n in tower.adapter.metadata if n in item.fields}
         items.append(replace(item, fields=metadata, embedding=to_torch(received)))
     return Case(replace(case.request, items=items), case.images)
 

@@ -63,7 +63,7 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "is a classifier"),
         ("bert", {}, "no family: models of this type are encoders"),
         ("gptj", {}, "no family: transformers' model of this type runs with no other attention"),
-        ("idefics3", {}, "no family: generic families take only text"),
+        ("ovis2", {}, "no family: embeddings replace more tokens"),
         ("clip", {}, "no family: transformers has no causal language model of this type"),
     ],
 )

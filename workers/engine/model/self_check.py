@@ -17,13 +17,13 @@ from transformers import AttentionInterface
 
 from shared.errors import ConfigError
 from shared.models.language import LanguageAdapter
+from workers.engine.model.check_prompt import SEED, CheckPrompt, make_prompt
 from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
 from workers.engine.model.step_plan import Window
 from workers.engine.model.support import kv_shape, layer_windows
 
 CHUNKS = (0, 12, 20, 21, 22, 23, 24)
 """Bounds of the engine's chunks: two of a prefill, and four decodes."""
-SEED = 0
 
 # The difference may be this many times the noise, the effect of a change in the last bits of the
 # embeddings. Both are relative to the spread of a row's logits. The tested types stay below 2.5
@@ -41,11 +41,9 @@ def check_against_whole(model: FlatModel, block_size: int) -> None:
     """
     family = model.family
     _check_layers(family)
-    generator = torch.Generator().manual_seed(SEED)
-    token_ids = torch.randint(model.vocab_size, (CHUNKS[-1],), generator=generator)
-    token_ids = token_ids.to(model.device)
-    whole, noise = _run_transformers(model, token_ids, generator)
-    difference = _distance(_run_chunks(model, block_size, token_ids), whole)
+    prompt = make_prompt(model, CHUNKS[-1])
+    whole, noise = _run_transformers(model, prompt)
+    difference = _distance(_run_chunks(model, block_size, prompt), whole)
     if _has_experts(family):
         # Rounding may choose other experts for a token, which changes its logits more.
         difference = _medians(difference)
@@ -59,34 +57,32 @@ def check_against_whole(model: FlatModel, block_size: int) -> None:
         )
 
 
-def _run_transformers(
-    model: FlatModel, token_ids: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _run_transformers(model: FlatModel, prompt: CheckPrompt) -> tuple[Tensor, Tensor]:
     """Return the logits of a pass, [num_tokens, vocab_size], and the noise of each row."""
     run: Any = partial(model.family.model, use_cache=False)
-    embeddings = model.embed(token_ids)[None]
+    embeddings = prompt.embeddings[None]
     # In float64, transformers computes the softmax of attention in float32.
     unit = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
+    generator = torch.Generator().manual_seed(SEED)
     change = 1 + unit * torch.randn(embeddings.shape, generator=generator, dtype=torch.float64)
     changed = (embeddings.double() * change.to(model.device)).to(model.dtype)
     with _attention(model.family.decoder, "eager"):
-        whole: Tensor = run(input_ids=token_ids[None]).logits[0]
+        whole = prompt.run(model.family.model, len(prompt.token_ids), use_cache=False)
         plain, moved = (run(inputs_embeds=rows).logits[0] for rows in (embeddings, changed))
-    return whole, _distance(moved, plain)
+    return whole.logits[0], _distance(moved, plain)
 
 
-def _run_chunks(model: FlatModel, block_size: int, token_ids: Tensor) -> Tensor:
+def _run_chunks(model: FlatModel, block_size: int, prompt: CheckPrompt) -> Tensor:
     """Return the engine's logits, [num_tokens, vocab_size]."""
-    num_blocks = -(-len(token_ids) // block_size)
+    num_blocks = -(-len(prompt.token_ids) // block_size)
     table = list(reversed(range(num_blocks)))
     kv_cache = model.new_cache(num_blocks, block_size)
     logits = []
     for start, stop in itertools.pairwise(CHUNKS):
-        positions = torch.arange(start, stop, device=model.device)
-        rows = positions - start
+        rows = torch.arange(stop - start, device=model.device)
         step = StepInputs(
-            model.embed(token_ids[start:stop]),
-            positions.expand(model.family.num_position_rows, -1),
+            prompt.embeddings[start:stop],
+            prompt.positions[:, start:stop],
             model.plan(BatchLayout([table], [0, stop - start], [stop]), kv_cache),
             kv_cache,
             # The reversed order shows whether the model returns the logits of these rows.
