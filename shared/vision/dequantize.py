@@ -1,8 +1,7 @@
 """Values of quantized weights, computed one weight at a time while a model is loaded."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -23,24 +22,21 @@ _E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0,
 MAX_PACKED = 32
 
 
-@contextmanager
-def open_weights(
-    folder: Path, quantized: Quantized, dtype: torch.dtype
-) -> Iterator[dict[str, Any]]:
-    """Yield all weights of a folder by name. Each is read, and dequantized, when it is indexed."""
-    with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for path in list_model_files(folder):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            files |= dict.fromkeys(file.keys(), file)
-        weights: dict[str, Any] = {
-            name: file.get_slice(name)
-            for name, file in files.items()
-            if name not in quantized.claimed
-        }
-        for weight in quantized.weights:
-            weights[weight.name] = _LazyWeight(weight, files, dtype)
-        yield weights
+def open_weights(folder: Path, quantized: Quantized, dtype: torch.dtype) -> dict[str, Any]:
+    """Return all weights of a folder by name. Each is read, and dequantized, when it is indexed.
+
+    A file is closed with its last weight: after an error, threads of transformers still read.
+    """
+    files: dict[str, Any] = {}
+    for path in list_model_files(folder):
+        file: Any = safe_open(path, framework="pt")
+        files |= dict.fromkeys(file.keys(), file)
+    weights: dict[str, Any] = {
+        name: file.get_slice(name) for name, file in files.items() if name not in quantized.claimed
+    }
+    for weight in quantized.weights:
+        weights[weight.name] = _LazyWeight(weight, files, dtype)
+    return weights
 
 
 class _LazyWeight:

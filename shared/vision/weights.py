@@ -5,8 +5,7 @@ Weights are read only from safetensors files; code in the folder is never execut
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +60,14 @@ def load_weights(
         if model_class is AutoModelForCausalLM:  # It cannot load weights without a folder.
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
     try:
-        with _open_source(folder, quantized, dtype) as source:
-            model, report = _part_of(model_class, without, part is not None).from_pretrained(
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **(options | source),
-            )
+        model, report = _part_of(model_class, without, part is not None).from_pretrained(
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **(options | _open_source(folder, quantized, dtype)),
+        )
     except (OSError, ValueError, SafetensorError, Contradiction) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
     _refuse(folder, find_quantized_tensor(folder, model, _renamer_of(model), quantized))
@@ -87,16 +85,12 @@ def load_weights(
     return loaded
 
 
-@contextmanager
-def _open_source(
-    folder: Path, quantized: Quantized | None, dtype: torch.dtype
-) -> Iterator[dict[str, Any]]:
-    """Yield the options with which transformers reads the weights of a folder."""
+def _open_source(folder: Path, quantized: Quantized | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the options with which transformers reads the weights of a folder."""
     if quantized is None:
-        yield {"pretrained_model_name_or_path": folder}
-        return
-    with open_weights(folder, quantized, dtype) as weights:
-        yield {"pretrained_model_name_or_path": None, "state_dict": weights}
+        return {"pretrained_model_name_or_path": folder}
+    weights = open_weights(folder, quantized, dtype)
+    return {"pretrained_model_name_or_path": None, "state_dict": weights}
 
 
 def _without_quantization(folder: Path, config: PreTrainedConfig | None) -> PreTrainedConfig:

@@ -535,6 +535,6 @@ def test_weights_of_other_programs_have_the_values_that_these_compute(
     (tmp_path / "config.json").write_text(json.dumps(config))
     quantized = read_quantized(tmp_path)
     assert quantized is not None
-    with dequantize.open_weights(tmp_path, quantized, values.dtype) as weights:
-        assert list(weights) == ["m.weight"]
-        assert torch.equal(weights["m.weight"][...], values)
+    weights = dequantize.open_weights(tmp_path, quantized, values.dtype)
+    assert list(weights) == ["m.weight"]
+    assert torch.equal(weights["m.weight"][...], values)
