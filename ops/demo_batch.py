@@ -35,7 +35,7 @@ async def run_batch(bus: Bus, config: Config, file: Path) -> BatchAnswers:
     texts: dict[int, str] = {}
     async for latest, records in batches.follow(bus, batch):
         batch = latest
-        for result in (json.loads(line) for record in records for line in record.output):
+        for result in (json.loads(bytes(line)) for record in records for line in record.output):
             choice = result["response"]["body"]["choices"][0]
             texts[int(result["custom_id"])] = choice["message"]["content"]
     return BatchAnswers(batch.status, texts, time.perf_counter() - began_s)

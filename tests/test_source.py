@@ -267,6 +267,21 @@ def test_no_function_is_too_long() -> None:
     assert too_long == []
 
 
+def test_no_test_of_a_pure_package_starts_a_broker() -> None:
+    """CI runs these tests in Linux' class `idle`, where a broker may stand still for seconds."""
+    folders = re.search(
+        r"PURE_TESTS := \$\(addprefix tests/,(.*)\)", (ROOT / "Makefile").read_text()
+    )
+    assert folders is not None
+    starts = re.compile(r"\b(own_)?(bus|broker): |\b(nats_client|jetstream): |\brunning_\w+\(")
+    assert [
+        str(file.relative_to(ROOT))
+        for folder in folders[1].split()
+        for file in (ROOT / "tests" / folder).rglob("test_*.py")
+        if starts.search(file.read_text())
+    ] == []
+
+
 def test_no_call_or_literal_unpacks_a_tuple_or_list_that_is_written_out() -> None:
     packed = []
     for file in FILES:

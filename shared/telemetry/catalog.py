@@ -223,7 +223,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("gauge", BATCHER, ()): {
-        "batch_lines{state}": (
+        "batch_lines_unfinished{state}": (
             "Lines without a stored result, of the batches that this worker runs: `waiting`,"
             " `in_flight`, or `unwritten` if the result is not stored yet."
         ),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import secrets
 import signal
 from pathlib import Path
@@ -18,6 +19,7 @@ from shared.state import batch_log
 from tests import preloaded
 from tests.cluster.conftest import ROOT
 from tests.support.waiting import until
+from workers.cli.batch_runs import ResultFiles
 from workers.cli.commands import batch
 
 CHAT = "/v1/chat/completions"
@@ -115,6 +117,15 @@ async def test_a_file_with_errors_is_not_uploaded(
         batch.run(folder / "bad.jsonl", output=Path("missing/out"), nats=broker.url)
     with pytest.raises(NotFound):
         await batch.show("batch_0", nats=broker.url)
+
+
+def test_results_never_replace_a_device_or_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidRequest, match="pipe cannot be written"):
+        ResultFiles(pipe, tmp_path / "errors").check()
+    with pytest.raises(InvalidRequest, match="/dev/full cannot be written"):
+        ResultFiles(tmp_path / "out", Path("/dev/full")).check()
 
 
 async def test_ctrl_c_leaves_the_batch_and_the_same_command_continues(

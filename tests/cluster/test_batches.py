@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 from prometheus_client.parser import text_string_to_metric_families
 
+from ops import demo_batch
 from ops.demo import IMAGES
+from shared.bus.bus import Bus
 from tests.cluster.conftest import CONFIG, IMAGE_HOST, Cluster, run, start_cluster, stop_cluster
 from tests.gateway.batches.conftest import CHAT, begin, ended, lines_of, results_of
 from tests.renderer.canary import Canary, send
 from tests.support.documents import letters
 from tests.support.media import data_url
 from tests.support.waiting import until
+from workers.settings import load_config
 
 # A prefix cache that does not have room for the prompts of many lines.
 BLOCKS = "engine: {max_num_seqs: 4, num_blocks: 256}\n"
@@ -215,3 +219,16 @@ async def test_lines_with_a_common_beginning_find_it_in_the_prefix_cache(
     print(f"{cached} of {batch.usage.input_tokens} tokens")  # noqa: T201
     assert cached > 0.7 * batch.usage.input_tokens
     assert (await counters(batching))[hits] - before >= cached
+
+
+async def test_the_demo_reads_the_answers_of_its_batch(batching: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    demo_batch.write_questions(file, [(COLOR, IMAGES / f"{name}.png") for name in ("red", "blue")])
+    bus = await Bus.connect(batching.url, "test")
+    try:
+        answers = await demo_batch.run_batch(bus, load_config(batching.config), file)
+    finally:
+        await bus.close()
+    assert answers.status == "completed"
+    assert "red" in answers.texts[0].lower()
+    assert "blue" in answers.texts[1].lower()

@@ -471,6 +471,41 @@ async def test_a_response_of_a_painter_is_cancelled_and_refused(
 # -- at another gateway ----------------------------------------------------------------------------
 
 
+async def test_images_and_responses_are_the_results_of_a_batch(api: AsyncOpenAI, url: str) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"model": "painter", "prompt": PROMPT, "seed": seed, "size": "16x16"} for seed in (3, 4)
+    ]
+    path = "/v1/images/generations"
+    files = [*bodies, bodies[0] | {"response_format": "url"}]
+    batch = await ended(api, (await begin(api, lines_of(path, files), endpoint=path)).id)
+    results = await results_of(api, batch.output_file_id)
+    direct = [
+        await api.images.generate(
+            model="painter", prompt=PROMPT, size="16x16", extra_body={"seed": body["seed"]}
+        )
+        for body in bodies
+    ]
+    images = [results[f"line-{n}"]["response"]["body"]["data"] for n in range(3)]
+    painted = [(answer.data or [])[0].b64_json for answer in direct]
+    assert [image["b64_json"] for (image,) in images[:2]] == painted
+    ((named,),) = images[2:]
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        file = await http.get(named["url"])
+    assert base64.b64encode(file.content).decode() == painted[0]
+
+    body = {"model": "painter", "input": PROMPT, "tools": [{"type": "image_generation"}]}
+    orders: list[dict[str, Any]] = [body, body | {"background": True}]
+    path = "/v1/responses"
+    batch = await ended(api, (await begin(api, lines_of(path, orders), endpoint=path)).id)
+    assert batch.errors is not None
+    assert [error.param for error in batch.errors.data or []] == ["body.background"]
+    batch = await ended(api, (await begin(api, lines_of(path, [body]), endpoint=path)).id)
+    (result,) = (await results_of(api, batch.output_file_id)).values()
+    response = result["response"]["body"]
+    assert [item["type"] for item in response["output"]] == ["image_generation_call"]
+    assert (await api.responses.retrieve(response["id"])).status == "completed"
+
+
 async def test_an_image_continues_at_another_gateway(
     processes: Processes, bus: Bus, url: str, painter: ImageModel
 ) -> None:
@@ -524,38 +559,3 @@ async def test_an_image_continues_at_another_gateway(
     # Nothing was painted for a second time.
     for request_id in (rest.headers["x-request-id"], again.headers["x-request-id"]):
         assert {step.attempt for step in await steps_of(bus, request_id)} <= {1}
-
-
-async def test_images_and_responses_are_the_results_of_a_batch(api: AsyncOpenAI, url: str) -> None:
-    bodies: list[dict[str, Any]] = [
-        {"model": "painter", "prompt": PROMPT, "seed": seed, "size": "16x16"} for seed in (3, 4)
-    ]
-    path = "/v1/images/generations"
-    files = [*bodies, bodies[0] | {"response_format": "url"}]
-    batch = await ended(api, (await begin(api, lines_of(path, files), endpoint=path)).id)
-    results = await results_of(api, batch.output_file_id)
-    direct = [
-        await api.images.generate(
-            model="painter", prompt=PROMPT, size="16x16", extra_body={"seed": body["seed"]}
-        )
-        for body in bodies
-    ]
-    images = [results[f"line-{n}"]["response"]["body"]["data"] for n in range(3)]
-    painted = [(answer.data or [])[0].b64_json for answer in direct]
-    assert [image["b64_json"] for (image,) in images[:2]] == painted
-    ((named,),) = images[2:]
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        file = await http.get(named["url"])
-    assert base64.b64encode(file.content).decode() == painted[0]
-
-    body = {"model": "painter", "input": PROMPT, "tools": [{"type": "image_generation"}]}
-    orders: list[dict[str, Any]] = [body, body | {"background": True}]
-    path = "/v1/responses"
-    batch = await ended(api, (await begin(api, lines_of(path, orders), endpoint=path)).id)
-    assert batch.errors is not None
-    assert [error.param for error in batch.errors.data or []] == ["body.background"]
-    batch = await ended(api, (await begin(api, lines_of(path, [body]), endpoint=path)).id)
-    (result,) = (await results_of(api, batch.output_file_id)).values()
-    response = result["response"]["body"]
-    assert [item["type"] for item in response["output"]] == ["image_generation_call"]
-    assert (await api.responses.retrieve(response["id"])).status == "completed"

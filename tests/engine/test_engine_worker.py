@@ -76,7 +76,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
 async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> None:
     early, late = (f"first-{secrets.token_hex(8)}" for _ in range(2))
     async with serving_engine(bus, "first", GATHERS) as rig, asyncio.timeout(20):
-        await rig.put(early, [1] * 8, max_tokens=40)
+        await rig.put(early, [1] * 8, lane="interactive", max_tokens=40)
         await rig.until_held()
         for _ in range(3):
             await rig.step()

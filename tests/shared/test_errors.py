@@ -18,6 +18,7 @@ from shared.errors import (
     RequestError,
     ServerError,
     TokenRateExceeded,
+    TooManyBatches,
 )
 from shared.protocol.encoding import to_json
 from shared.protocol.records import ErrorInfo, error_info, named_error
@@ -48,7 +49,8 @@ def test_a_long_message_is_truncated() -> None:
 def test_a_clients_fault_may_be_retried_only_where_time_mends_it(
     kind: type[PagemillError],
 ) -> None:
-    assert kind.fault == "server" or kind.retryable == (kind in (QuotaExceeded, TokenRateExceeded))
+    mended_by_time = (QuotaExceeded, TokenRateExceeded, TooManyBatches)
+    assert kind.fault == "server" or kind.retryable == (kind in mended_by_time)
 
 
 def test_codes_are_unique() -> None:

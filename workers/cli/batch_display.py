@@ -82,7 +82,7 @@ def errors_by_code(counts: Mapping[str, int], limit: int | None = None) -> str:
     """Return a text such as `3 errors: 2 invalid_media, 1 context_too_long`; "" without errors."""
     if not (total := sum(counts.values())):
         return ""
-    shown = [f"{number} {code}" for code, number in Counter(counts).most_common(limit)]
+    kinds = [f"{number} {code}" for code, number in Counter(counts).most_common(limit)]
     if limit is not None and len(counts) > limit:
-        shown.append("others")
-    return harmless(f"{total} {'error' if total == 1 else 'errors'}: {', '.join(shown)}")
+        kinds.append("others")
+    return harmless(f"{total} {'error' if total == 1 else 'errors'}: {', '.join(kinds)}")

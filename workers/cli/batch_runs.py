@@ -55,7 +55,9 @@ class ResultFiles:
     def check(self) -> None:
         """Raise InvalidRequest if the files cannot be written, before a batch begins."""
         for file in (self.output, self.errors):
-            if file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
+            # The file is replaced when the batch has ended, which would remove a device or pipe.
+            is_other = file.exists() and not file.is_file()
+            if is_other or not os.access(file.absolute().parent, os.W_OK):
                 raise InvalidRequest(f"{file} cannot be written", field="output")
 
 

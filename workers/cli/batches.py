@@ -83,18 +83,18 @@ async def upload(bus: Bus, file: Path, tenant: str, limits: BatchConfig) -> Stor
 
     Raises InvalidMedia for a file that cannot be read, Overloaded and Unavailable.
     """
-    sent = MediaUpload(bus, tenant)
+    media = MediaUpload(bus, tenant)
     try:
         with file.open("rb") as content:
-            await _send(content, sent)
-        name, head = await sent.seal(file.name, "batch")
+            await _send(content, media)
+        name, head = await media.seal(file.name, "batch")
         expires_s = int(bus.now_ms() / 1000 + limits.ttl_s)
         return await batch_files.adopt(bus, name, head, expires_s, tenant)
     except OSError as error:
-        await sent.abort()
+        await media.abort()
         raise InvalidMedia(f"{file}: {error.strerror}", field="files") from error
     except BaseException:
-        await sent.abort()
+        await media.abort()
         raise
 
 

@@ -75,7 +75,7 @@ class Batcher:
         metrics = self._context.metrics
         for state in get_args(LineState):
             lines = self._sum(partial(_num_lines, state=state))
-            metrics.set_function("batch_lines", lines, state=state)
+            metrics.set_function("batch_lines_unfinished", lines, state=state)
         for error in NO_ROOM:
             paused = self._sum(partial(_is_paused, reason=error.code))
             metrics.set_function("batches_paused", paused, reason=error.code)

@@ -48,6 +48,7 @@ async def ends_of(bus: Bus, batch_id: str) -> dict[int, LogRecord | None]:
     return ends
 
 
+@pytest.mark.long
 async def test_no_line_runs_after_a_cancellation(client: AsyncOpenAI, bus: Bus) -> None:
     batch = await begin(client, jsonl([long_line(number) for number in range(NUM_LINES)]))
 

@@ -86,6 +86,7 @@ async def test_a_long_line_is_refused_and_not_held(client: AsyncOpenAI, batcher:
     assert peak_mib(batcher) - before_mib < MAX_GROWTH_MIB
 
 
+@pytest.mark.long
 async def test_large_lines_that_wait_are_few(
     client: AsyncOpenAI, rig: BatchRig, batcher: Process
 ) -> None:

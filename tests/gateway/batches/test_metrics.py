@@ -40,15 +40,16 @@ async def test_lines_are_counted_by_their_state(
     with rig.model.held_after(NUM_ANSWERED):
         batch = await begin(client, jsonl([chat_line(n) for n in range(NUM_LINES)]))
         await until(lambda: read("batch_lines_total answered", NUM_ANSWERED))
-        assert values["batch_lines in_flight"] == MIN_SLOTS
-        assert values["batch_lines waiting"] == NUM_LINES - NUM_ANSWERED - MIN_SLOTS
-        assert values["batch_lines unwritten"] == 0
+        assert values["batch_lines_unfinished in_flight"] == MIN_SLOTS
+        assert values["batch_lines_unfinished waiting"] == NUM_LINES - NUM_ANSWERED - MIN_SLOTS
+        assert values["batch_lines_unfinished unwritten"] == 0
         assert values["batches_unfinished"] == 1
         assert values["oldest_batch_age_seconds"] > 0
         assert values["batches_late"] == 0
         assert {values[f"batches_paused {code}"] for code in ("disk_full", "overloaded")} == {0}
     assert (await ended(client, batch.id)).status == "completed"
     await until(lambda: read("batches_unfinished", 0))
-    assert values["batch_lines waiting"] == values["batch_lines in_flight"] == 0
+    unfinished = [values[f"batch_lines_unfinished {state}"] for state in ("waiting", "in_flight")]
+    assert unfinished == [0, 0]
     assert values["batches_ended_total completed"] == 1
     assert values["batches_ended_total expired"] == 0

@@ -94,7 +94,10 @@ async def free_until_paused(client: AsyncOpenAI, rig: BatchRig, batch_id: str, c
         await until(partial(is_written, num_lines))
 
 
-REPORTS = [(report_share, QuotaExceeded.code), (report_disk, DiskFull.code)]
+REPORTS = [
+    (report_share, QuotaExceeded.code),
+    pytest.param(report_disk, DiskFull.code, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("report", "code"), REPORTS)

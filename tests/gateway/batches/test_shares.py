@@ -49,6 +49,7 @@ async def is_running(client: AsyncOpenAI, batch_id: str) -> bool:
     return (await client.batches.retrieve(batch_id)).status == "in_progress"
 
 
+@pytest.mark.long
 async def test_ten_batches_of_three_tenants_share_by_weight(
     rig: BatchRig, clients: dict[str, AsyncOpenAI], batcher: Process
 ) -> None:

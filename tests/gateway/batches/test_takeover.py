@@ -51,6 +51,7 @@ async def begin_almost_done(client: AsyncOpenAI, bus: Bus, num_lines: int) -> st
     return batch.id
 
 
+@pytest.mark.long
 async def test_a_takeover_reads_as_much_of_a_long_batch_as_of_a_short_one(
     client: AsyncOpenAI, rig: BatchRig, batch_bus: Bus
 ) -> None:

@@ -271,6 +271,8 @@ async def test_only_costly_endpoints_count_for_the_limit(another: Start) -> None
         "/v1/models", "/v1/models/{model}", "/v1/requests/{id}", "/inference/v1/abort_requests",
         "/v1/audio/voices", "/v1/images/{name}", "/v1/files/{file_id}",
         "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
+        "/v1/files", "/v1/files/{file_id}/content",
+        "/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel", "/v1/batches/{id}/results",
     }  # fmt: skip
 
 

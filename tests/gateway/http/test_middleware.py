@@ -92,7 +92,7 @@ CASES: list[tuple[dict[str, Any], int, str, str | None]] = [
     (ask(stop_token_ids=[2**70]), 400, "invalid_request", "stop_token_ids[0]"),
     (ask(logit_bias={"100000": 1}), 400, "invalid_request", "logit_bias"),
 ]
-PARTS = ("video_embeds", "file", "audio_embeds")
+PARTS = ("video_embeds", "audio_embeds")
 CASES += [
     (
         ask(messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}]),

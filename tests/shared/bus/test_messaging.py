@@ -1,5 +1,6 @@
-"""Calls of newer versions to a group of responders, some of them older."""
+"""Names of models in subjects and consumers, and calls of newer versions to older responders."""
 
+import asyncio
 import secrets
 
 import pytest
@@ -47,3 +48,22 @@ async def test_a_call_is_repeated_until_a_renderer_reads_it(bus: Bus) -> None:
     question = TokenizeRequest(messages=[Message("user", [AudioPart(AudioURL("data:,"))])])
     assert await tokenize(bus, model, question) == Tokenized(1, 2, [3])
     assert versions == ["3", "3"]
+
+
+@pytest.mark.parametrize("name", ["org/Qwen2.5-VL 7B*", "模型" * 11, "." * 66])
+@pytest.mark.parametrize("stage", ["renderer", "to_speech"])
+async def test_the_broker_takes_a_name_as_subject_and_as_consumer(
+    bus: Bus, name: str, stage: str
+) -> None:
+    lane = "interactive"
+    durable, where = (
+        subjects.stage_consumer(stage, name, lane),
+        subjects.stage_filter(stage, name, lane),
+    )
+    consumer = await bus.queues.consume(subjects.STAGES_STREAM, durable, where, 1, 10.0)
+    await bus.publish(subjects.stage(stage, name, lane, "r1"), b"task", f"{durable}:1")
+    delivery = await asyncio.wait_for(consumer.next(), 20)
+    assert subjects.parts_of_stage(delivery.subject) == (stage, name, lane)
+    await delivery.ack()
+    assert durable.startswith(f"{stage.replace('_', '=5F')}_")
+    assert (await bus.figures.depth(subjects.STAGES_STREAM, durable)).subject == where

@@ -156,7 +156,7 @@ async def test_positions_in_a_queue_that_was_deleted_are_not_given_again(
     consumer = await join(bus, "requests")
     await fill(bus, "requests", "before")
     lost = await asyncio.wait_for(consumer.next(), ANSWER_S)
-    await nats_client.jetstream().delete_stream(subjects.REQUESTS_STREAM)
+    await nats_client.jetstream(timeout=ANSWER_S).delete_stream(subjects.REQUESTS_STREAM)
     await fill(bus, "requests", "after")
     new = await asyncio.wait_for(consumer.next(), ANSWER_S)
     assert new.sequence > lost.sequence

@@ -1,13 +1,11 @@
 """Names of models in subjects: one token each, and another for each name."""
 
-import asyncio
 import re
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.names import decode_model, encode_model, is_model_name
 
@@ -104,22 +102,3 @@ def test_names_as_people_have_them_are_allowed(name: str) -> None:
 )
 def test_other_names_are_not(name: str) -> None:
     assert not is_model_name(name)
-
-
-@pytest.mark.parametrize("name", ["org/Qwen2.5-VL 7B*", "模型" * 11, "." * 66])
-@pytest.mark.parametrize("stage", ["renderer", "to_speech"])
-async def test_the_broker_takes_a_name_as_subject_and_as_consumer(
-    bus: Bus, name: str, stage: str
-) -> None:
-    lane = "interactive"
-    durable, where = (
-        subjects.stage_consumer(stage, name, lane),
-        subjects.stage_filter(stage, name, lane),
-    )
-    consumer = await bus.queues.consume(subjects.STAGES_STREAM, durable, where, 1, 10.0)
-    await bus.publish(subjects.stage(stage, name, lane, "r1"), b"task", f"{durable}:1")
-    delivery = await asyncio.wait_for(consumer.next(), 20)
-    assert subjects.parts_of_stage(delivery.subject) == (stage, name, lane)
-    await delivery.ack()
-    assert durable.startswith(f"{stage.replace('_', '=5F')}_")
-    assert (await bus.figures.depth(subjects.STAGES_STREAM, durable)).subject == where

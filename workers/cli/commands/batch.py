@@ -140,8 +140,10 @@ async def make(
     """
     loaded = load(config)
     model = model or next(iter(loaded.models))
-    known = loaded.models.get(model)
-    pages = pages_per_line or (DEFAULT_PAGES if known is None else max(1, known.max_images))
+    model_config = loaded.models.get(model)
+    pages = pages_per_line or (
+        DEFAULT_PAGES if model_config is None else max(1, model_config.max_images)
+    )
     sources = batch_lines.sources_of(files, pages)
     answer_format = None if schema is None else batch_lines.read_schema(schema)
     question = batch_lines.Question(model, prompt, system, answer_format, sampling.given())

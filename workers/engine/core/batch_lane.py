@@ -140,17 +140,17 @@ class BatchLane:
         Once a sequence cannot continue because of an item, no later one may begin an item, or use
         the allowance for a prompt.
         """
-        wanted = sequence.num_uncomputed_tokens - num_cached
+        num_tokens = sequence.num_uncomputed_tokens - num_cached
         if math.isinf(self._limit_s):
-            return wanted
+            return num_tokens
         if self._is_closed:
             return 0
         items = sequence.items_ahead(num_cached)
-        if self._awaits_item and (items or (wanted > 1 and self.has_interactive)):
+        if self._awaits_item and (items or (num_tokens > 1 and self.has_interactive)):
             return 0
         if not items:
-            return self._fitting_tokens(wanted, self._limit_s)
-        num_left = self._fitting_with_items(wanted, items)
+            return self._fitting_tokens(num_tokens, self._limit_s)
+        num_left = self._fitting_with_items(num_tokens, items)
         self._awaits_item |= num_left == 0 and items[0][0] == 0
         return num_left
 
@@ -179,9 +179,9 @@ class BatchLane:
         num_prompt_tokens = self._num_prompt_tokens + more.num_prompt_tokens
         return self._cost.seconds(num_decodes, num_prompt_tokens) + self._items_s
 
-    def _fitting_tokens(self, wanted: int, limit_s: float) -> int:
-        """Return the number of tokens of a prompt, or of a decode if one is wanted, that fit."""
-        is_prompt = wanted > 1
+    def _fitting_tokens(self, num_tokens: int, limit_s: float) -> int:
+        """Return how many of the tokens fit. One token is a decode, and more are of a prompt."""
+        is_prompt = num_tokens > 1
         num_left = self._max_more(limit_s, is_prompt)
         if not self.has_interactive:
             return max(num_left, MIN_CHUNK - self._num_batch_tokens, 0)
@@ -205,14 +205,14 @@ class BatchLane:
             return self._cost.max_prompt_tokens(left_s, self._num_decodes) - self._num_prompt_tokens
         return self._cost.max_decodes(left_s, self._num_prompt_tokens) - self._num_decodes
 
-    def _fitting_with_items(self, wanted: int, items: list[tuple[int, int]]) -> int:
+    def _fitting_with_items(self, num_tokens: int, items: list[tuple[int, int]]) -> int:
         """Return the number of tokens that fit together with the items that they begin.
 
         A step without interactive sequences always has room for one item.
         """
         left_s = self._limit_s + max(0.0, self._saved_s) - self._step_s()
         is_free = not self.has_interactive and not self._has_items
-        items_s, stop = 0.0, wanted
+        items_s, stop = 0.0, num_tokens
         for start, length in items:
             item_s = self._cost.item_seconds(length)
             if items_s + item_s > left_s and not is_free:
@@ -222,5 +222,5 @@ class BatchLane:
                 break
             items_s += item_s
             is_free = False
-        before = min(items[0][0], self._fitting_tokens(wanted, self._limit_s))
-        return min(stop, max(before, self._fitting_tokens(wanted, self._limit_s - items_s)))
+        before = min(items[0][0], self._fitting_tokens(num_tokens, self._limit_s))
+        return min(stop, max(before, self._fitting_tokens(num_tokens, self._limit_s - items_s)))

@@ -437,9 +437,9 @@ class BatchRun:
         begun, shutdown = self._begun, self._context.shutdown
         subject = subjects.batch_cancelled(begun.tenant, begun.batch_id)
         live = await self._bus.subscribe(subjects.stored_batch(subject))
-        asked = asyncio.create_task(shutdown.asked.wait())
+        stopping = asyncio.create_task(shutdown.asked.wait())
         try:
-            while not asked.done():
+            while not stopping.done():
                 now = self._checkpoint
                 self._pace.observe(self._now_s, now.num_answered + now.num_refused)
                 with contextlib.suppress(Unavailable):
@@ -449,11 +449,11 @@ class BatchRun:
                 if left_s <= 0:
                     return "expired"
                 order = asyncio.create_task(live.next(min(left_s, POLL_S)))
-                await asyncio.wait({order, asked}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({order, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 order.cancel()
             return "shutdown"
         finally:
-            asked.cancel()
+            stopping.cancel()
             await self._bus.unsubscribe(live)
 
     # -- records ----------------------------------------------------------------------------------
