@@ -1,6 +1,7 @@
 """Model types without a family of their own, token for token in float64, through the generic path.
 
 A type is one line of SPECS: its name, and the settings that its tiny model needs beyond SIZES.
+`make tests-long` runs all of them, and CI runs one of each kind.
 """
 
 import copy
@@ -143,6 +144,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "vaultgemma": {},
 }
 
+# Layers with and without windows, the text model of a model with images, learned positions, and
+# experts.
+ALWAYS = {"cohere2", "gemma3", "gpt2", "granitemoe"}
+TYPES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in SPECS]
+
 # Seeds of the weights of types whose answers repeat a few tokens with the default seed.
 DEFAULT_SEED = 8
 SEEDS = {
@@ -197,7 +203,7 @@ def move_vectors(model: PreTrainedModel) -> None:
             parameter.data.add_(noise)
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=TYPES)
 def twins(request: pytest.FixtureRequest) -> Twins:
     model = build(request.param, **SPECS[request.param])
     return Twins(model, FlatModel(adapt(copy.deepcopy(model))), None)

@@ -12,7 +12,7 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models.language import LanguageAdapter
 from tests import llava
-from tests.models.test_generic import SPECS, build
+from tests.models.test_generic import SPECS, TYPES, build
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.engine.loader import load
 from workers.engine.model import check_folders
@@ -22,23 +22,16 @@ from workers.engine.model.self_check import check_against_whole
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-ALWAYS = {"cohere2", "gpt2", "granitemoe"}
 
 
 def check(model: Any, dtype: torch.dtype, adapter: Any = LanguageAdapter) -> None:
     check_against_whole(FlatModel(adapter(copy.deepcopy(model).to(dtype))), 8)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long)
-        for name in sorted({*SPECS, *ALWAYS})
-    ],
-)
+@pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tested_types_pass(model_type: str, dtype: torch.dtype) -> None:
-    check(build(model_type, **SPECS.get(model_type, {})), dtype)
+    check(build(model_type, **SPECS[model_type]), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
