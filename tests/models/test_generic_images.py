@@ -1,10 +1,12 @@
 """Generic families with images, token for token in float64, from a model folder.
 
 The reference is transformers' processor and `generate` on the whole prompt. Video processors need
-torchvision, so the reference's processor has none either.
+torchvision, so the reference's processor has none either. `make tests-long` runs all types, and CI
+runs one of each kind.
 """
 
 import copy
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,11 +31,21 @@ from shared.models.generic_vision import TESTED_IMAGE_TYPES
 from shared.models.media import DecodedImage
 from shared.models.registry import adapt, find_family
 from shared.models.tower_adapter import Fields
+from shared.native import library
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
-from tests.engine.model.test_parity import Case, Twins, draw_image, from_afar, run_core
+from tests.engine.model.test_parity import (
+    Case,
+    RandomSchedule,
+    Twins,
+    draw_image,
+    from_afar,
+    run_core,
+    run_schedule,
+)
 from tests.models.rig import make_case
 from tests.models.vision_specs import IDS, SPECS, draw_model, make_config, write_files, write_folder
+from workers.engine.cpu.decoder import NativeModel
 from workers.engine.loader import load
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.self_check import check_against_whole
@@ -43,6 +55,10 @@ from workers.renderer.processing.processor import Processor, join
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MAX_TOKENS = 12
+
+# Positions in three axes and experts, tiles, rows with marks between them, and lists of images.
+ALWAYS = ["glm4v_moe", "internvl", "mistral3", "smolvlm"]
+TYPES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in SPECS]
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,7 @@ def open_model(folder: Path, model_type: str) -> Model:
     return Model(folder, Processor(config), Twins(reference, loaded.model, loaded.tower))
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=TYPES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return open_model(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -108,11 +124,11 @@ def generate(model: Model, text: str, images: list[Image.Image]) -> tuple[list[i
         # GOT-OCR's processor needs an image.
         arrays = processor.tokenizer([prompt], return_tensors="np", return_token_type_ids=False)
     tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
+    reference: Any = model.twins.reference
     inputs = {
-        name: tensor.double() if tensor.is_floating_point() else tensor
+        name: tensor.to(reference.dtype) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
-    reference: Any = model.twins.reference
     if "get_rope_index" not in dir(reference.base_model):
         inputs.pop("mm_token_type_ids", None)
     answer = reference.generate(
@@ -151,6 +167,20 @@ def test_any_schedule_yields_the_tokens_of_generate(model: Model) -> None:
     assert expected["one"] != expected["none"]
 
 
+@pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
+def test_a_decoder_of_a_native_type_runs_on_the_kernels(tmp_path: Path) -> None:
+    """InternVL has a Qwen2 for its text."""
+    reference = write_folder(tmp_path, "internvl").float()
+    config = ModelConfig(str(tmp_path), dtype="float32")
+    loaded = load(config, EngineConfig(num_blocks=512))
+    assert isinstance(loaded.model, NativeModel)
+    model = Model(tmp_path, Processor(config), Twins(reference, loaded.model, loaded.tower))
+    schedule = RandomSchedule(random.Random(0), 128, 8, 7, 0.0)
+    assert run_schedule(model.twins, make_cases(model), schedule) == {
+        name: generate(model, *question)[1] for name, question in QUESTIONS.items()
+    }
+
+
 def test_each_tested_type_has_a_spec() -> None:
     assert set(SPECS) == TESTED_IMAGE_TYPES
     for model_type in SPECS:
@@ -176,15 +206,18 @@ assert sys.modules["torch"] is None
 """
 
 
-def test_renderers_and_checks_need_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model_types", [ALWAYS, pytest.param(list(SPECS), marks=pytest.mark.long)], ids=["some", "all"]
+)
+def test_renderers_and_checks_need_no_torch(model_types: list[str], tmp_path: Path) -> None:
     folders = []
-    for model_type in SPECS:
+    for model_type in model_types:
         write_files(folder := tmp_path / model_type, model_type)
         folders.append(str(folder))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *folders], capture_output=True, text=True, check=True
     )
-    assert len([line for line in done.stdout.split() if int(line) > 0]) == len(SPECS)
+    assert len([line for line in done.stdout.split() if int(line) > 0]) == len(folders)
     checked = subprocess.run(
         [sys.executable, "-m", "workers.engine.model.check_folders"]
         + [word for folder in folders for word in (folder, "")],
@@ -193,7 +226,7 @@ def test_renderers_and_checks_need_no_torch(tmp_path: Path) -> None:
     )
     reports = msgspec.json.decode(checked.stdout)
     assert [(row["family"], row["source"], row["reason"]) for row in reports] == [
-        (model_type, "generic", None) for model_type in SPECS
+        (model_type, "generic", None) for model_type in model_types
     ]
 
 
@@ -229,13 +262,7 @@ def test_other_types_with_images_are_untested() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=() if name in ("glm4v_moe", "smolvlm") else pytest.mark.long)
-        for name in SPECS
-    ],
-)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_tested_types_pass_the_check(model_type: str, dtype: torch.dtype) -> None:
     spec = SPECS[model_type]
     drawn: Any = draw_model(make_config(model_type, spec.sizes, **spec.config), spec.seed)
