@@ -1,19 +1,28 @@
 """The table of model families in docs/guide/models.md, from the registry."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+
+from transformers import AutoConfig
 
 from ops.docs.tables import table, with_blocks
 from shared.models import registry
 from shared.models.family import ModelFamily
 
 FILE = Path(__file__).parents[2] / "docs" / "guide" / "models.md"
-HEAD = ["family", "`model_type`", "in", "out", "how", "parity"]
+HEAD = ["family", "`model_type`", "in", "out", "how", "quantized", "parity", "trained weights"]
 PARITY = {
     "native": "tokens in float32, any schedule",
     "generic": "tokens in float64, any schedule; logits at each start",
     "generic, untested": "logits at each start",
 }
+TRAINED = {
+    "Llama": "SmolLM2-135M-Instruct",
+    "Qwen2-VL": "[ops/demo_model](../../ops/demo_model/README.md)",
+    "Qwen2.5-Omni": "[ops/demo_hearing](../../ops/demo_hearing/README.md)",
+}
+"""Checkpoints with trained weights that answered in tests, by family."""
 
 
 def pages() -> dict[Path, str]:
@@ -44,5 +53,15 @@ def _row(name: str, model_types: frozenset[str], family: ModelFamily) -> list[st
         ", ".join(["text", *family.media]),
         outputs,
         family.source.partition(",")[0],
+        _quantizations(model_types),
         PARITY[family.source],
+        TRAINED.get(name, "-"),
     ]
+
+
+def _quantizations(model_types: Iterable[str]) -> str:
+    """Return the quantizations of a row; `int8` needs linear layers, which experts are not."""
+    with_experts = {"expert" in AutoConfig.for_model(t).to_json_string() for t in model_types}
+    if with_experts == {False}:
+        return "stored, int8"
+    return "stored" if with_experts == {True} else "stored; int8 without experts"
