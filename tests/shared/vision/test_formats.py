@@ -69,8 +69,16 @@ def write(model: PreTrainedModel, folder: Path, form: Form) -> tuple[Path, Path,
     return quantized, twin, quantize(quantized, twin, form)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [
+        *((form, "llama") for form in FORMS),
+        *(
+            pytest.param(form, "qwen2_vl", marks=() if form == "awq" else pytest.mark.long)
+            for form in FORMS
+        ),
+    ],
+)
 def test_a_folder_has_the_values_and_tokens_of_its_float_twin(
     form: str, family: str, tmp_path: Path
 ) -> None:
@@ -94,7 +102,14 @@ def test_a_folder_has_the_values_and_tokens_of_its_float_twin(
     assert len({token for answer in answers.values() for token in answer}) > 5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.long),
+        pytest.param(torch.float64, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_values_are_rounded_once_to_the_served_type(
     form: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
