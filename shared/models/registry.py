@@ -55,9 +55,8 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
 
 def list_families() -> list[ModelFamily]:
     """Return the declared families and the generic ones of tested types, by name."""
-    found = [*map(generic_family, TESTED_TYPES), *map(image_family, TESTED_IMAGE_TYPES)]
-    generic = [family for family in found if family is not None]
-    return sorted([*_declared(), *generic], key=lambda family: family.name)
+    generic = [*map(generic_family, TESTED_TYPES), *map(image_family, TESTED_IMAGE_TYPES)]
+    return sorted([*_declared(), *filter(None, generic)], key=lambda family: family.name)
 
 
 def list_text_model_types() -> list[str]:
