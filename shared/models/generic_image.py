@@ -163,7 +163,7 @@ def sample_image() -> Image.Image:
 
 
 class _Unused:
-    """Takes the place of a part of a processor that images do not use, such as for videos."""
+    """Replacement for a part of a processor that images do not use, such as the video processor."""
 
     model_input_names: ClassVar[list[str]] = []
     merge_size = temporal_patch_size = 2
@@ -174,7 +174,7 @@ def open_processor(folder: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
     """Return the processor of a model folder, and its own settings. Raises ConfigError."""
     try:
         kind = _find_processor(PROCESSORS[model_type])
-        # transformers checks the classes of the parts, and writes all of them to its log.
+        # transformers would check the classes of the parts, and write all of them to its log.
         changes = {"check_argument_for_proper_class": lambda *_: None, "__repr__": object.__repr__}
         accepting: Any = type(kind.__name__, (kind,), changes)
         file = folder / "processor_config.json"
@@ -203,8 +203,8 @@ def _find_processor(name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError:
-        # Pixtral's imports a function from the image processor for torchvision. Its twin for
-        # Pillow has the function, too.
+        # Pixtral's module imports a function from the image processor for torchvision. The image
+        # processor for Pillow has the function, too.
         package, _, kind = module_name.rpartition(".processing_")
         image_processing = f"{package}.image_processing_{kind}"
         sys.modules[image_processing] = importlib.import_module(
@@ -215,6 +215,6 @@ def _find_processor(name: str) -> Any:
         finally:
             del sys.modules[image_processing]
     if getattr(module, "num2words", "") is None:
-        # SmolVLM's does not begin without this package, which it uses for videos.
+        # SmolVLM's processor needs this package at its start, but uses it only for videos.
         vars(module)["num2words"] = str
     return getattr(module, name)

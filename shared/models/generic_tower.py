@@ -115,7 +115,7 @@ def _join_rows(features: Any) -> Tensor:
 
 
 class GenericLanguage(LanguageAdapter):
-    """The decoder of a model that sees; positions come from its `get_rope_index`, if it has one."""
+    """Decoder of a model with images; positions come from its `get_rope_index`, if it has one."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Generic families with images: model types without a declaration that see.
+"""Generic families with images: model types with images and without a declaration.
 
 Their images go through transformers' processor and `get_image_features`, and their text through the
 generic path of text models. A type qualifies by the sources of its model and of its processor.
@@ -76,7 +76,7 @@ def image_family(model_type: str) -> ModelFamily | None:
 def find_obstacle(model_type: str) -> str | None:
     """Return the reason why no generic family serves a type with images; None if one does.
 
-    For a type that does not see, it is the reason against its texts.
+    For a type without images, it is the reason against its texts.
     """
     class_name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
     if class_name is None:

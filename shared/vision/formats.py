@@ -192,7 +192,7 @@ def _read_scaled(
 ) -> QuantizedWeight:
     """Return the weight of a tensor with one number an element and its scales."""
     if len(shape) < 2:
-        raise Contradiction(f"{name} has the shape {shape}, not that of a matrix")
+        raise Contradiction(f"{name} has the shape {shape}, not the shape of matrices")
     *stack, rows, columns = shape
     ending = next((e for e in endings if name + e in tensors.headers), endings[0])
     shapes = blocks.shapes(rows, columns, stack)
@@ -518,7 +518,7 @@ def _describe_inputs(group_size: int) -> str:
 
 def _matrix(name: str, shape: list[int]) -> tuple[int, int]:
     if len(shape) != 2:
-        raise Contradiction(f"{name} has the shape {shape}, not that of a matrix")
+        raise Contradiction(f"{name} has the shape {shape}, not the shape of a matrix")
     rows, columns = shape
     return rows, columns
 

@@ -1,7 +1,7 @@
 """The prompt with which the self-check compares a generic model with transformers' own pass.
 
-The prompt of a model that sees has an image. Its embeddings are random, because the tower may run
-in another worker.
+The prompt of a model with images has one. Its embeddings are random, because the tower may run in
+another worker.
 """
 
 import inspect
