@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from ops.docs import http_api, metrics, settings
+from ops.docs import http_api, metrics, models, settings
 from ops.docs import messages as message_page
 from ops.docs.tables import structs_in
 from shared.config.parsing import parse_config
@@ -44,6 +44,10 @@ def check_files(pages: dict[Path, str]) -> None:
 
 def test_the_message_reference_is_up_to_date() -> None:
     check_files(message_page.pages())
+
+
+def test_the_table_of_model_families_is_up_to_date() -> None:
+    check_files(models.pages())
 
 
 def test_the_message_reference_has_every_subject_and_every_message() -> None:

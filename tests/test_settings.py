@@ -130,7 +130,7 @@ def test_the_folder_of_an_omni_model_has_its_graph(
 def test_a_folder_of_quantized_weights_is_refused_before_a_start(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "pagemill.yaml"
     model.mkdir()
-    (model / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    (model / "config.json").write_text('{"quantization_config": {"quant_method": "quanto"}}')
     file.write_text("models: {any: {path: model}}")
     with pytest.raises(ConfigError, match=r"models\.any\.path: .*quantized"):
         settings.check_paths(settings.load_config(file))

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -13,12 +13,13 @@ import workers
 from shared.bus.local_keys import find_keys
 from shared.bus.login import Login, TlsFiles, seed_file
 from shared.config.parsing import parse_config
-from shared.config.schema import Config, Graph
+from shared.config.schema import Config, Graph, ModelConfig
 from shared.errors import ConfigError
 from shared.protocol.permissions import OPERATOR
 from shared.stage.graphs import graph_of
 from shared.stage.pipelines import check_pipelines
 from shared.vision.quantized import find_quantization
+from workers import generation_config
 from workers.pools import pools_of
 from workers.roles import stage_roles
 
@@ -99,6 +100,7 @@ def _parse_file(file: Path | None) -> Config:
             _resolve(model, folder, "path"),
             hash_model_id=model.hash_model_id or model.path,
             graph=model.graph or _graph_of_folder(folder / model.path),
+            sampling_defaults=_sampling_defaults_of(name, model, folder / model.path),
             adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
             stages={
                 stage: _resolve(changes, folder, "path") for stage, changes in model.stages.items()
@@ -122,6 +124,20 @@ def _graph_of_folder(folder: Path) -> Graph | None:
     return graph_of(config) if isinstance(config, dict) else None
 
 
+def _sampling_defaults_of(name: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Return the sampling defaults of a model, and of its folder if the model asks for them."""
+    if not model.generation_config:
+        return model.sampling_defaults
+    if not (folder / generation_config.FILE).is_file():
+        key = f"models.{name}.generation_config"
+        raise ConfigError(
+            f"{key}: there is no {folder / generation_config.FILE}: write the values as"
+            f" models.{name}.sampling_defaults",
+            field=key,
+        )
+    return generation_config.read_sampling_defaults(folder) | model.sampling_defaults
+
+
 def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
     """Return the settings with these paths resolved relative to `folder`, unless they are None."""
     paths = {name: path for name in names if (path := getattr(settings, name)) is not None}
@@ -129,7 +145,7 @@ def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
 
 
 def check_paths(config: Config) -> None:
-    """Check that the folders of models and adapters exist and their weights are not quantized.
+    """Check that the folders of models and adapters exist and that their weights can be read.
 
     Raises ConfigError.
     """

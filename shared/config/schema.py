@@ -122,6 +122,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     before they compute them; see `embeddings`."""
     sampling_defaults: dict[str, Any] = {}
     """Sampling parameters for requests that do not set them."""
+    generation_config: bool = False
+    """Whether the sampling parameters in the folder's `generation_config.json` are defaults, too.
+    `sampling_defaults` override them. Each process that reads the configuration needs the file."""
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """Format of the model's tool calls; by default derived from the chat template."""
     hash_model_id: str | None = None

@@ -32,6 +32,10 @@ input."""
 VocoderKind = Literal["code2wav", "token2wav"]
 """Kind of a vocoder with a neural network: the name of its weights in a model's folder."""
 
+Source = Literal["native", "generic", "generic, untested"]
+"""Origin of a family: a declaration, or the model's class in transformers, with or without a test
+of its type."""
+
 
 @dataclass(frozen=True, slots=True)
 class MediaInput:
@@ -69,3 +73,4 @@ class ModelFamily:
     """Talker in the model folders; None if they have none."""
     tool_format: ToolFormat | None = None
     """Format of tool calls for chat templates without the mark of a format."""
+    source: Source = "native"

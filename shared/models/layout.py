@@ -29,35 +29,54 @@ _load_image_processor: Any = AutoImageProcessor.from_pretrained
 # Qwen2-VL's processor raises ValueError beyond this ratio. CLIP's processor scales the shorter side
 # up, so that an image of one line would need gigabytes.
 MAX_ASPECT_RATIO = 200
+# One of these files has the settings of the processor.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-class ImageLayout(Protocol):
-    """Fields of images in one family."""
+class Layout(ABC):
+    """Fields of one modality in one family."""
 
     fingerprint: str
-    """Equal for processors that return equal fields for equal media."""
-    metadata: tuple[str, ...]
+    """Equal for processors that return equal fields for equal media and sampling."""
+    metadata: tuple[str, ...] = ()
     """Names of the fields that the language model needs, even if another worker runs the tower."""
+    embed_ids: tuple[int, ...] = ()
+    """Tokens that embeddings replace, if there may be text among the tokens of an item."""
+    marker_id: int | None = None
+    """Token that a chat template writes for an item; None for the placeholder token."""
 
-    def process(self, media: DecodedImage, field: str) -> tuple[dict[str, TensorData], int]:
-        """Return the fields and the number of tokens of one image.
+    def place(
+        self, metadata: Mapping[str, TensorData], encode: Callable[[str], list[int]]
+    ) -> Placement | None:
+        """Return the tokens of an item with these metadata; None for a run of placeholders.
 
-        Raises InvalidMedia, naming `field`, for an image that the model does not accept.
+        `encode` returns the tokens of a text, without any that the tokenizer adds.
         """
-        ...
+        return None
 
+    @abstractmethod
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        """Return the fields of `process` in the encoding that vLLM's servers exchange."""
-        ...
+        """Return processed fields in the encoding that vLLM's servers exchange."""
 
+    @abstractmethod
     def from_wire(
         self, wire: Mapping[str, WireField], field: str
     ) -> tuple[dict[str, TensorData], int]:
-        """Return the result of `process`, from the fields that another server has processed.
+        """Return fields and the number of embeddings of an item that another server has processed.
 
         Raises InvalidRequest, naming `field`, for fields that do not fit this model.
         """
-        ...
+
+
+class ImageLayout(Layout):
+    """Fields of images in one family."""
+
+    @abstractmethod
+    def process(self, media: DecodedImage, field: str) -> tuple[dict[str, TensorData], int]:
+        """Return the fields and the number of embeddings of one image.
+
+        Raises InvalidMedia, naming `field`, for an image that the model does not accept.
+        """
 
 
 class HasTokens(Protocol):
@@ -70,18 +89,12 @@ Plan = TypeVar("Plan", bound=HasTokens)
 Part = TypeVar("Part")
 
 
-class PlannedLayout(ABC, Generic[Probe, Plan, Part]):
+class PlannedLayout(Layout, Generic[Probe, Plan, Part]):
     """Fields of videos or sounds in one family.
 
     The parts to decode and the number of tokens are planned before anything is decoded.
     """
 
-    fingerprint: str
-    """Equal for processors that return equal fields for equal media and sampling."""
-    metadata: tuple[str, ...] = ()
-    """Names of the fields that the language model needs, even if another worker runs the tower."""
-    embed_ids: tuple[int, ...] = ()
-    """Tokens that embeddings replace, if there may be text among the tokens of an item."""
     window_s: float = math.inf
     """Longest sound that the model processes at once."""
     sound: "PlannedLayout[Any, Any, Any] | None" = None
@@ -113,34 +126,23 @@ class PlannedLayout(ABC, Generic[Probe, Plan, Part]):
         No part is read if the plan is enough for it. Raises InvalidMedia, naming `field`.
         """
 
-    def place(
-        self, metadata: Mapping[str, TensorData], encode: Callable[[str], list[int]]
-    ) -> Placement | None:
-        """Return the tokens of an item with these metadata; None for a run of placeholders.
-
-        `encode` returns the tokens of a text, without any that the tokenizer adds.
-        """
-        return None
-
-    @abstractmethod
-    def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
-        """Return the fields of `pack` in the encoding that vLLM's servers exchange."""
-
-    @abstractmethod
-    def from_wire(
-        self, wire: Mapping[str, WireField], field: str
-    ) -> tuple[dict[str, TensorData], int]:
-        """Return the result of `pack`, from the fields that another server has processed.
-
-        Raises InvalidRequest, naming `field`, for fields that do not fit this model.
-        """
-
 
 MediaLayout = ImageLayout | PlannedLayout[Any, Any, Any]
 
 
+def check_processor_file(folder: Path) -> None:
+    """Raise ConfigError for a folder without the file that states how its media are prepared."""
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        raise ConfigError(
+            f"{folder} has no {PROCESSOR_FILES[0]}, which states how images and sounds are"
+            " prepared: copy the file from the original model",
+            field="path",
+        )
+
+
 def load_image_processor(folder: Path, kind: type) -> Any:
     """Load the image processor of a model folder, which must be a `kind`. Raises ConfigError."""
+    check_processor_file(folder)
     try:
         # The processor is untyped; callers check its output by shape.
         processor: Any = _load_image_processor(folder, local_files_only=True, backend="pil")

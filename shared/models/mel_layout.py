@@ -19,7 +19,7 @@ from transformers import AutoFeatureExtractor
 from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest, MediaTooLarge
-from shared.models.layout import PlannedLayout, fingerprint
+from shared.models.layout import PlannedLayout, check_processor_file, fingerprint
 from shared.models.lazy_module import LazyModule
 from shared.models.media import AudioProbe, SamplePlan
 from shared.models.wire_pixels import to_numpy
@@ -192,6 +192,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
 
 
 def _load_extractor(folder: Path) -> Any:
+    check_processor_file(folder)
     try:
         # The extractor is untyped; its output is checked by shape.
         extractor: Any = _load_feature_extractor(folder, local_files_only=True)

@@ -19,7 +19,7 @@ from shared.models.wire_pixels import to_numpy
 IMAGE_GRID = "image_grid_thw"
 
 
-class QwenImageLayout:
+class QwenImageLayout(layout.ImageLayout):
     """Patches of an image and their grid. All temporal frames are equal, so only one is sent.
 
     pixel_patches  uint8 [num_patches, channels, patch_height * patch_width]
@@ -30,7 +30,7 @@ class QwenImageLayout:
     times.
     """
 
-    metadata: tuple[str, ...] = (IMAGE_GRID,)
+    metadata = (IMAGE_GRID,)
     sends_values = False
     """Whether vLLM's engine accepts normalised values instead of 8-bit pixels."""
 

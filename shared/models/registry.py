@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import (
 )
 
 from shared.models import families
-from shared.models.family import DecoderTrait, ModelFamily
+from shared.models.family import DecoderTrait, ModelFamily, Source
+from shared.models.generic import TESTED_TYPES, generic_family
+from shared.models.generic_vision import TESTED_IMAGE_TYPES, image_family
 from shared.models.language import LanguageAdapter
 from shared.models.tower_adapter import TowerAdapter
 
@@ -33,9 +36,16 @@ def register(family: ModelFamily) -> None:
 
 
 def find_family(config: PreTrainedConfig) -> ModelFamily | None:
-    """Return the family of a model; None for a type that is not supported."""
+    """Return the declared or the generic family of a model; None for an unsupported type."""
     _discover()
-    return _families.get(config.model_type)
+    model_type = config.model_type
+    return _families.get(model_type) or image_family(model_type) or generic_family(model_type)
+
+
+def find_source(config: PreTrainedConfig) -> Source | None:
+    """Return the origin of a model's family; None for an unsupported type."""
+    family = find_family(config)
+    return None if family is None else family.source
 
 
 def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait]:
@@ -43,8 +53,14 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
     return _decoders.get(text_config.model_type, frozenset())
 
 
+def list_families() -> list[ModelFamily]:
+    """Return the declared families and the generic ones of tested types, by name."""
+    generic = [*map(generic_family, TESTED_TYPES), *map(image_family, TESTED_IMAGE_TYPES)]
+    return sorted([*_declared(), *filter(None, generic)], key=lambda family: family.name)
+
+
 def list_text_model_types() -> list[str]:
-    """Return the supported model types that accept only text, sorted."""
+    """Return the model types of declared families that accept only text, sorted."""
     _discover()
     return sorted(name for name, family in _families.items() if family.tower is None)
 
@@ -79,6 +95,10 @@ def adapt(model: PreTrainedModel) -> LanguageAdapter:
 
 @cache
 def _discover() -> None:
+    for family in _declared():
+        register(family)
+
+
+def _declared() -> Iterator[ModelFamily]:
     for module in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
-        for family in importlib.import_module(module.name).FAMILIES:
-            register(family)
+        yield from importlib.import_module(module.name).FAMILIES

@@ -28,10 +28,16 @@ Fields = Mapping[str, "Tensor"]
 class TowerAdapter:
     """Fields that a family's tower accepts, and embeddings that it returns."""
 
-    modules: tuple[str, ...]
-    """Names of the submodules that compute embeddings."""
-    language_modules: tuple[str, ...] = ("model.language_model", "lm_head")
-    """Names of the other submodules; the default is transformers' naming."""
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the names of the submodules that compute embeddings."""
+        raise NotImplementedError
+
+    @property
+    def language_modules(self) -> tuple[str, ...]:
+        """Return the names of the other submodules; the default is transformers' naming."""
+        return ("model.language_model", "lm_head")
+
     metadata: tuple[str, ...] = ()
     """Names of the fields that the language model needs too, for its positions."""
 

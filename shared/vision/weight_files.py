@@ -8,7 +8,7 @@ import msgspec
 
 from shared.errors import ConfigError
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # safetensors has the same limit.
 MAX_HEADER_BYTES = 100_000_000
 
@@ -40,15 +40,24 @@ def read_index(folder: Path) -> WeightIndex:
         raise _refusal(f"{file} cannot be read: {error}") from error
 
 
+def list_model_files(folder: Path) -> list[Path]:
+    """Return the files from which transformers reads the weights, as far as they exist.
+
+    Raises ConfigError.
+    """
+    file = folder / WEIGHTS
+    shards = {folder / shard for shard in read_index(folder).weight_map.values()}
+    return [file] if file.is_file() else sorted(shard for shard in shards if shard.is_file())
+
+
 def read_headers(folder: Path) -> Iterator[tuple[str, TensorHeader]]:
     """Return the name and header of each tensor in a folder. Raises ConfigError."""
-    shards = {folder / shard for shard in read_index(folder).weight_map.values()}
-    for file in sorted({*folder.glob("*.safetensors"), *shards}):
-        if file.is_file():
-            yield from _read_header(file)
+    for file in sorted({*folder.glob("*.safetensors"), *list_model_files(folder)}):
+        yield from read_header(file)
 
 
-def _read_header(file: Path) -> Iterator[tuple[str, TensorHeader]]:
+def read_header(file: Path) -> Iterator[tuple[str, TensorHeader]]:
+    """Return the name and header of each tensor in a file. Raises ConfigError."""
     try:
         with file.open("rb") as weights:
             (header_len,) = struct.unpack("<Q", weights.read(8))

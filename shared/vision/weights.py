@@ -3,6 +3,7 @@
 Weights are read only from safetensors files; code in the folder is never executed.
 """
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shared.errors import ConfigError
-from shared.vision.quantized import find_quantization, find_quantized_tensor
+from shared.vision.dequantize import open_weights
+from shared.vision.formats import Contradiction
+from shared.vision.quantized import SETTINGS, Quantized, find_quantized_tensor, read_quantized
 
 
 def load_weights(
@@ -32,7 +41,7 @@ def load_weights(
 
     `without` names submodules that become None, and their weights are not read. `quantization` is
     applied to each tensor as it is read. To load a part of a model, `part` has the prefix of its
-    weights and its config.
+    weights and its config. Weights that the folder has in a quantized format get their values.
     """
     options: dict[str, Any] = {}
     if quantization is not None:
@@ -45,25 +54,52 @@ def load_weights(
         # The products of stacked experts exist only for smaller types.
         options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    _refuse(folder, find_quantization(folder))
+    quantized = read_quantized(folder)
+    if quantized is not None:
+        options["config"] = _without_quantization(folder, options.get("config"))
+        if model_class is AutoModelForCausalLM:  # It cannot load weights without a folder.
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
     try:
         model, report = _part_of(model_class, without, part is not None).from_pretrained(
-            folder,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            **options,
+            ignore_mismatched_sizes=True,
+            **(options | _open_source(folder, quantized, dtype)),
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, Contradiction) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
-    _refuse(folder, find_quantized_tensor(folder, model, _renamer_of(model)))
-    # transformers fills missing weights with random numbers and continues.
+    _refuse(folder, find_quantized_tensor(folder, model, _renamer_of(model), quantized))
+    # transformers fills weights that are missing, or have another shape, with random numbers.
+    for name, shape, required in sorted(report["mismatched_keys"]):
+        raise ConfigError(
+            f"models.path: {folder}: {name} has the shape {list(shape)}, but config.json requires"
+            f" {list(required)}",
+            field="models.path",
+        )
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded
+
+
+def _open_source(folder: Path, quantized: Quantized | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the options with which transformers reads the weights of a folder."""
+    if quantized is None:
+        return {"pretrained_model_name_or_path": folder}
+    weights = open_weights(folder, quantized, dtype)
+    return {"pretrained_model_name_or_path": None, "state_dict": weights}
+
+
+def _without_quantization(folder: Path, config: PreTrainedConfig | None) -> PreTrainedConfig:
+    """Return the config without the settings for which transformers needs other packages."""
+    config = copy.deepcopy(config or AutoConfig.from_pretrained(folder, local_files_only=True))
+    for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for setting in SETTINGS:
+            getattr(section, "__dict__", {}).pop(setting, None)
+    return config
 
 
 def _renamer_of(model: Any) -> Callable[[str], str]:

@@ -23,6 +23,7 @@ from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
 from tests.cli.fake_terminal import FakeTerminal
 from tests.cluster.conftest import PAGEMILL, ROOT
+from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers import settings
 from workers.cli.ask import print_error
 from workers.cli.commands.logs import logs
@@ -151,6 +152,7 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
     done = run("check", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
+        "# models.demo.path: Qwen2-VL (native)",
         "# pipeline of demo",
         "#   request ──▶ renderer  (task: prompt)",
         "#   renderer ──▶ engine  (task: tokens)",
@@ -180,6 +182,24 @@ def test_check_refuses_wrong_chunks(tmp_path: Path, chunks: str, key: str, messa
     errors = " ".join(done.stderr.split())
     assert f"pagemill.yaml: models.demo.stages.code2wav.chunks{key}: " in errors
     assert message in errors
+
+
+def test_check_prints_the_format_of_quantized_weights(tmp_path: Path) -> None:
+    folder, _ = copy_quantized(ROOT / "ops" / "demo_model", tmp_path, FORMS["awq"])
+    (tmp_path / "pagemill.yaml").write_text(f"models: {{mine: {{path: {folder}}}}}")
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "# models.mine.path: Qwen2-VL (native), stored as int4, groups of 32 (AWQ)\n" in done.stdout
+    )
+    done = run("models", cwd=tmp_path, HF_HOME=str(tmp_path))
+    assert "configured, stored as int4, groups of 32 (AWQ)" in done.stdout
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 64
+    (folder / "config.json").write_text(json.dumps(config))
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 1
+    assert ".scales has the shape" in " ".join(done.stderr.split())
 
 
 def test_a_models_path_is_relative_to_the_file(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """The configuration that `pagemill up NAME` writes for its workers."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, write_config
 from workers.cli.models.local import LocalModel
 from workers.cli.models.reports import check_folders
-from workers.settings import DEMO_MODEL
+from workers.engine.model.check_folders import examine
+from workers.settings import DEMO_MODEL, load_config
 
 
 def test_another_up_leaves_the_file_of_a_running_one_alone(
@@ -47,3 +51,32 @@ def test_int8_is_written_for_the_engine_and_counted(
     file, _ = write_config([LocalModel("demo", DEMO_MODEL)], Wishes(quantization="int8"))
     entry = yaml.safe_load(file.read_text())["models"]["demo"]
     assert (entry["quantization"], entry["dtype"]) == ("int8", "bfloat16")
+
+
+def test_quantized_weights_are_counted_by_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, _ = copy_quantized(DEMO_MODEL, tmp_path, FORMS["fp8_blocks"])
+    monkeypatch.setattr(generated, "check_folders", lambda _: [examine(folder)])
+    file, lines = write_config([LocalModel("demo", folder)], Wishes(dtype="bfloat16"))
+    assert "demo: weights 5.3 MB as bfloat16" in lines[0]
+    label = "FP8, blocks of 48 x 40"
+    assert f"demo: weights are stored as {label}, and dequantized at the start" in lines
+    assert "quantization" not in yaml.safe_load(file.read_text())["models"]["demo"]
+
+
+def test_the_sampling_defaults_of_the_folder_are_written_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("training"))
+    stated = {"temperature": 0.6, "top_k": 20, "eos_token_id": 756}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    monkeypatch.setattr(generated, "check_folders", lambda _: [examine(folder)])
+    file, lines = write_config([LocalModel("demo", folder)], Wishes())
+    entry = yaml.safe_load(file.read_text())["models"]["demo"]
+    assert entry["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
+    assert "demo: temperature 0.6, top_k 20 by default, from its generation_config.json" in lines
+    assert load_config(file).models["demo"].sampling_defaults == entry["sampling_defaults"]

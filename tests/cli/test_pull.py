@@ -63,10 +63,10 @@ SHARD = "model-00001-of-00001.safetensors"
 QUANTIZED: dict[str, dict[str, bytes]] = {
     "config.json": {
         "config.json": json.dumps(
-            CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+            CONFIG | {"quantization_config": {"quant_method": "hqq"}}
         ).encode()
     },
-    "hf_quant_config.json": {"hf_quant_config.json": b'{"quantization": {"quant_algo": "FP8"}}'},
+    "hf_quant_config.json": {"hf_quant_config.json": b'{"quantization": {"quant_algo": "NVFP4"}}'},
     INDEX: {
         INDEX: json.dumps({"weight_map": {"lm_head.qweight": SHARD}}).encode(),
         SHARD: b"never read",
@@ -488,7 +488,7 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     (partial / "tokenizer.json").unlink()
     output = run(hub, tmp_path, "models", *NO_BROKER).stdout
     assert "refused: it lacks tokenizer.json" in output
-    assert "org/demo     Qwen2-VL  5.3 MB  here\n" in output
+    assert "org/demo     Qwen2-VL  native  5.3 MB  here\n" in output
     rows = {
         row["name"]: row
         for row in map(
@@ -498,8 +498,8 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     assert rows.keys() == {"demo", NAME, "org/partial", "org/whisper"}
     assert rows["demo"]["state"] == "configured"
     size = sum(len(FILES[name]) for name in SERVED)
-    here = {"name": NAME, "family": "Qwen2-VL", "size_bytes": size, "state": "here"}
-    assert rows[NAME] == here | {"path": str(snapshot(tmp_path))}
+    here = {"name": NAME, "family": "Qwen2-VL", "how": "native", "size_bytes": size}
+    assert rows[NAME] == here | {"state": "here", "path": str(snapshot(tmp_path))}
     assert rows["org/whisper"]["state"] == "refused"
     assert "cross attention" in rows["org/whisper"]["reason"]
 

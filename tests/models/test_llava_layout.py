@@ -239,7 +239,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
         ("processor_config.json", {"vision_feature_select_strategy": "cls"}, "Invalid enum"),
         ("config.json", {"vision_feature_select_strategy": "full"}, "9 tokens.* 10 embeddings"),
         ("config.json", {"vision_config": {"model_type": "siglip_vision_model"}}, "siglip"),
-        ("config.json", {"model_type": "vipllava"}, "not supported .*'vipllava'"),
+        ("config.json", {"model_type": "ovis2"}, "not supported .*'ovis2'.*more tokens than"),
         ("preprocessor_config.json", {"image_processor_type": "LlavaNextImageProcessor"}, "Next"),
         ("preprocessor_config.json", {"do_center_crop": False}, r"\[3, 42, 63\]"),
         ("preprocessor_config.json", {"crop_size": {"height": 56, "width": 56}}, r"\[3, 56, 56\]"),

@@ -94,10 +94,8 @@ AutoModelForImageTextToText.register(ToyConfig, ToyForConditionalGeneration)
 # -- the family, as the workers have it -----------------------------------------------------------
 
 
-class ToyLayout:
+class ToyLayout(layout.ImageLayout):
     """One field: raster [height, width, channels] uint8."""
-
-    metadata: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._processor = layout.load_image_processor(folder, CLIPImageProcessorPil)

@@ -23,6 +23,7 @@ from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 from workers.engine.model.int8 import Int8Config, report_on
 from workers.engine.model.lora import Adapters, load_adapters
+from workers.engine.model.self_check import check_against_whole
 from workers.engine.model.support import check_supported
 from workers.engine.model.talker import Talker
 from workers.engine.pooling_files import read_pooling
@@ -107,6 +108,11 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         report_on(weights)
     family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
+    source = registry.find_source(config)
+    if source != "native":
+        structlog.get_logger().info("generic_family", type=config.model_type, source=source)
+        set_step("comparing answers with transformers")
+        check_against_whole(FlatModel(family), block_size)
     adapters = load_adapters(family, model.adapters)
     with ThreadPoolExecutor(1) as executor:
         # Meanwhile the kernels copy the weights, without the GIL.

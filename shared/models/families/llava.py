@@ -41,14 +41,12 @@ class LlavaSettings(msgspec.Struct, frozen=True):
     num_additional_image_tokens: int = 0
 
 
-class LlavaImageLayout:
+class LlavaImageLayout(layout.ImageLayout):
     """One square per image.
 
     pixels      uint8 [channels, image_size, image_size], resized and cropped
     pixel_table float32 [channels, 256], the normalised value of every pixel value
     """
-
-    metadata: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._processor = layout.load_image_processor(folder, CLIPImageProcessorPil)

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.engine.model.test_parity import (
     run_core,
     widen,
 )
+from tests.models.test_generic import build as build_generic
 from workers.cli.models.local import count_int8_parameters
 from workers.engine.cpu.decoder import unsupported_reason
 from workers.engine.cuda.fused_layers import fuse_layers
@@ -219,9 +221,18 @@ def test_the_demo_model_is_reported_and_close_to_its_full_weights() -> None:
     assert compare(full, full, [tokens]) == (1.0, 0.0, 1.0)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the experts of 'qwen3_vl_moe'") as refused:
-        load_int8(build("qwen3_vl_moe"), tmp_path, torch.float32)
+@pytest.mark.parametrize(
+    ("make", "model_type", "reason"),
+    [
+        (build, "qwen3_vl_moe", "the experts of 'qwen3_vl_moe' are not linear layers"),
+        (build_generic, "gpt2", "the layers of 'gpt2' are not linear layers of torch"),
+    ],
+)
+def test_models_without_linear_layers_are_refused(
+    make: Callable[[str], PreTrainedModel], model_type: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        load_int8(make(model_type), tmp_path, torch.float32)
     assert refused.value.field == "models.quantization"
 
 

@@ -68,8 +68,9 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
-    _check_models(loaded)
+    models = _check_models(loaded)
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
+    sys.stdout.writelines(f"# {line}\n" for line in models)
     for name, pipeline in pipelines_of(loaded).items():
         lines = [f"pipeline of {name}", *(f"  {line}" for line in _graph_lines(pipeline))]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
@@ -77,8 +78,11 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     return 0
 
 
-def _check_models(config: Config) -> None:
-    """Raise ConfigError for a folder that an engine refuses."""
+def _check_models(config: Config) -> list[str]:
+    """Return a line about the family and the weights of each folder that an engine loads.
+
+    Raises ConfigError for a folder that the engine refuses.
+    """
     folders: list[tuple[str, Path, str | None]] = []
     for name, pipeline in pipelines_of(config).items():
         model, field = config.models[name], f"models.{name}"
@@ -95,6 +99,13 @@ def _check_models(config: Config) -> None:
     for (field, folder, _), report in zip(folders, checked, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{field}: {folder} {report.reason}", field=field)
+    # Several stages may load one folder.
+    lines = {
+        field: f"{field}: {report.family} ({report.source})"
+        + ("" if report.stored_as is None else f", stored as {report.stored_as}")
+        for (field, _, _), report in zip(folders, checked, strict=True)
+    }
+    return list(lines.values())
 
 
 def _print_kernels() -> int:

@@ -18,7 +18,7 @@ from workers.cli.options import ConfigFile, NatsUrl
 from workers.cli.terminal import EXIT_INTERRUPTED, errors, noted, print_json, print_line
 from workers.roles import all_roles
 
-COLUMNS = ("name", "family", "size", "state")
+COLUMNS = ("name", "family", "how", "size", "state")
 
 
 def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) -> int:
@@ -131,10 +131,13 @@ def _describe(
         row: dict[str, object] = {
             "name": model.name,
             "family": None if report is None else report.family,
+            "how": None if report is None else report.source,
             "size_bytes": local.size_on_disk(model.folder),
             "state": "refused" if reason else "served" if model.name in served else state,
             "path": str(model.folder),
         }
+        if report is not None and report.stored_as is not None:
+            row["stored_as"] = report.stored_as
         rows.append(row if reason is None else row | {"reason": reason})
     return rows
 
@@ -147,13 +150,16 @@ def _print_table(rows: Sequence[dict[str, object]]) -> None:
         print_line("  ".join([*padded, state]))
 
 
-def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:
+def _cells(row: dict[str, object]) -> tuple[str, ...]:
     size = row.get("size_bytes")
     reason = row.get("reason")
     state = ", ".join(str(row[key]) for key in ("state", "quantization") if key in row)
+    if "stored_as" in row:
+        state += f", stored as {row['stored_as']}"
     return (
         str(row["name"]),
         str(row.get("family") or "-"),
+        str(row.get("how") or "-"),
         decimal(size) if isinstance(size, int) else "-",
         f"{state}: {reason}" if reason else state,
     )

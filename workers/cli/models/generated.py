@@ -22,6 +22,8 @@ from workers.cli.models.local import (
 )
 from workers.cli.models.memory import INT8_DTYPE, ModelNeeds, Plan, available_bytes, make_plan
 from workers.cli.models.reports import Report, check_folders
+from workers.generation_config import FILE as GENERATION_FILE
+from workers.generation_config import read_sampling_defaults
 
 FILE = "pagemill-up-{digest}.yaml"
 HEADER = "# Written by `pagemill up`. Copy it to pagemill.yaml to change it.\n"
@@ -72,6 +74,16 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
         if report.reason is not None:
             raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")
     tree, lines = _choose(models, reports, wishes, base)
+    for model in models:
+        if defaults := read_sampling_defaults(model.folder):
+            tree["models"][model.name]["sampling_defaults"] = defaults
+            stated = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+            lines.append(f"{model.name}: {stated} by default, from its {GENERATION_FILE}")
+    lines += [
+        f"{model.name}: weights are stored as {report.stored_as}, and dequantized at the start"
+        for model, report in zip(models, reports, strict=True)
+        if report.stored_as is not None
+    ]
     text = HEADER + yaml.safe_dump(tree, sort_keys=False)
     # Restarted workers of another `pagemill up` read its file again, so it must not be overwritten.
     digest = hashlib.sha256(text.encode()).hexdigest()

@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
-from shared.vision.weight_files import INDEX, read_headers, read_index
+from shared.vision.quantized import read_shapes
+from shared.vision.weight_files import INDEX, read_index
 
 # Names of weights: the matrices in a decoder's layers are its linear layers.
 _IN_DECODER = re.compile(r"(^|\.)layers\.\d+\.")
@@ -98,13 +99,13 @@ def size_on_disk(folder: Path) -> int:
 
 def count_parameters(folder: Path) -> int:
     """Return the number of parameters of a folder's weights. Raises ConfigError."""
-    return sum(math.prod(tensor.shape) for _, tensor in read_headers(folder))
+    return sum(math.prod(shape) for _, shape in read_shapes(folder))
 
 
 def count_int8_parameters(folder: Path) -> int:
     """Return the number of parameters that `quantization: int8` rounds. Raises ConfigError."""
     return sum(
-        math.prod(tensor.shape)
-        for name, tensor in read_headers(folder)
-        if len(tensor.shape) == 2 and _IN_DECODER.search(name) and not _IN_TOWER.search(name)
+        math.prod(shape)
+        for name, shape in read_shapes(folder)
+        if len(shape) == 2 and _IN_DECODER.search(name) and not _IN_TOWER.search(name)
     )

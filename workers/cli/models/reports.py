@@ -19,10 +19,12 @@ class Report(msgspec.Struct, frozen=True):
     """The report of `workers.engine.model.check_folders` about one folder."""
 
     family: str | None
+    source: str | None
     reason: str | None
     dtype: str | None
     max_position_embeddings: int
     kv_values_per_token: int
+    stored_as: str | None
 
 
 def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) -> list[Report]:

@@ -21,7 +21,8 @@ from workers.engine.cuda.kernels.plan import (
     plan_for_kernels,
 )
 from workers.engine.model.attention import KVCache
-from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs, kv_shape
+from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
+from workers.engine.model.support import kv_shape
 
 
 class GpuModel(FlatModel):

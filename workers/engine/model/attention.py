@@ -26,6 +26,7 @@ KVCache = list[tuple[Tensor, Tensor]]
 HARMLESS = frozenset(
     {
         "dropout",
+        "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",

@@ -6,6 +6,7 @@ empty. The command reads small files and the headers of weights, and runs no cod
 """
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ PoolingMode = Literal["last", "mean"]
 
 class FolderReport(msgspec.Struct, frozen=True):
     family: str | None = None
+    source: str | None = None
+    """Origin of the family; None for a type without a family."""
     reason: str | None = None
     """Reason for which the engine refuses the model; None for a supported model."""
     dtype: str | None = None
@@ -26,6 +29,8 @@ class FolderReport(msgspec.Struct, frozen=True):
     max_position_embeddings: int = 0
     kv_values_per_token: int = 0
     """Keys and values of one token, in all layers."""
+    stored_as: str | None = None
+    """Format of quantized weights; None for floats."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -55,41 +60,43 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
 
     from shared.errors import ConfigError
     from shared.models import registry
+    from shared.models.chat_templates import check_chat_templates
+    from shared.vision.quantized import read_quantized
     from workers.engine.end_tokens import check_files
-    from workers.engine.model.support import check_supported
+    from workers.engine.model.support import check_supported, kv_shape
     from workers.engine.pooling_files import read_pooling
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     family = registry.find_family(config)
-    name = None if family is None else family.name
+    name, source = (None, None) if family is None else (family.name, family.source)
     try:
         check_supported(config, folder)
         registry.find_tower(config)
         read_pooling(folder, pooling)
+        if (folder / "tokenizer.json").is_file():  # Else only the descriptions are downloaded.
+            for media in () if family is None else family.media.values():
+                media.open_layout(folder, config)
+            check_chat_templates(folder)
         if pooling is None:
             check_files(folder, config.get_text_config(decoder=True).vocab_size)
     except ConfigError as error:
         reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
-        return FolderReport(name, reason.replace(f"{folder}/", ""))
+        return FolderReport(name, source, reason.replace(f"{folder}/", ""))
     text = config.get_text_config(decoder=True)
+    quantized = read_quantized(folder)
     return FolderReport(
         name,
+        source,
         dtype=_dtype_of(config) or _dtype_of(text),
         max_position_embeddings=text.max_position_embeddings,
-        kv_values_per_token=_count_kv_values(text),
+        kv_values_per_token=2 * math.prod(kv_shape(text)),
+        stored_as=None if quantized is None else quantized.label,
     )
 
 
 def _dtype_of(config: Any) -> str | None:
     dtype = getattr(config, "dtype", None)
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _count_kv_values(text: Any) -> int:
-    num_heads: int = text.num_attention_heads
-    num_kv_heads: int = getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return int(2 * text.num_hidden_layers * num_kv_heads * head_dim)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from shared.models.language import LanguageAdapter
 from workers.engine.model.attention import ATTENTION, KVCache
 from workers.engine.model.step_plan import plan_step
-from workers.engine.model.support import layer_windows
+from workers.engine.model.support import kv_shape, layer_windows
 
 
 class BatchLayout(NamedTuple):
@@ -133,10 +132,3 @@ def _copied_hidden(decoder: torch.nn.Module, step: StepInputs) -> Iterator[None]
         yield
     finally:
         handle.remove()
-
-
-def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return (num_layers, num_kv_heads, head_dim)."""
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return config.num_hidden_layers, config.num_key_value_heads, head_dim

@@ -173,13 +173,16 @@ class Int8Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
         dtype = self.quantization_config.dtype  # type: ignore[attr-defined]
-        for weight in decoder.layers.parameters():
+        layers = getattr(decoder, "layers", nn.ModuleList())
+        for weight in layers.parameters():
             # transformers stores the experts of a layer, and so most weights, in one tensor.
             if weight.dim() > 2:
                 _refuse(f"the experts of {model.config.model_type!r} are not linear layers")
-        for name, linear in list(decoder.layers.named_modules()):
-            if isinstance(linear, nn.Linear):
-                decoder.layers.set_submodule(name, Int8Linear(linear, dtype))
+        linears = [(n, module) for n, module in layers.named_modules() if type(module) is nn.Linear]
+        if not linears:
+            _refuse(f"the layers of {model.config.model_type!r} are not linear layers of torch")
+        for name, linear in linears:
+            layers.set_submodule(name, Int8Linear(linear, dtype))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, layer in int8_layers(model):

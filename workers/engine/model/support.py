@@ -1,7 +1,8 @@
 """Model support: refuses models for which the engine would compute wrong answers.
 
-A family is served when a test compares its tokens with the tokens of transformers. A config of such
-a family may still use features that the engine does not have.
+A declared family is served when a test compares its tokens with the tokens of transformers. A
+config of such a family may still use features that the engine does not have. Generic families are
+checked again when the model is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
 from shared.models import registry
-from shared.vision.quantized import find_quantization
+from shared.models.generic_vision import find_obstacle
+from shared.vision.quantized import read_quantized
 
 if TYPE_CHECKING:
     # `pagemill models` runs these checks in a process without torch.
@@ -29,6 +31,9 @@ BATCH_ROPE = frozenset({"dynamic", "longrope"})
 # Model types with these prefixes have a state of a fixed size instead of keys and values per token.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
 
+# Model types with these prefixes have a learned logit in each softmax, which attends to nothing.
+SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
+
 # Their heads give a score or a label for a text, which no endpoint returns.
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -36,9 +41,9 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 def check_supported(config: PreTrainedConfig, folder: Path) -> None:
     """Raise ConfigError, with the reason, for a model that the engine cannot run correctly."""
     reason = next(_refusals(config, config.get_text_config(decoder=True)), None)
-    reason = reason or find_quantization(folder)
     if reason is not None:
         raise ConfigError(f"models.path: {folder} {reason}", field="models.path")
+    read_quantized(folder)
 
 
 def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
@@ -53,6 +58,14 @@ def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def kv_shape(text_config: Any) -> tuple[int, int, int]:
+    """Return (num_layers, num_kv_heads, head_dim)."""
+    num_heads: int = text_config.num_attention_heads
+    num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
+    head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
+    return text_config.num_hidden_layers, num_kv_heads, head_dim
+
+
 def _refusals(config: Any, text: Any) -> Iterator[str]:
     """Yield the reasons to refuse a model, from its config and its text config."""
     if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
@@ -62,20 +75,24 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
             yield f"is a classifier ({architecture}), such as a cross-encoder; decoders are served"
     if config.model_type.startswith(RECURRENT):
         yield "keeps a state instead of keys and values, which cannot be paged"
+    if text.is_heterogeneous:
+        yield "has layers with different settings (per_layer_config); the engine needs equal layers"
     kinds = getattr(text, "layer_types", None) or []
     if other := set(kinds) - LAYER_KINDS:
         yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    source = registry.find_source(config)
     one_window = "one_window" in registry.find_decoder_traits(text)
-    if getattr(text, "sliding_window", None) and not kinds and not one_window:
+    is_native = source == "native"
+    if is_native and getattr(text, "sliding_window", None) and not kinds and not one_window:
         # transformers' layers ignore the window, but its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
     yield from _attention_refusals(config, text)
     for kind in sorted(_rope_types(text) & BATCH_ROPE):
         yield f"uses {kind} rotary positions, which depend on the other requests of a batch"
-    if registry.find_family(config) is None:
+    if source is None:
         yield (
-            f"is of type {config.model_type!r}, for which the engine has no family; for text it has"
-            f" {', '.join(registry.list_text_model_types())}"
+            f"is of type {config.model_type!r}, for which the engine has no family:"
+            f" {find_obstacle(config.model_type)}"
         )
 
 
@@ -83,7 +100,7 @@ def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
     nested = getattr(text, "attn_config", None)
     if text.model_type == "bloom" or any(getattr(c, "alibi", False) for c in (text, nested)):
         yield "uses ALiBi, a bias on the scores that the engine's attention does not have"
-    if text.model_type.startswith(("gpt_oss", "granite_swa", "granitemoe_swa")):
+    if text.model_type.startswith(SINKS):
         yield "uses attention sinks, which the engine's attention does not have"
     if getattr(text, "kv_lora_rank", None):
         yield "uses latent attention; the engine's cache has keys and values of one size"

@@ -13,6 +13,7 @@ from shared.config.schema import ModelConfig
 from shared.errors import ConfigError, ContextTooLong, MediaTooLarge
 from shared.models.family import ModelFamily
 from shared.models.frame_sampling import ASSUMED_FPS
+from shared.models.generic_vision import find_obstacle
 from shared.models.layout import MediaLayout, PlannedLayout
 from shared.models.media import (
     DecodedAudio,
@@ -37,11 +38,6 @@ class Input:
     """Largest number of such media in a request."""
     max_frames: int
     max_frames_mib: int
-
-    @property
-    def embed_ids(self) -> tuple[int, ...]:
-        """Tokens that embeddings replace, if there may be text among the tokens of an item."""
-        return self.layout.embed_ids if isinstance(self.layout, PlannedLayout) else ()
 
     @property
     def hears_videos(self) -> bool:
@@ -166,7 +162,8 @@ def open_inputs(
     """Open the layouts of a model's modalities. Raises ConfigError."""
     if family is None and getattr(config, "image_token_id", None) is not None:
         raise ConfigError(
-            f"{folder}: images are not supported in models of type {config.model_type!r}",
+            f"{folder}: images are not supported in models of type {config.model_type!r}:"
+            f" {find_obstacle(config.model_type)}",
             field="path",
         )
     limits = {IMAGE: model.max_images, VIDEO: model.max_videos, AUDIO: model.max_audios}
@@ -179,7 +176,7 @@ def open_inputs(
         inputs[modality] = Input(
             modality,
             layout,
-            source.placeholder_id(config),
+            source.placeholder_id(config) if layout.marker_id is None else layout.marker_id,
             limits[modality],
             model.max_frames,
             model.max_frames_mib,

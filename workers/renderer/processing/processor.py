@@ -23,6 +23,7 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
+from shared.models.chat_templates import check_chat_templates
 from shared.models.layout import PlannedLayout
 from shared.models.media import DecodedMedia
 from shared.models.registry import find_family
@@ -91,6 +92,7 @@ class Processor:
             raise ConfigError(
                 f"{folder}: the model cannot be read: {error}", field="path"
             ) from error
+        check_chat_templates(folder)
         tokenizer.chat_template = tokenizer.chat_template or _legacy_chat_template(folder)
         if not tokenizer.chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
@@ -192,8 +194,6 @@ class Processor:
     def place(self, modality: Modality, metadata: Mapping[str, TensorData]) -> Placement | None:
         """Return the tokens of an item with these metadata; None for a run of placeholders."""
         layout = self._inputs[modality].layout
-        if not isinstance(layout, PlannedLayout):
-            return None
         return layout.place(metadata, lambda text: self.tokenizer.encode(text, False))
 
     def hash_item(self, modality: Modality, source_hash: str, tenant: str) -> str:
@@ -225,7 +225,7 @@ class Processor:
         token_ids = prompt.token_ids or []
         self.check_len(token_ids, "prompt_token_ids", embeds)
         self._check_counts((feature.modality, "features") for feature in prompt.features)
-        embed_ids = {name: media.embed_ids for name, media in self._inputs.items()}
+        embed_ids = {name: media.layout.embed_ids for name, media in self._inputs.items()}
         return prompts.check_ranges(token_ids, prompt.features, self.placeholder_ids, embed_ids)
 
     def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:

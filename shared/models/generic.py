@@ -1,0 +1,112 @@
+"""Generic families: model types without a declaration, served through transformers' own modules.
+
+A type qualifies by the source of its class in transformers. The source is read and not imported,
+because an import needs torch, which renderers hide. When such a model is loaded, the engine
+compares its answers with transformers' own.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from shared.models.family import ModelFamily, Source
+
+TESTED_TYPES = frozenset(
+    {
+        "afmoe",
+        "apertus",
+        "arcee",
+        "aria_text",
+        "beam",
+        "bitnet",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass_text",
+        "ctrl",
+        "cwm",
+        "dbrx",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "flex_olmo",
+        "gemma3",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "helium",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "hyperclovax",
+        "internlm3",
+        "iquestcoder",
+        "jais2",
+        "kolibri1",
+        "laguna",
+        "mellum",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "nanochat",
+        "olmo",
+        "olmo3",
+        "olmoe",
+        "opt",
+        "persimmon",
+        "phi",
+        "phi4_multimodal",
+        "phimoe",
+        "seed_oss",
+        "solar_open",
+        "starcoder2",
+        "vaultgemma",
+    }
+)
+"""Model types whose answers a test compares with transformers'."""
+
+EXCHANGEABLE = "_supports_attention_backend = True"
+FIXED_ATTENTION = "transformers' model of this type runs with no other attention function"
+
+
+def generic_family(model_type: str) -> ModelFamily | None:
+    """Return the family of a type without a declared one; None if the type cannot be served."""
+    if find_obstacle(model_type) is not None:
+        return None
+    source: Source = "generic" if model_type in TESTED_TYPES else "generic, untested"
+    return ModelFamily(model_type, frozenset({model_type}), source=source)
+
+
+@cache
+def find_obstacle(model_type: str) -> str | None:
+    """Return the reason why no generic family serves a model type; None if one does."""
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if class_name is None:
+        return "transformers has no causal language model of this type"
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "models of this type are encoders, in which a token depends on later tokens"
+    if EXCHANGEABLE not in read_source(class_name):
+        return FIXED_ATTENTION
+    return None
+
+
+def read_source(class_name: str) -> str:
+    """Return the source of the module in which transformers defines a class."""
+    # Without torch, the attribute is a placeholder with the name of the module.
+    module: str = getattr(transformers, class_name).__module__
+    folder = Path(transformers.__file__).parent
+    file = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return file.read_text(encoding="utf-8")

@@ -1,0 +1,150 @@
+"""Tower and language adapter of generic families: transformers' own modules, one image a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from shared.errors import ConfigError
+from shared.models.generic_image import IMAGE_GRID, REPLACEMENT, GenericImageLayout, sample_image
+from shared.models.language import LanguageAdapter, MediaPrompt, PromptPositions
+from shared.models.lazy_module import LazyModule
+from shared.models.media import DecodedImage
+from shared.models.tower_adapter import Fields, TowerAdapter, get_field, refuse
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
+
+MAX_MERGE = 8
+"""Largest number of patches that a tower merges to one embedding, in each direction."""
+
+
+class GenericTower(TowerAdapter):
+    """`get_image_features` of a model, for the fields of `GenericImageLayout`."""
+
+    metadata = (REPLACEMENT, IMAGE_GRID)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self._parts[0]
+
+    @property
+    def language_modules(self) -> tuple[str, ...]:
+        return self._parts[1]
+
+    def count(self, fields: Fields) -> int:
+        replacement = get_field(fields, REPLACEMENT, torch.int64, (-1,))
+        count = int((replacement == self._config.image_token_id).sum())
+        if IMAGE_GRID in fields:
+            grid = get_field(fields, IMAGE_GRID, torch.int64, (1, 3))
+            if int(grid.min()) < 1 or float(grid.double().prod()) > MAX_MERGE**2 * count:
+                refuse(f"{IMAGE_GRID} is {grid.tolist()} for {count} tokens")
+        return count
+
+    def check(self, fields: Fields) -> None:
+        for name, tensor in fields.items():
+            if not bool(tensor.isfinite().all()):
+                refuse(f"{name} holds values that are not finite")
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        return [self._encode_image(model, fields) for fields in batch]
+
+    def sample(self) -> Fields:
+        # torch may be hidden when this module is imported.
+        from shared.codec.tensors import to_torch
+
+        layout = GenericImageLayout(Path(self._config.name_or_path), self._config)
+        fields, _ = layout.process(DecodedImage(sample_image(), "sample"), "sample")
+        return {name: to_torch(tensor) for name, tensor in fields.items()}
+
+    def _encode_image(self, model: Any, fields: Fields) -> Tensor:
+        get_features = model.base_model.get_image_features
+        # As in `generate`, which drops the other fields of a processor.
+        inputs = {
+            name: fields[name].to(model.device)
+            for name in inspect.signature(get_features).parameters.keys() & fields.keys()
+        }
+        for name, tensor in inputs.items():
+            if tensor.is_floating_point():
+                inputs[name] = tensor.to(model.dtype)
+        try:
+            features = get_features(**inputs, return_dict=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            refuse(f"the model cannot encode the image: {error}")
+        embedding = _join_rows(features.pooler_output)
+        if len(embedding) != self.count(fields):
+            refuse(f"the image has {len(embedding)} embeddings for {self.count(fields)} tokens")
+        return embedding
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the modules for images, and of the others."""
+        # transformers leaves this function without types.
+        build: Any = AutoModelForImageTextToText.from_config
+        with torch.device("meta"):
+            model = build(self._config)
+        decoder, prefix = model.get_decoder(), model.base_model_prefix
+        towers: list[str] = []
+        language = ["lm_head"]
+        for name, child in model.base_model.named_children():
+            is_language = any(module is decoder for module in child.modules())
+            (language if is_language else towers).append(f"{prefix}.{name}")
+        if len(language) == 1:
+            raise ConfigError(
+                f"models.path: transformers' model of type {self._config.model_type!r} has no"
+                " separate decoder",
+                field="models.path",
+            )
+        return tuple(towers), tuple(language)
+
+
+def _join_rows(features: Any) -> Tensor:
+    """Return the embeddings of one image, [num_embeds, hidden_size]; tiles may be a list."""
+    tiles = [features] if isinstance(features, torch.Tensor) else list(features)
+    return torch.cat([tile.reshape(-1, tile.shape[-1]) for tile in tiles])
+
+
+class GenericLanguage(LanguageAdapter):
+    """Decoder of a model with images; positions come from its `get_rope_index`, if it has one."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tower: TowerAdapter | None = None,
+        placeholders: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(model, tower, placeholders)
+        self._rope_index: Any = getattr(model.base_model, "get_rope_index", None)
+        if self._rope_index is not None:
+            token_ids = torch.zeros(1, 1, dtype=torch.int64)
+            positions, _ = self._rope_index(input_ids=token_ids, mm_token_type_ids=token_ids)
+            self.num_position_rows = len(positions)
+
+    def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
+        if self._rope_index is None:
+            return None
+        items = sorted(prompt.items, key=lambda item: item.placeholder.offset)
+        kinds = torch.zeros(1, len(prompt.prompt_token_ids), dtype=torch.int)
+        for item in items:
+            indexes = torch.tensor(item.placeholder.embed_indexes()) + item.placeholder.offset
+            kinds[0, indexes] = 1
+        try:
+            positions, delta = self._rope_index(
+                input_ids=torch.tensor([prompt.prompt_token_ids]),
+                mm_token_type_ids=kinds,
+                image_grid_thw=torch.cat([item.fields[IMAGE_GRID] for item in items]),
+            )
+        except (RuntimeError, ValueError, LookupError, StopIteration) as error:
+            # The rule finds images by the text between them.
+            refuse(f"the model has no positions for images without text between them: {error}")
+        return PromptPositions(positions[:, 0], int(delta[0]))
