@@ -192,10 +192,10 @@ async def test_a_tenants_request_with_several_prompts_is_found_by_its_id(
 ) -> None:
     record = RequestRecord("completion", "m", "acme", 0, durable=False, options={"parts": 2})
     await bus.publish_without_id(subjects.job(f"{request_id}@acme"), to_json(record))
-    await (await LogWriter.open(bus, f"{request_id}-0@acme", 1)).tokens([])
+    await (await LogWriter.open(bus, f"{request_id}~0@acme", 1)).tokens([])
     status = await request_status.find_any_tenants(bus, request_id)
     assert status.request_id == f"{request_id}@acme"
-    assert f"{request_id}-0@acme to {request_id}-1@acme" in status.why
+    assert f"{request_id}~0@acme to {request_id}~1@acme" in status.why
 
 
 async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(
