@@ -211,3 +211,12 @@ async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(
     assert status.why.endswith("is alive; pool engine/scaled is starting for 2 s")
     assert status.pool == "pool starting for 2 s"
     assert (await request_status.find(bus, request_id)).pool is None
+
+
+async def test_an_order_for_a_batch_is_no_request_with_its_id(bus: Bus, request_id: str) -> None:
+    stream, subject = subjects.REQUESTS_STREAM, f"pm.request.@acme.{subjects.BATCH_ORDER}"
+    await bus.publish_without_id(f"{subject}.{request_id}", b"{}")
+    assert (await request_status.find(bus, f"{request_id}@acme")).state == "unknown"
+    assert not await request_status.is_used(bus, f"{request_id}@acme")
+    assert (await request_status.find_any_tenants(bus, request_id)).request_id == request_id
+    await bus.purge(stream, f"{subject}.{request_id}")
