@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -23,6 +23,7 @@ from shared.bus.outages import Outages
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.bus.stream_keeper import StreamKeeper
 from shared.errors import PagemillError, Unavailable
+from shared.helpers.task_set import run_for_each
 from shared.protocol import subjects
 
 # Limit on the waiting pull requests of one consumer. Each worker has up to three of them, so the
@@ -175,12 +176,14 @@ class Queues:
         self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
     ) -> None:
         """Create the consumers of `queues`, like `create`, several at a time."""
-        for first in range(0, len(queues), CREATED_AT_ONCE):
-            creating = [
-                self.create(stream, durable, subject, ack_wait_s, is_prioritized=slot is not None)
-                for slot, durable, subject in queues[first : first + CREATED_AT_ONCE]
-            ]
-            await asyncio.gather(*creating)
+
+        def create(queue: SlotQueue) -> Awaitable[None]:
+            is_prioritized = queue.slot is not None
+            return self.create(
+                stream, queue.durable, queue.subject, ack_wait_s, is_prioritized=is_prioritized
+            )
+
+        await run_for_each(create, queues, CREATED_AT_ONCE)
 
     async def consume_slots(
         self,

@@ -90,7 +90,6 @@ class Coordinator:
         handlers = (self._request_of, self.admit_or_end), (self._cancellation_of, self._cancel)
         intake = Intake(self._context, loop, *handlers)
         await intake.start()
-        loop.start(intake.follow())
         loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
