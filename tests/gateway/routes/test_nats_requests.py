@@ -155,6 +155,17 @@ async def test_all_prompts_of_a_request_are_aborted(
         assert [(await error_in(log))["code"] for log in logs] == ["cancelled"] * 2
 
 
+async def test_a_request_is_no_alias_of_another_name(http: httpx.AsyncClient, name: str) -> None:
+    body = {"model": "demo", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}
+    headers = {"x-request-id": f"alias_of:{name}"}
+    answer = await http.post("/inference/v1/generate", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert (await http.post(ABORT, json={"request_ids": [name]})).status_code == 200
+    body["request_id"] = name
+    answer = await http.post("/inference/v1/generate", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
 async def test_an_id_that_is_only_aborted_is_free(
     nc: Client, http: httpx.AsyncClient, name: str
 ) -> None:

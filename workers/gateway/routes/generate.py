@@ -142,7 +142,8 @@ async def _abort_one(context: AppContext, name: str, tenant: str) -> None:
 
 
 def _alias_of(name: str, tenant: str) -> str:
-    return scoped_id(named_request_id(GENERATE, f"{_ALIAS}:{name}"), tenant)
+    # No header has a space, so no request has this id.
+    return scoped_id(named_request_id(GENERATE, f"{_ALIAS} {name}"), tenant)
 
 
 def check_room(parsed: ParsedRequest, card: ModelCard) -> None:
