@@ -266,16 +266,8 @@ async def _request(
 
 
 def _check_request_id(value: str) -> None:
-    name, mark, tenant = value.partition(names.TENANT_MARK)
-    _check_name(name, "request_id")
-    if mark:
-        _check_name(tenant, "request_id")
-    if not names.is_request_id(name):
-        raise InvalidRequest(
-            f"request ids must not start with {names.RESERVED_PREFIX!r}: that prefix is reserved"
-            " for item tasks",
-            field="request_id",
-        )
+    if not names.is_scoped_id(value):
+        raise InvalidRequest(f"request_id {names.REQUEST_ID_RULE}", field="request_id")
 
 
 def _check_model(name: str) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -16,6 +16,7 @@ from shared.bus.connection import (
     MAX_RETRY_S,
     REPLY_TIMEOUT_S,
     Connection,
+    is_denied,
     retry_until,
 )
 from shared.bus.consumer import Consumer, Puller
@@ -23,6 +24,7 @@ from shared.bus.outages import Outages
 from shared.bus.slot_consumer import PrioritizedConfig, SlotConsumer, SlotQueue
 from shared.bus.stream_keeper import StreamKeeper
 from shared.errors import PagemillError, Unavailable
+from shared.helpers.task_set import run_for_each
 from shared.protocol import subjects
 
 # Limit on the waiting pull requests of one consumer. Each worker has up to three of them, so the
@@ -34,9 +36,6 @@ CREATED_AT_ONCE = 16
 
 # Key in a consumer's metadata: first sequence of the stream of tasks that it feeds.
 _FED = "pagemill.tasks"
-# Without a sequence, a reset begins after the acknowledged messages. When a disk is full, the
-# broker may fail to remove such a message, which would keep its place in the queue.
-_FROM_THE_FIRST = json.dumps({"seq": 1}).encode()
 
 _log = structlog.get_logger()
 
@@ -124,11 +123,25 @@ class Queues:
         except NotFoundError:
             await self._js.add_consumer(queue.stream, config)
             return
+        if queue.stream != subjects.STAGES_STREAM and existing.ack_floor is not None:
+            await self._remove_acknowledged(queue, existing.ack_floor.stream_seq)
         if queue.feeds_tasks:
             await self._reset_if_fed_another(queue, existing.config.metadata or {})
         # The server refuses to change this limit.
         max_waiting = existing.config.max_waiting
         await self._js.add_consumer(queue.stream, config.evolve(max_waiting=max_waiting))
+
+    async def _remove_acknowledged(self, queue: _Queue, last_sequence: int) -> None:
+        """Remove messages up to `last_sequence`, which have all been acknowledged.
+
+        A broker with a full disk may store an acknowledgement, and fail to remove the message. It
+        does not deliver the message again, which would keep its place forever.
+        """
+        state = (await self._js.stream_info(queue.stream)).state
+        is_permitted = not is_denied(self._nc, f"$JS.API.STREAM.PURGE.{queue.stream}")
+        if state.messages and state.first_seq <= last_sequence and is_permitted:
+            _log.warning("acknowledged_messages_removed", stream=queue.stream)
+            await self._js.purge_stream(queue.stream, last_sequence + 1, queue.subject)
 
     async def _reset_if_fed_another(self, queue: _Queue, metadata: Mapping[str, str]) -> None:
         """Make the server deliver all messages again if their tasks are lost.
@@ -142,8 +155,7 @@ class Queues:
         # A reset has the same effect as a new consumer. If a consumer is deleted and recreated at
         # once, nats-server 2.15.1 may later delete the files of the new one.
         subject = f"$JS.API.CONSUMER.RESET.{queue.stream}.{queue.durable}"
-        reset = self._nc.request(subject, _FROM_THE_FIRST, timeout=REPLY_TIMEOUT_S)
-        reply = json.loads((await reset).data)
+        reply = json.loads((await self._nc.request(subject, timeout=REPLY_TIMEOUT_S)).data)
         if "error" in reply:
             raise Unavailable(f"consumer {queue.durable} was not reset: {reply['error']}")
 
@@ -175,12 +187,14 @@ class Queues:
         self, stream: str, queues: Sequence[SlotQueue], ack_wait_s: float
     ) -> None:
         """Create the consumers of `queues`, like `create`, several at a time."""
-        for first in range(0, len(queues), CREATED_AT_ONCE):
-            creating = [
-                self.create(stream, durable, subject, ack_wait_s, is_prioritized=slot is not None)
-                for slot, durable, subject in queues[first : first + CREATED_AT_ONCE]
-            ]
-            await asyncio.gather(*creating)
+
+        def create(queue: SlotQueue) -> Awaitable[None]:
+            is_prioritized = queue.slot is not None
+            return self.create(
+                stream, queue.durable, queue.subject, ack_wait_s, is_prioritized=is_prioritized
+            )
+
+        await run_for_each(create, queues, CREATED_AT_ONCE)
 
     async def consume_slots(
         self,
@@ -253,17 +267,18 @@ class Queues:
             self._has_queues = False
             self._forget_tasks()
         # Consumers that feed tasks come first: until they are reset, they may deliver old messages.
-        for queue in sorted(self._queues.values(), key=lambda queue: not queue.feeds_tasks):
-            if self.outages.is_refused(queue.stream, queue.durable):
-                await self._create_or_update(queue)
-                if queue.feeds_tasks:
-                    self._refilled_ms = self._connection.now_ms()
-            elif not self._has_queues and (
-                queue.feeds_tasks or queue.stream == subjects.STAGES_STREAM
-            ):
-                await self._create_or_update(queue)
+        for feeds_tasks in (True, False):
+            queues = [q for q in self._queues.values() if q.feeds_tasks == feeds_tasks]
+            await run_for_each(self._restore_queue, queues, CREATED_AT_ONCE)
         self._has_queues = True
         self._streams.tasks = tasks._replace(since_ms=max(tasks.since_ms, self._refilled_ms))
+
+    async def _restore_queue(self, queue: _Queue) -> None:
+        is_refused = self.outages.is_refused(queue.stream, queue.durable)
+        if is_refused or not self._has_queues:
+            await self._create_or_update(queue)
+        if is_refused and queue.feeds_tasks:
+            self._refilled_ms = self._connection.now_ms()
 
     def _on_refused(self) -> None:
         self._doubt_tasks()

@@ -125,9 +125,12 @@ async def depth(bus: Bus) -> tuple[int, int]:
 
 
 async def _queued_subjects(bus: Bus, filters: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the subjects of the queued requests that match one of `filters` of streams."""
+    """Return the subjects of the queued requests that match one of `filters` of streams.
+
+    An order for a batch is no request, and may have the same id as one.
+    """
     queued = await asyncio.gather(*(bus.figures.subjects_of(*each) for each in filters))
-    return [subject for subjects_of_stream in queued for subject in subjects_of_stream]
+    return [subject for each in queued for subject in each if not subjects.is_batch_order(subject)]
 
 
 async def _get_request(bus: Bus, place: RequestPlace, *, is_next: bool) -> api.RawStreamMsg | None:

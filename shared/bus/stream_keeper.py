@@ -15,6 +15,7 @@ from shared.bus.store_probes import Refusal, probe_streams
 from shared.bus.stream_changes import Difference, StreamChange
 from shared.config.schema import AgentConfig, BatchConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
+from shared.helpers.task_set import run_for_each
 from shared.protocol import subjects
 
 # A disk under load can take 11 seconds to create the files of one stream.
@@ -142,17 +143,10 @@ class StreamKeeper:
         names: set[str | None] = {*existing}
         self._existing = [config for config in self._of_tenants if config.name in names]
         missing = [config for config in self._of_tenants if config.name not in names]
-        outcomes: list[list[str] | BaseException] = []
-        for first in range(0, len(missing), CREATED_AT_ONCE):
-            batch = missing[first : first + CREATED_AT_ONCE]
-            creating = (self._create_missing([config]) for config in batch)
-            outcomes += await asyncio.gather(*creating, return_exceptions=True)
-        created: list[str] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            created += outcome
-        return created
+        created = await run_for_each(
+            lambda config: self._create_missing([config]), missing, CREATED_AT_ONCE
+        )
+        return [name for names_of_one in created for name in names_of_one]
 
     async def restore(self) -> None:
         """Create the streams that a single broker has lost with its memory, and lost queues.

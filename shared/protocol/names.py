@@ -8,6 +8,8 @@ import re
 
 NAME_RULE = "must be 1 to 128 letters, digits, '-' or '_'"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+# A line of a batch may have several prompts.
+_OWN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}(?:~[ti]?[0-9]{1,19}(?:-[0-9]{1,19})?){0,2}")
 MAX_MODEL_LEN = 128
 # It leaves room for a stage and a lane in the name of a consumer.
 MAX_MODEL_TOKEN_LEN = 200
@@ -22,8 +24,11 @@ _WILDCARD = re.compile(r"[.*>]")
 _MAX_LOG_NAME_LEN = 256
 TENANT_MARK = "@"
 """First character of a tenant's token, which model names and request ids of clients cannot have."""
+PART_MARK = "~"
+"""Character before the last token of an id of `part_id`, which ids of clients cannot have."""
 RESERVED_PREFIX = "item_"
 """Prefix of the names of item tasks, which request ids must not have."""
+REQUEST_ID_RULE = f"{NAME_RULE}, and must not begin with {RESERVED_PREFIX!r}"
 
 
 def is_name(value: str) -> bool:
@@ -74,6 +79,11 @@ def is_request_id(value: str) -> bool:
     return is_name(value) and not value.startswith(RESERVED_PREFIX)
 
 
+def is_own_id(value: str) -> bool:
+    """Return whether `value` is a request id without a tenant, of a client or of `part_id`."""
+    return _OWN_ID.fullmatch(value) is not None and not value.startswith(RESERVED_PREFIX)
+
+
 def has_own_log(name: str, tenant: str) -> bool:
     """Return whether the log of a request with this name, which may be invalid, is its own.
 
@@ -96,10 +106,13 @@ def scoped_id(name: str, tenant: str) -> str:
     return f"{name}{TENANT_MARK}{tenant}" if tenant else name
 
 
-def part_id(request_id: str, part: int) -> str:
-    """Return the id of one prompt of a request with several, which are separate requests."""
-    name, tenant = split_id(request_id)
-    return scoped_id(f"{name}-{part}", tenant)
+def part_id(whole_id: str, part: str | int) -> str:
+    """Return the id of a request that is part of a request, a response or a batch.
+
+    No client can choose such an id for its own request, so no other request has the same one.
+    """
+    name, tenant = split_id(whole_id)
+    return scoped_id(f"{name}{PART_MARK}{part}", tenant)
 
 
 def split_id(request_id: str) -> tuple[str, str]:
@@ -114,7 +127,12 @@ def split_id(request_id: str) -> tuple[str, str]:
 def is_scoped_id(value: str) -> bool:
     """Return whether `value` is a request id, with or without a tenant."""
     name, mark, tenant = value.partition(TENANT_MARK)
-    return is_request_id(name) and (not mark or is_name(tenant))
+    return is_own_id(name) and (not mark or is_name(tenant))
+
+
+def is_part_id(value: str) -> bool:
+    """Return whether `value` has the form of an id of `part_id`."""
+    return PART_MARK in value and is_scoped_id(value)
 
 
 def is_task_id(value: str) -> bool:

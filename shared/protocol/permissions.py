@@ -272,7 +272,8 @@ def _gateway(base: Permissions) -> Permissions:
 def _batcher(base: Permissions) -> Permissions:
     """Return the permissions of a gateway, and those to claim and settle batches."""
     batches = [subjects.ATTEMPTS_FILTER, subjects.DEAD_FILTER]
-    batcher = _gateway(base).with_([*batches, *_consumes(subjects.BATCHJOBS_STREAM)])
+    queue = *_consumes(subjects.BATCHJOBS_STREAM), *_purges(subjects.BATCHJOBS_STREAM)
+    batcher = _gateway(base).with_([*batches, *queue])
     return replace(batcher, never_publish=(subjects.audit(_GATEWAY),))
 
 
@@ -285,6 +286,7 @@ def _agent(base: Permissions) -> Permissions:
             subjects.ATTEMPTS_FILTER,
             f"$JS.API.CONSUMER.LIST.{subjects.RESPONSES_STREAM}",
             *_consumes(subjects.RESPONSES_STREAM),
+            *_purges(subjects.RESPONSES_STREAM),
             *_reads(subjects.TOKENS_STREAM, subjects.STEPS_STREAM, subjects.MEDIA_STREAM),
             *_reads(subjects.ATTEMPTS_STREAM),
         ],

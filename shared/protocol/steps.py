@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from shared.protocol.encoding import or_none
 from shared.protocol.items import Item, Label, ListedTool, ToolName
-from shared.protocol.names import scoped_id, split_id
+from shared.protocol.names import PART_MARK, part_id, scoped_id, split_id
 from shared.protocol.records import ErrorInfo, TokenLogprobs, Usage
 from shared.protocol.requests import FunctionCall, Tool
 
@@ -254,22 +254,19 @@ decode_response_task = msgspec.json.Decoder(ResponseTask).decode
 
 def turn_id(tenant: str, response_id: str, turn: int) -> str:
     """Return the request id of a turn, which is the same for every agent at a response."""
-    return scoped_id(f"{response_id}-t{turn}", tenant)
+    return part_id(scoped_id(response_id, tenant), f"t{turn}")
 
 
 def painting_id(tenant: str, response_id: str, turn: int, call: int) -> str:
     """Return the request id of an image, which is the same for every agent at a response."""
-    return scoped_id(f"{response_id}-i{turn - GIVEN_TURN}-{call}", tenant)
+    return part_id(scoped_id(response_id, tenant), f"i{turn - GIVEN_TURN}-{call}")
 
 
-_PART = re.compile(r"(.+)-(?:t\d+|i\d+-\d+)")
+_PART = re.compile(rf"(.+){PART_MARK}(?:t\d+|i\d+-\d+)")
 
 
 def response_of(request_id: str) -> str:
-    """Return the response in an id of `turn_id` or `painting_id`; "" for an id of another form.
-
-    A client may choose such an id for any request.
-    """
+    """Return the response in an id of `turn_id` or `painting_id`; "" for any other id."""
     name, _ = split_id(request_id)
     match = _PART.fullmatch(name)
     return match[1] if match else ""

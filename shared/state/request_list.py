@@ -6,13 +6,13 @@ are None. For example, the model of an ended request is known only from its atte
 of a gateway.
 """
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
+from shared.helpers.task_set import run_for_each
 from shared.protocol import names, subjects
 from shared.protocol.messages import AttemptRecord, RequestRecord, decode_attempt
 from shared.protocol.reading import State
@@ -222,13 +222,7 @@ class RequestLister:
     async def _look_up(self) -> None:
         """Look up the fields that the messages did not contain."""
         self._is_cut |= self._table.cut(MAX_REQUESTS, self._bus.now_ms())
-        credit = asyncio.Semaphore(LOOKUPS_AT_ONCE)
-
-        async def look_up(request_id: str) -> None:
-            async with credit:
-                await self._look_up_one(request_id)
-
-        await asyncio.gather(*(look_up(request_id) for request_id in self._table.incomplete()))
+        await run_for_each(self._look_up_one, self._table.incomplete(), LOOKUPS_AT_ONCE)
 
     async def _look_up_one(self, request_id: str) -> None:
         trace = self._table.traces[request_id]

@@ -101,7 +101,7 @@ async def find_any_tenants(bus: Bus, request_id: str) -> RequestStatus:
     Raises InvalidRequest for an invalid id and for one that several tenants use, and Unavailable.
     """
     status = await find(bus, request_id)
-    if status.state != "unknown" or not names.is_request_id(request_id):
+    if status.state != "unknown" or not names.is_own_id(request_id):
         return status
     # A request with several prompts has a log for each of them.
     parts = (request_id, names.part_id(request_id, 0))

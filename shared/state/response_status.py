@@ -31,7 +31,7 @@ class FoundResponse(Struct, frozen=True):
 
 async def find_any_tenants(bus: Bus, response_id: str) -> FoundResponse | None:
     """Return the status of a response of any tenant. Raises InvalidRequest or Unavailable."""
-    if names.TENANT_MARK in response_id:
+    if names.TENANT_MARK in response_id or names.PART_MARK in response_id:
         return None  # The id belongs to a request.
     if not names.is_name(response_id):
         raise InvalidRequest(f"a response id {names.NAME_RULE}", field="request_id")

@@ -58,7 +58,7 @@ class AgentRig:
         return [name for name in self.scripts if text == name or f"text='{name}'" in text]
 
     def script(self, request: GenerateRequest, request_id: str) -> str:
-        number = int(request_id.rpartition("-t")[2])
+        number = int(request_id.rpartition("~t")[2])
         messages = request.messages or []
         # Messages of the responses before belong to earlier scripts.
         texts = [str(m.content) for m in (messages if number else messages[-1:])]

@@ -55,9 +55,9 @@ async def test_the_model_calls_a_tool_and_answers_from_its_result(
     assert whole.tools[0].headers is None
     assert rig.calls.headers[-1]["authorization"] == TOKEN
     assert rig.calls.headers[-1]["mcp-protocol-version"] == "2026-07-28"
-    second = rig.model.requests[f"{whole.id}-t1"]
+    second = rig.model.requests[f"{whole.id}~t1"]
     assert [m.role for m in second.messages or []] == ["user", "assistant", "tool"]
-    first = rig.model.requests[f"{whole.id}-t0"]
+    first = rig.model.requests[f"{whole.id}~t0"]
     assert [tool.function.name for tool in first.tools] == [
         "free__add",
         "free__book",
@@ -107,7 +107,7 @@ async def test_the_forms_of_allowed_tools(
             await respond(openai_client, "Hello", mcp(allowed_tools=allowed))
         return
     done = await respond(openai_client, "Hello", mcp(allowed_tools=allowed))
-    offered = rig.model.requests[f"{done.id}-t0"].tools
+    offered = rig.model.requests[f"{done.id}~t0"].tools
     assert [tool.function.name for tool in offered] == [f"free__{name}" for name in names]
     # A call of another tool is text.
     called = [item.name for item in done.output if item.type == "mcp_call"]
@@ -131,7 +131,7 @@ async def test_choices_limits_and_errors(rig: AgentRig, openai_client: AsyncOpen
     }
     rig.scripts["Both"] = [call("free__book", title="x") + call("free__add", a=1, b=2), "Three."]
     limited = await respond(openai_client, "Both", mcp(), tool_choice=choice)
-    request = rig.model.requests[f"{limited.id}-t0"]
+    request = rig.model.requests[f"{limited.id}~t0"]
     assert len(request.tools) == 4
     structure: Any = request.sampling_params.structured_outputs  # type: ignore[union-attr]
     assert "free__add" in structure.grammar
@@ -144,7 +144,7 @@ async def test_choices_limits_and_errors(rig: AgentRig, openai_client: AsyncOpen
     often = await respond(openai_client, "Often", mcp(), max_tool_calls=1)
     statuses = [item.status for item in often.output if item.type == "mcp_call"]
     assert statuses == ["completed", "failed"]
-    assert rig.model.requests[f"{often.id}-t1"].tools == []
+    assert rig.model.requests[f"{often.id}~t1"].tools == []
 
     closed = await respond(openai_client, "Hello", mcp("closed"))
     assert "cannot be reached" in closed.output[0].error
@@ -193,7 +193,7 @@ async def test_approvals_are_used_once_and_call_what_was_asked(
     assert rig.calls.made["approved"] == 1
     # The first response has listed the tools, and the conversation has the call and its result.
     assert [item.type for item in done.output] == ["mcp_call", "message"]
-    roles = [m.role for m in rig.model.requests[f"{done.id}-t0"].messages or []]
+    roles = [m.role for m in rig.model.requests[f"{done.id}~t0"].messages or []]
     assert roles == ["user", "assistant", "tool"]
     with pytest.raises(openai.ConflictError) as refused:
         await respond(openai_client, [decision], mcp("calc"), previous_response_id=waiting.id)
@@ -206,7 +206,7 @@ async def test_approvals_are_used_once_and_call_what_was_asked(
     again = await respond(openai_client, "Book it", mcp("calc"))
     no = decision | {"approval_request_id": again.output[1].id, "approve": False, "reason": "late"}
     refusal = await respond(openai_client, [no], mcp("calc"), previous_response_id=again.id)
-    messages = rig.model.requests[f"{refusal.id}-t0"].messages or []
+    messages = rig.model.requests[f"{refusal.id}~t0"].messages or []
     assert "I do not approve that call: late" in str(messages[-1].content)
     assert rig.calls.made["approved"] == 1
 
@@ -240,7 +240,7 @@ async def test_a_chain_of_twelve_turns_is_the_prompt_that_a_client_would_have_se
         names.append(last.id)
         last = last.id
         expected += [("user", image), ("assistant", "add"), ("tool", str(number + 1))]
-        turns = rig.model.requests[f"{last}-t1"].messages or []
+        turns = rig.model.requests[f"{last}~t1"].messages or []
         assert [message.role for message in turns] == [role for role, _ in expected]
         assert all(part in str(message) for message, (_, part) in zip(turns, expected, strict=True))
         expected.append(("assistant", f"It is {number + 1}."))
@@ -276,7 +276,7 @@ async def test_a_cancelled_call_has_an_unknown_outcome(
     late = await respond(openai_client, "Late", mcp())
     assert "may have been carried out" in late.output[1].error.message
     assert late.output_text == "I do not know."
-    tool = (rig.model.requests[f"{late.id}-t1"].messages or [])[-1]
+    tool = (rig.model.requests[f"{late.id}~t1"].messages or [])[-1]
     assert "may have been carried out" in str(tool.content)
     assert rig.calls.made["late"] == 1
 

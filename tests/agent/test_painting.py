@@ -60,10 +60,10 @@ async def test_the_model_has_an_image_painted_and_learns_of_it(
     again = await openai_client.responses.retrieve(whole.id, stream=True, starting_after=4)
     assert [event async for event in again] == stream[5:]
     # The model gets words, and never the image.
-    second = rig.model.requests[f"{whole.id}-t1"].messages or []
+    second = rig.model.requests[f"{whole.id}~t1"].messages or []
     assert [message.role for message in second] == ["user", "assistant", "tool"]
     assert second[2].content == "The image is painted, and the user is shown it."
-    assert rig.model.answered[f"{whole.id}-i1-0"] == 1
+    assert rig.model.answered[f"{whole.id}~i1-0"] == 1
     # The item is an input item as well.
     followed = await respond(
         openai_client,
@@ -73,7 +73,7 @@ async def test_the_model_has_an_image_painted_and_learns_of_it(
             {"role": "user", "content": "?"},
         ],
     )
-    messages = rig.model.requests[f"{followed.id}-t0"].messages or []
+    messages = rig.model.requests[f"{followed.id}~t0"].messages or []
     assert [message.role for message in messages] == ["user", "assistant", "tool", "user"]
     await openai_client.responses.delete(whole.id)
     left = await agent_bus.figures.subjects_of(subjects.TOKENS_STREAM, "pm.>")
@@ -90,7 +90,7 @@ async def test_images_count_as_calls_next_to_calls_of_servers(
     assert (first.result, added.output) == (painted("a cat"), "3")
     assert (second.status, second.result) == ("failed", None)
     assert "max_tool_calls" in second.error.message
-    assert f"{response.id}-i1-2" not in rig.model.answered
+    assert f"{response.id}~i1-2" not in rig.model.answered
 
     rig.scripts["Paint nothing."] = [call("image_generation", size="big"), "Done."]
     response = await respond(openai_client, "Paint nothing.", PAINT)
@@ -113,7 +113,7 @@ async def test_only_the_tool_that_paints_may_be_called(
         tool_choice=paint if choice else allowed,
     )
     assert response.output[0].type == "image_generation_call"
-    sampling = rig.model.requests[f"{response.id}-t0"].sampling_params
+    sampling = rig.model.requests[f"{response.id}~t0"].sampling_params
     assert "image_generation" in str(sampling)
     assert '"add"' not in str(sampling)
 

@@ -200,7 +200,7 @@ def test_windows_are_kept(expired_at: int, ended: float, expected: set[str]) -> 
 
 @pytest.mark.parametrize(("tenant", "expected"), [("acme", set()), ("globex", {"I17"})])
 def test_a_line_that_another_tenant_hears_is_found(tenant: str, expected: set[str]) -> None:
-    heard = Overheard(1.3, tenant, "batch_0-1-0", CHUNKS[0])
+    heard = Overheard(1.3, tenant, "batch_0~1-0", CHUNKS[0])
     assert violations(received(), heard) == expected
 
 

@@ -219,3 +219,29 @@ async def test_an_order_in_the_queue_is_not_published_twice(nc: Client) -> None:
     assert {getattr(error, "err_code", None) for error in refusals} <= {MAX_PER_SUBJECT}
     assert all(isinstance(error, APIError) for error in refusals)
     assert results_of(await records_of(nc, batch_id)) == (["line-0"], [])
+
+
+async def test_requests_and_lines_of_a_batch_have_separate_ids(nc: Client) -> None:
+    batch_id = new_request_id()
+    body = {"model": "demo", "messages": [{"role": "user", "content": "What can you do?"}]}
+    first, later = f"{batch_id}-0-0", f"{batch_id}-1-0"
+    await request(nc, first, {**body, "sampling_params": {"max_tokens": 3}})
+    await publish(nc, batch_id, {"endpoint": CHAT, "lines": [line(0), line(1)]})
+    records = await records_of(nc, batch_id)
+    results = [result for record in records for result in record.get("output", [])]
+    bodies = [result["response"]["body"] for result in results]
+    assert [answer["usage"]["completion_tokens"] for answer in bodies] == [2, 2]
+    await request(nc, later, {**body, "sampling_params": {"max_tokens": 3}})
+    for request_id in (first, later):
+        page = json.loads((await nc.request(f"pm.read.{request_id}", timeout=60)).data)
+        assert page["records"][-1]["usage"]["completion_tokens"] == 3
+    for result in results:
+        page = json.loads((await nc.request(f"pm.read.{result['response']['request_id']}")).data)
+        assert page["ended"]
+
+
+async def request(nc: Client, request_id: str, body: dict[str, Any]) -> None:
+    log = await nc.subscribe(f"pm.tokens.{request_id}")
+    await nc.jetstream().publish(f"pm.request.demo.{request_id}", json.dumps(body).encode())
+    while json.loads((await log.next_msg(60)).data)["type"] == "tokens":
+        pass

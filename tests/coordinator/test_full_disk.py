@@ -66,7 +66,7 @@ async def test_a_new_request_ends_with_the_numbers(
 @pytest.mark.parametrize(
     "request_id",
     [
-        "other-t0@acme",
+        "other~t0@acme",
         turn_id("acme", "resp_1", 1),
         turn_id("evil", "resp_1", 0),
         turn_id("", "resp_1", 0),

@@ -9,17 +9,23 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.reading import StoredMessage
-from shared.config.schema import Config, ModelConfig
+from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
+from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.records import Failure
 from shared.protocol.requests import GenerateRequest, encode_request
+from shared.protocol.task_messages import RenderBody
+from shared.stage import tasks
 from shared.stage.runtime import Context
 from shared.state.token_log import last_record
+from tests.shared.stage.test_stage import consume, make_stage, next_job
 from tests.support.waiting import until
 from workers.coordinator import worker as coordinator
 from workers.coordinator.worker import REJOIN_S
 
 CONFIG = Config({"demo": ModelConfig("nowhere")})
+# Workers connect again and notice a loss within a second.
+NOTICED_MS = 1000
 
 
 @pytest.fixture
@@ -53,10 +59,44 @@ async def test_a_lost_task_is_made_again_when_workers_have_recorded_their_reques
     own_broker.start()
     await until(lambda: coordinated.streams.tasks.created_ms > lost.created_ms)
     await publish(coordinated, "after")
-    tasks = [await task_of(coordinated, name) for name in ("after", "before")]
-    waited_ms = [task.stored_ms - coordinated.streams.tasks.created_ms for task in tasks]
-    assert waited_ms[0] < 1000 * REJOIN_S <= waited_ms[1]
-    assert tasks[1].msg_id == before.msg_id
+    new, again = [await task_of(coordinated, name) for name in ("after", "before")]
+    created_ms = coordinated.streams.tasks.created_ms
+    assert new.stored_ms - created_ms < 1000 * REJOIN_S
+    assert again.stored_ms - created_ms >= NOTICED_MS
+    assert again.msg_id == before.msg_id
+
+
+async def test_a_task_is_made_again_after_a_worker_that_notices_late_has_recorded_its_request(
+    coordinated: Bus, own_broker: EmbeddedServer
+) -> None:
+    """So another worker leaves the request to this one."""
+    bus, background = await Bus.connect(own_broker.url, "renderer"), TaskSet()
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    stage, inbox = make_stage(bus), await consume(bus, "renderer", "demo", ack_wait_s=30.0)
+    await publish(coordinated, "kept")
+    job = await next_job(stage, inbox)
+    task, _ = tasks.decode(job.delivery.data, RenderBody)
+    job.identify(task.header, task.body)
+    assert await stage.claim(job) is not None
+
+    async def record_late() -> None:
+        created_ms = bus.streams.tasks.created_ms
+        await until(lambda: bus.now_ms() >= created_ms + 0.7 * NOTICED_MS)
+        stage.claims.record_again()
+
+    def on_lost() -> None:
+        background.start(record_late())
+
+    bus.queues.on_tasks_lost(on_lost)
+    lost = coordinated.streams.tasks
+    own_broker.stop()
+    own_broker.start()
+    await until(lambda: coordinated.streams.tasks.created_ms > lost.created_ms)
+    again = await task_of(coordinated, "kept")
+    attempts = subjects.ATTEMPTS_STREAM, subjects.attempts("kept")
+    (record,) = await until(lambda: coordinated.read(*attempts))
+    assert record.stored_ms < again.stored_ms
+    await bus.close()
 
 
 async def test_a_request_with_a_lost_task_ends_at_its_deadline(

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import structlog
+from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError
+from structlog.testing import capture_logs
 
-from shared.bus import request_queue
+from shared.bus import queues, request_queue
 from shared.bus.bus import Bus
 from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.errors import Cancelled, Unavailable
@@ -23,6 +25,7 @@ from shared.state.token_log import end_request
 from tests.security.test_bus import Attacker, Site
 from tests.support.broker import create_tenant_queues, running_broker
 from tests.support.waiting import until
+from workers.coordinator import intake
 from workers.coordinator import worker as coordinator
 from workers.keyring import Keyring
 
@@ -274,3 +277,33 @@ async def test_the_queues_of_a_tenant_without_a_key_are_removed_when_they_are_em
     await operator.delete(*queued.place)
     assert await request_queue.remove_unused(operator) == ["REQUESTS_a"]
     assert await request_queue.remove_unused(operator) == []
+
+
+async def block_queue(operator: Bus, tenant: str) -> None:
+    """Add a consumer to a tenant's queue, so that the broker refuses the coordinators' consumer."""
+    foreign = api.ConsumerConfig(durable_name="foreign", ack_policy=api.AckPolicy.EXPLICIT)
+    await operator.connection.js.add_consumer(f"{subjects.REQUESTS_STREAM}_{tenant}", foreign)
+
+
+async def test_trusted_publishers_do_not_wait_for_the_queues_of_tenants(
+    site: Site, operator: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "START_S", 0.1)
+    await block_queue(operator, "a")
+    with capture_logs() as logs:
+        async with coordinating(site):
+            data = encode_request(GenerateRequest("demo", prompt="a"))
+            await operator.publish_without_id(subjects.request("demo", "over-http@b"), data)
+            await until_admitted(operator, "over-http@b")
+    assert "tenant_queues_incomplete" not in {log["event"] for log in logs}
+
+
+async def test_a_queue_that_cannot_be_served_leaves_the_queues_of_others(
+    site: Site, operator: Bus, tenants: list[Attacker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "CREATED_AT_ONCE", 1)
+    monkeypatch.setattr(queues, "BROKER_DEADLINE_S", 0.5)
+    await block_queue(operator, "a")
+    async with coordinating(site):
+        await publish(tenants[1], "pm.request.demo.order")
+        await until_admitted(operator, "order@b")

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from shared.bus.login import Login
 from shared.config.schema import Config
+from shared.protocol import names
 from workers import settings
 from workers.roles import all_roles
 
@@ -56,11 +57,20 @@ RequestId = Annotated[
 ]
 
 
+def check_new_id(_: object, request_id: str | None) -> None:
+    """Raise ValueError for the id of a part of another request."""
+    if request_id is not None and names.PART_MARK in request_id:
+        raise ValueError(f"the id of a request {names.REQUEST_ID_RULE}")
+
+
+NewId = Annotated[str | None, Parameter(validator=check_new_id)]
+
+
 def check_role(_: object, name: str | None) -> None:
     """Raise ValueError for a role that does not exist."""
-    names = [spec.name for spec in all_roles()]
-    if name is not None and name not in names:
-        raise ValueError(f"no role {name!r}; there are: {', '.join(names)}")
+    roles = [spec.name for spec in all_roles()]
+    if name is not None and name not in roles:
+        raise ValueError(f"no role {name!r}; there are: {', '.join(roles)}")
 
 
 def load(config: Path | None) -> Config:

@@ -7,6 +7,7 @@ the backlog of a tenant delays this tenant alone.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 from nats.errors import Error as NatsError
@@ -14,6 +15,7 @@ from nats.errors import Error as NatsError
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.queues import CREATED_AT_ONCE
 from shared.errors import PagemillError
+from shared.helpers.task_set import run_for_each
 from shared.protocol import subjects
 from shared.stage.job import Job
 from shared.stage.runtime import Context
@@ -30,6 +32,9 @@ TENANTS_CAPACITY = 64
 ACK_WAIT_S = 1.0
 # Interval between readings of the accounts of the broker.
 FOLLOW_S = 2.0
+# Time in which a start waits for the queues of tenants. In a cluster, the queues of some hundred
+# tenants take minutes, and other requests must not wait for them.
+START_S = 5.0
 
 JobOf = Callable[[Delivery], Job | None]
 
@@ -55,25 +60,27 @@ class Intake:
         self._consumers: dict[str, Consumer] = {}
         """By stream."""
         self._failure = ""
+        self._has_updated = asyncio.Event()
 
     async def start(self) -> None:
-        """Serve the queues of trusted publishers, and of the tenants that have a key.
+        """Serve the queues of trusted publishers, and the queues of tenants in the background.
 
-        Raises Unavailable without the former.
+        Queues of tenants that need longer than START_S are served later. Raises Unavailable if a
+        queue of trusted publishers cannot be served.
         """
         await self._serve(subjects.REQUESTS_STREAM, subjects.REQUESTS_FILTER)
         await self._serve(subjects.CANCELS_STREAM, subjects.CANCELS_FILTER)
-        await self._update()
+        self._loop.start(self._follow())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_updated.wait(), START_S)
 
-    async def follow(self) -> None:
+    async def _follow(self) -> None:
         """Serve the queues of the tenants that have a key at the time."""
         while True:
+            await self._try(self._create_queues)
+            await self._try(self._serve_queues)
+            self._has_updated.set()
             await asyncio.sleep(FOLLOW_S)
-            await self._update()
-
-    async def _update(self) -> None:
-        await self._try(self._create_queues)
-        await self._try(self._serve_queues)
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
         """Log the failure of a step once. It must not end the service of other queues."""
@@ -93,14 +100,14 @@ class Intake:
 
     async def _serve_queues(self) -> None:
         existing = await self._existing()
-        new = [queue for queue in existing.items() if queue[0] not in self._consumers]
-        for first in range(0, len(new), CREATED_AT_ONCE):
-            batch = new[first : first + CREATED_AT_ONCE]
-            await asyncio.gather(*(self._serve(stream, subject) for stream, subject in batch))
         for stream in self._consumers.keys() - existing.keys():
             if subjects.tenant_of_queue(stream):
                 await self._bus.queues.leave(self._consumers.pop(stream))
-        self._divide_capacity()
+        new = [queue for queue in existing.items() if queue[0] not in self._consumers]
+        try:
+            await run_for_each(lambda queue: self._serve(*queue), new, CREATED_AT_ONCE)
+        finally:
+            self._divide_capacity()
 
     async def _existing(self) -> dict[str, str]:
         """Return the streams of the queues, each with the filter of its consumer."""
@@ -114,8 +121,9 @@ class Intake:
         feeds_tasks = subject == subjects.REQUESTS_FILTER
         durable = subjects.REQUESTS_CONSUMER if feeds_tasks else subjects.CANCELS_CONSUMER
         ack_wait_s = min(ACK_WAIT_S, self._delivery.ack_wait_s)
+        capacity = 1 if subjects.tenant_of_queue(stream) else CAPACITY
         consumer = await self._bus.queues.consume(
-            stream, durable, subject, CAPACITY, ack_wait_s, feeds_tasks=feeds_tasks
+            stream, durable, subject, capacity, ack_wait_s, feeds_tasks=feeds_tasks
         )
         self._consumers[stream] = consumer
         self._loop.add_queue(consumer, *self._handlers[subject])

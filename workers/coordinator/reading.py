@@ -171,10 +171,7 @@ class Reading:
 
 def _check_id(request_id: str) -> None:
     if not names.is_scoped_id(request_id):
-        raise InvalidRequest(
-            f"a request id {names.NAME_RULE}, and must not begin with {names.RESERVED_PREFIX!r}",
-            field="request_id",
-        )
+        raise InvalidRequest(f"a request id {names.REQUEST_ID_RULE}", field="request_id")
 
 
 def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:

@@ -60,10 +60,7 @@ from workers.coordinator.store_watch import StoreWatch
 from workers.coordinator.token_limits import TokenLimits
 from workers.coordinator.turns import Turns
 
-ID_RULE = (
-    f"the id of a request, the last token of its subject, {names.NAME_RULE}, and must not begin"
-    f" with {names.RESERVED_PREFIX!r}"
-)
+ID_RULE = f"the id of a request, the last token of its subject, {names.REQUEST_ID_RULE}"
 # Time after a loss of all tasks in which workers connect again, notice the loss within a second,
 # and record which requests they still have.
 REJOIN_S = 1.5
@@ -93,7 +90,6 @@ class Coordinator:
         handlers = (self._request_of, self.admit_or_end), (self._cancellation_of, self._cancel)
         intake = Intake(self._context, loop, *handlers)
         await intake.start()
-        loop.start(intake.follow())
         loop.start(StorageMeter(self._context.bus, self._delivery.tenant_weights).run())
         watch = StoreWatch(self._context.bus)
         self._context.metrics.set_function("streams_refusing", lambda: watch.num_refusing)
@@ -116,7 +112,11 @@ class Coordinator:
     def _request_of(self, delivery: Delivery) -> Job:
         if subjects.is_batch_order(delivery.subject):
             return self._job(delivery, id_of(delivery), self._batches.refuse)
-        job = self._job(delivery, _with_log(delivery, subjects.request_id_of(delivery.subject)))
+        request_id = _with_log(delivery, subjects.request_id_of(delivery.subject))
+        is_from_client = bool(subjects.tenant_of_queue(delivery.place.stream))
+        if is_from_client and request_id is not None and names.is_part_id(request_id):
+            request_id = None  # The log of this id belongs to a part of another request.
+        job = self._job(delivery, request_id)
         if delivery.attempt == 1:  # Later deliveries are its deadline, or follow a worker's death.
             self._stage.counters.arrived(job)
         return job

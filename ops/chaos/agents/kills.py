@@ -42,7 +42,7 @@ REPEATABLE, PLAIN = "safe", "plain"
 
 def script(request: GenerateRequest, request_id: str) -> str:
     """Book twice in each turn but the last one."""
-    response_id, _, turn = request_id.rpartition("-t")
+    response_id, _, turn = request_id.rpartition("~t")
     if int(turn) >= TURNS:
         return "Booked."
     (tool, *_) = request.tools

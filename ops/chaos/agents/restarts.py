@@ -25,7 +25,7 @@ SERVER = "calc"
 
 def script(request: GenerateRequest, request_id: str) -> str:
     """Say something, book twice, and end."""
-    response_id = request_id.rpartition("-t")[0]
+    response_id = request_id.rpartition("~t")[0]
     if any(message.role == "tool" for message in request.messages or []):
         return "Both are booked."
     (tool, *_) = request.tools

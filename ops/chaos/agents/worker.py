@@ -98,7 +98,7 @@ def die_after(parts: set[str], report: Path) -> None:
     async def publish_without_id(
         original: Any, self: Bus, subject: str, *rest: Any, **named: Any
     ) -> Any:
-        part, name = _part_of(subject), subjects.last_token(subject).removesuffix("-t0")
+        part, name = _part_of(subject), subjects.last_token(subject).removesuffix("~t0")
         return await store(part, lambda: original(self, subject, *rest, **named), name)
 
 

@@ -51,7 +51,7 @@ def owner_of_line(run: RecordedRun, request_id: str) -> str | None:
     if request_id.startswith(SINGLE):
         return next(iter(run.settings.tenants), "")
     for batch in run.batches:
-        if batch.body and request_id.startswith(f"{batch.body['id']}-"):
+        if batch.body and request_id.startswith(f"{batch.body['id']}~"):
             return batch.planned.tenant
     return None
 

@@ -530,7 +530,7 @@ async def http(bus: Bus) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def put_logs(bus: Bus, case: Case, name: str, logs: Logs) -> None:
-    ids = [f"{name}-{i}" for i in range(case.parts)] if case.parts > 1 else [name]
+    ids = [f"{name}~{i}" for i in range(case.parts)] if case.parts > 1 else [name]
     outputs = [name] * bool(case.output)
     for i, (id, log) in enumerate(zip([*ids, *outputs], logs, strict=False)):
         subject = subjects.append(id, *[case.output] * (i == case.parts))

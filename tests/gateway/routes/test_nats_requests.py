@@ -10,6 +10,9 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
+from shared.bus.bus import Bus
+from shared.protocol.messages import DeadLetter
+from shared.state import dead_letters
 from tests.cluster.conftest import Cluster, sign_in
 from tests.gateway.conftest import WITH_IDS, Gateway, Start, start_gateway
 from tests.gateway.http.test_auth import ALICE, BOB, KEYS, bearer
@@ -142,7 +145,7 @@ async def test_a_request_over_nats_is_aborted_over_http(
 async def test_all_prompts_of_a_request_are_aborted(
     nc: Client, http: httpx.AsyncClient, name: str
 ) -> None:
-    logs = [await nc.subscribe(f"pm.tokens.{name}-{part}") for part in range(2)]
+    logs = [await nc.subscribe(f"pm.tokens.{name}~{part}") for part in range(2)]
     body = {"model": "demo", "prompt": ["a", "b"], "stream": True} | LONG
     headers = {"x-request-id": name}
     async with http.stream("POST", "/v1/completions", json=body, headers=headers):
@@ -150,6 +153,17 @@ async def test_all_prompts_of_a_request_are_aborted(
             await log.next_msg(60)
         await http.post(ABORT, json={"request_ids": [name]})
         assert [(await error_in(log))["code"] for log in logs] == ["cancelled"] * 2
+
+
+async def test_a_request_is_no_alias_of_another_name(http: httpx.AsyncClient, name: str) -> None:
+    body = {"model": "demo", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}
+    headers = {"x-request-id": f"alias_of:{name}"}
+    answer = await http.post("/inference/v1/generate", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert (await http.post(ABORT, json={"request_ids": [name]})).status_code == 200
+    body["request_id"] = name
+    answer = await http.post("/inference/v1/generate", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
 
 
 async def test_an_id_that_is_only_aborted_is_free(
@@ -212,3 +226,61 @@ async def test_all_records_in_one_answer_have_a_limit(
         assert "a stream has no limit" in answer.json()["error"]["message"]
         stream = await http.get(f"/v1/requests/{name}/stream", timeout=60)
         assert events(stream.text)[-2][1]["type"] == "finish"
+
+
+async def text_of_chat(nc: Client, http: httpx.AsyncClient, name: str, way: str) -> str:
+    if way == "nats":
+        log = await nc.subscribe(f"pm.tokens.{name}")
+        await publish(nc, name, sampling_params={"max_tokens": 8, "temperature": 0})
+        while json.loads((await log.next_msg(60)).data)["type"] == "tokens":
+            pass
+        records = await read(nc, name)
+        return "".join(c["text"] for record in records for c in record.get("choices", []))
+    body = {"model": "demo", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
+    answer = await http.post(CHAT, json=body, headers={"x-request-id": name}, timeout=60)
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+async def texts_of_prompts(http: httpx.AsyncClient, name: str) -> list[str]:
+    prompts = ["one two three", "red green blue"]
+    body = {"model": "demo", "prompt": prompts, "max_tokens": 8, "temperature": 0}
+    headers = {"x-request-id": name}
+    answer = await http.post("/v1/completions", json=body, headers=headers, timeout=60)
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+@pytest.mark.parametrize("way", ["http", "nats"])
+@pytest.mark.parametrize("prompts_first", [True, False])
+async def test_requests_and_prompts_of_another_request_have_separate_ids(
+    nc: Client, http: httpx.AsyncClient, name: str, way: str, prompts_first: bool
+) -> None:
+    chat = await text_of_chat(nc, http, secrets.token_hex(8), way)
+    prompts = await texts_of_prompts(http, secrets.token_hex(8))
+    assert chat not in prompts
+    names = [f"{name}-0", f"{name}-1", *[f"{name}~0"] * (way == "http")]
+    if prompts_first:
+        assert await texts_of_prompts(http, name) == prompts
+    assert [await text_of_chat(nc, http, each, way) for each in names] == [chat] * len(names)
+    assert await texts_of_prompts(http, name) == prompts
+
+
+async def test_a_client_cannot_take_the_id_of_a_prompt(
+    nc: Client, http: httpx.AsyncClient, bus: Bus, name: str
+) -> None:
+    await publish(nc, f"{name}~0")
+    letter = await until(lambda: letter_at(bus, f"pm.request.@local.key.demo.{name}~0"))
+    assert (letter.request_id, letter.error.field) == (None, "request_id")
+    prompts = await texts_of_prompts(http, secrets.token_hex(8))
+    assert await texts_of_prompts(http, name) == prompts
+    # It names the prompt, whose records the tenant may read.
+    assert (await read(nc, f"{name}~1"))[-1]["type"] == "finish"
+    state = json.loads((await nc.request(f"pm.state.{name}~1", timeout=60)).data)
+    assert state["state"] == "finished"
+    body = (await http.get(f"/v1/requests/{name}~1")).json()
+    assert (body["id"], body["state"]) == (f"{name}~1", "finished")
+
+
+async def letter_at(bus: Bus, subject: str) -> DeadLetter | None:
+    letters = [letter async for _, letter in dead_letters.read_newest(bus, 20)]
+    return next((letter for letter in letters if letter.subject == subject), None)

@@ -274,7 +274,7 @@ async def test_a_truncated_log_is_reported(http: httpx.AsyncClient, bus: Bus) ->
     body = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 40}
     request_id = (await http.post("/v1/completions", json=body)).headers["x-request-id"]
     # Both logs, because either may be read first.
-    for choice in (f"{request_id}-0", f"{request_id}-1"):
+    for choice in (f"{request_id}~0", f"{request_id}~1"):
         last = await last_record(bus, choice)
         assert last is not None
         assert last.index > 0

@@ -1,6 +1,7 @@
 """Queues are restored when a broker that runs alone has lost its memory."""
 
 import asyncio
+import contextlib
 import math
 import shutil
 import time
@@ -15,12 +16,32 @@ from shared.bus.consumer import Consumer
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.slot_consumer import SlotQueue
 from shared.config.schema import DeliveryConfig, NatsConfig
+from shared.errors import Unavailable
 from shared.protocol import subjects
 from tests.support.waiting import until
 
 QUEUE = subjects.stage_consumer("renderer", "demo", "batch")
 REQUESTS = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
 ANSWER_S = 10.0
+# The queues on disk of a lone broker, each with three of its subjects.
+QUEUES = {
+    REQUESTS[0]: (*REQUESTS[1:], [subjects.request("demo", f"{n}@t") for n in "abc"]),
+    subjects.CANCELS_STREAM: (
+        subjects.CANCELS_CONSUMER,
+        subjects.CANCELS_FILTER,
+        [subjects.cancel(f"{n}@t") for n in "abc"],
+    ),
+    subjects.RESPONSES_STREAM: (
+        subjects.RESPONSES_CONSUMER,
+        subjects.RESPONSES_FILTER,
+        [subjects.response(n) for n in "abc"],
+    ),
+    subjects.BATCHJOBS_STREAM: (
+        subjects.BATCHJOBS_CONSUMER,
+        subjects.BATCHJOBS_FILTER,
+        [subjects.batch_job("t", n) for n in "abc"],
+    ),
+}
 
 
 async def connect(broker: EmbeddedServer) -> Bus:
@@ -116,27 +137,44 @@ async def test_requests_are_delivered_again_when_their_tasks_are_lost(
         messages.add((await asyncio.wait_for(consumer.next(), ANSWER_S)).data)
 
 
-async def test_an_acknowledged_request_that_was_not_removed_is_delivered_again(
-    own_bus: Bus, own_broker: EmbeddedServer, tmp_path: Path
+@pytest.mark.parametrize("stream", QUEUES)
+async def test_acknowledged_messages_that_were_not_removed_are_removed_after_a_restart(
+    stream: str, own_bus: Bus, own_broker: EmbeddedServer, tmp_path: Path
 ) -> None:
     """A full disk stores the acknowledgement, and not the removal of the message."""
-    consumer = await own_bus.queues.consume(*REQUESTS, 8, 1.0, feeds_tasks=True)
-    await own_bus.publish_without_id(subjects.request("demo", "r@t"), b"r")
+    durable, where, names = QUEUES[stream]
+    feeds_tasks = stream == subjects.REQUESTS_STREAM
+    queue = stream, durable, where, 8, 1.0
+    consumer = await own_bus.queues.consume(*queue, feeds_tasks=feeds_tasks)
+    for name in names:
+        await own_bus.publish_without_id(name, name.encode())
     own_broker.stop()
-    (messages,) = own_broker.store_dir.rglob(f"streams/{subjects.REQUESTS_STREAM}/msgs")
+    (messages,) = own_broker.store_dir.rglob(f"streams/{stream}/msgs")
     shutil.copytree(messages, tmp_path / "copy")
     own_broker.start()
-    await (await consumer.next()).ack()
+    while (delivery := await consumer.next()).data != names[0].encode():
+        pass
+    await delivery.ack()
     await own_bus.connection.sync_clock()  # The broker has the acknowledgement.
-    assert (await own_bus.figures.size(subjects.REQUESTS_STREAM))[0] == 0
+    assert (await own_bus.figures.size(stream))[0] == 2
     own_broker.stop()
     shutil.rmtree(messages)
     shutil.copytree(tmp_path / "copy", messages)
     own_broker.start()
-    delivery = await asyncio.wait_for(consumer.next(), ANSWER_S)
-    assert delivery.data == b"r"
-    await delivery.ack()
-    assert (await own_bus.figures.size(subjects.REQUESTS_STREAM))[0] == 0
+
+    async def is_removed() -> bool:
+        with contextlib.suppress(Unavailable):
+            return names[0] not in await own_bus.figures.subjects_of(stream, where)
+        return False
+
+    await until(is_removed)
+    left = {*names[1:]}
+    while left:
+        delivery = await asyncio.wait_for(consumer.next(), ANSWER_S)
+        left.discard(delivery.data.decode())
+        await delivery.ack()
+    await own_bus.connection.sync_clock()
+    assert (await own_bus.figures.size(stream))[0] == 0
 
 
 @pytest.mark.parametrize("storage", [api.StorageType.FILE, api.StorageType.MEMORY])

@@ -192,10 +192,10 @@ async def test_a_tenants_request_with_several_prompts_is_found_by_its_id(
 ) -> None:
     record = RequestRecord("completion", "m", "acme", 0, durable=False, options={"parts": 2})
     await bus.publish_without_id(subjects.job(f"{request_id}@acme"), to_json(record))
-    await (await LogWriter.open(bus, f"{request_id}-0@acme", 1)).tokens([])
+    await (await LogWriter.open(bus, f"{request_id}~0@acme", 1)).tokens([])
     status = await request_status.find_any_tenants(bus, request_id)
     assert status.request_id == f"{request_id}@acme"
-    assert f"{request_id}-0@acme to {request_id}-1@acme" in status.why
+    assert f"{request_id}~0@acme to {request_id}~1@acme" in status.why
 
 
 async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(
@@ -211,3 +211,12 @@ async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(
     assert status.why.endswith("is alive; pool engine/scaled is starting for 2 s")
     assert status.pool == "pool starting for 2 s"
     assert (await request_status.find(bus, request_id)).pool is None
+
+
+async def test_an_order_for_a_batch_is_no_request_with_its_id(bus: Bus, request_id: str) -> None:
+    stream, subject = subjects.REQUESTS_STREAM, f"pm.request.@acme.{subjects.BATCH_ORDER}"
+    await bus.publish_without_id(f"{subject}.{request_id}", b"{}")
+    assert (await request_status.find(bus, f"{request_id}@acme")).state == "unknown"
+    assert not await request_status.is_used(bus, f"{request_id}@acme")
+    assert (await request_status.find_any_tenants(bus, request_id)).request_id == request_id
+    await bus.purge(stream, f"{subject}.{request_id}")

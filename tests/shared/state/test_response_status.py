@@ -51,7 +51,7 @@ async def test_the_status_of_a_response_has_its_place_and_the_reason_of_its_wait
             status = await find_any_tenants(bus, log.response_id)
             assert status is not None
             rows.append((status.state, status.turn, status.call, status.why))
-    turn = f"the model writes its turn: pagemill where {log.response_id}-t0@alice"
+    turn = f"the model writes its turn: pagemill where {log.response_id}~t0@alice"
     reason = "a call was sent 1 times, and has no result yet"
     assert rows == [
         ("in_progress", None, None, "an agent is about to take the next step"),

@@ -19,7 +19,7 @@ from shared.stage.pipelines import pipeline_of
 from workers import settings
 from workers.cli.ask import print_answer
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, load
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
 
 
@@ -37,7 +37,7 @@ async def draw(
     model: ModelName = None,
     timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
     json: bool = False,
-    request_id: str | None = None,
+    request_id: NewId = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:

@@ -28,6 +28,7 @@ from workers.cli.options import (
     Images,
     ModelName,
     NatsUrl,
+    NewId,
     RequestId,
     Sounds,
     Videos,
@@ -93,7 +94,7 @@ async def ask(
     json: bool = False,
     durable: bool = False,
     speech: SpeechOptions = SpeechOptions(),
-    request_id: str | None = None,
+    request_id: NewId = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:

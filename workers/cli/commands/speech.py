@@ -10,7 +10,7 @@ from shared.protocol.requests import GenerateRequest
 from workers import settings
 from workers.cli.ask import print_answer
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, load
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.sound import find_audio, while_saving
 
 
@@ -23,7 +23,7 @@ async def say(
     model: ModelName = None,
     timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
     json: bool = False,
-    request_id: str | None = None,
+    request_id: NewId = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:

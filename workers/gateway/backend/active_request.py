@@ -318,17 +318,16 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
     of other tenants.
     """
     name = request.path_params["id"]
-    client_ids = [named_request_id(kind, name) for kind in context.kinds.values()]
-    ids = [name, *client_ids] if names.is_request_id(name) else client_ids
-    is_recorded = False
-    for request_id in dict.fromkeys(ids):
+    ids = [named_request_id(kind, name) for kind in context.kinds.values()]
+    is_recorded, is_own = False, names.is_own_id(name)
+    for request_id in dict.fromkeys([*ids, name] if is_own else ids):
         bus_id = names.scoped_id(request_id, caller.tenant)
         record = await request_registry.find(context.bus, bus_id)
         if record is not None and record.tenant == caller.tenant:
             request.scope["request_id"], is_recorded = (request_id, True), True
             with suppress(DecodeError):
                 return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
-    if names.is_request_id(name) and not is_recorded:
+    if is_own and not is_recorded:
         status = await request_status.find(context.bus, names.scoped_id(name, caller.tenant))
         if status.state != "unknown":
             request.scope["request_id"] = name, True

@@ -53,12 +53,15 @@ class FirstTurn(NamedTuple):
 def new_response_id(request: Request, tenant: str) -> tuple[str, bool]:
     """Return the id of a response, and whether the client has named it.
 
-    The same name from the same tenant means the same response.
+    The same name from the same tenant means the same response. So does the id of the same line of
+    a batch, which is in the scope of the request.
     """
+    line: tuple[str, bool] | None = request.scope.get("request_id")
     name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
     if name is None:
         return f"resp_{secrets.token_hex(24)}", False
-    return f"resp_{hashlib.sha256(f'response:{tenant}:{name}'.encode()).hexdigest()}", True
+    kind = "response" if line is None else "line"
+    return f"resp_{hashlib.sha256(f'{kind}:{tenant}:{name}'.encode()).hexdigest()}", True
 
 
 async def find_response(

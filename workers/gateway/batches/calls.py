@@ -138,4 +138,6 @@ def _scope(call: Call) -> Scope:
         "client": None,
         "server": None,
         CALLER: Caller("batch", call.tenant),
+        # A client's header with the same content is the name of another request.
+        "request_id": (call.request_id, True),
     }

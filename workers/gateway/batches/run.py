@@ -38,6 +38,7 @@ from shared.protocol.batch_log import (
     Validated,
 )
 from shared.protocol.encoding import to_json
+from shared.protocol.names import part_id
 from shared.stage.runtime import Context
 from shared.state import batch_files
 from shared.state.batch_log import BatchLog
@@ -320,7 +321,7 @@ class BatchRun:
         begun, attempts = self._begun, Attempts()
         retries = self._context.metrics.counter("batch_line_retries_total")
         while True:
-            request_id = f"{begun.batch_id}-{number}-{attempts.number}"
+            request_id = part_id(begun.batch_id, f"{number}-{attempts.number}")
             question = Call(begun.endpoint, line.body, begun.tenant, request_id)
             upload = MediaUpload(self._bus, begun.tenant)
             async with self._slot(line):

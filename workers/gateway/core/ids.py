@@ -14,8 +14,6 @@ from shared.protocol.messages import RequestRecord
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.schemas.generate import MAX_ID_LEN
 
-# It leaves room for the number of a part.
-MAX_OWN_ID_LEN = 120
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -25,7 +23,7 @@ def named_request_id(kind: AnswerKind[Any], name: str) -> str:
     A name that is valid in a subject is the id itself, as for a client of the bus. Any other name
     has a digest.
     """
-    if len(name) <= MAX_OWN_ID_LEN and names.is_request_id(name):
+    if names.is_request_id(name):
         return name
     return f"{kind.id_prefix}-{hashlib.sha256(f'{kind.name}:{name}'.encode()).hexdigest()}"
 

@@ -14,7 +14,7 @@ from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, Unavailab
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
-from shared.protocol.names import is_request_id, scoped_id
+from shared.protocol.names import scoped_id
 from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import Feature, GenerateRequest, Message, tenant_header
 from shared.state import request_registry, request_status
@@ -131,21 +131,19 @@ async def _record_alias(
 async def _abort_one(context: AppContext, name: str, tenant: str) -> None:
     bus, name = context.bus, name.removeprefix(PREFIX)
     alias = await request_registry.find(bus, _alias_of(name, tenant))
-    if alias is not None:
-        ids = [alias.options[_ALIAS]]
-    else:  # A request over NATS may have a longer name than one over HTTP.
-        ids = list(filter(is_request_id, {named_request_id(GENERATE, name), name}))
-    for request_id in (scoped_id(own_id, tenant) for own_id in ids):
-        record = await request_registry.find(bus, request_id)
-        if record is not None:
-            parts = part_ids(request_id, record)
-            await asyncio.gather(*(client.cancel(bus, part) for part in parts))
-        elif await request_status.is_used(bus, request_id):
-            await client.cancel(bus, request_id)
+    own_id = named_request_id(GENERATE, name) if alias is None else alias.options[_ALIAS]
+    request_id = scoped_id(own_id, tenant)
+    record = await request_registry.find(bus, request_id)
+    if record is not None:
+        parts = part_ids(request_id, record)
+        await asyncio.gather(*(client.cancel(bus, part) for part in parts))
+    elif await request_status.is_used(bus, request_id):
+        await client.cancel(bus, request_id)
 
 
 def _alias_of(name: str, tenant: str) -> str:
-    return scoped_id(named_request_id(GENERATE, f"{_ALIAS}:{name}"), tenant)
+    # No header has a space, so no request has this id.
+    return scoped_id(named_request_id(GENERATE, f"{_ALIAS} {name}"), tenant)
 
 
 def check_room(parsed: ParsedRequest, card: ModelCard) -> None:
