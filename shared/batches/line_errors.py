@@ -26,6 +26,15 @@ class _Line(Struct, frozen=True):
 
 
 _read = msgspec.json.Decoder(_Line).decode
+_read_body = msgspec.json.Decoder(_Body).decode
+
+
+def code_in_body(content: bytes) -> str:
+    """Return the code in the body of an endpoint's error."""
+    try:
+        return _read_body(content).error.code
+    except UNDECODABLE:
+        return UNKNOWN
 
 
 def error_code_of(content: bytes) -> str:

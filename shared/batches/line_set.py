@@ -61,9 +61,9 @@ class LineSet:
 
     def add(self, line: int) -> None:
         """Add a line. Raises ValueError for a line that is in the set."""
-        if line in self or line < 1:
-            raise ValueError(f"line {line} is finished twice")
         at = bisect.bisect_right(self._starts, line)
+        if line < 1 or (at > 0 and line < self._ends[at - 1]):
+            raise ValueError(f"line {line} is finished twice")
         joins_before = at > 0 and self._ends[at - 1] == line
         joins_after = at < len(self._starts) and self._starts[at] == line + 1
         if joins_before and joins_after:

@@ -7,9 +7,11 @@ alone is enough to continue a batch, and a batcher takes over a long one as fast
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
+from typing import NamedTuple
 
 from msgspec import Raw
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from shared.batches.line_errors import error_code_of
 from shared.batches.line_set import LineSet
@@ -29,8 +31,7 @@ from shared.protocol.records import Usage
 NO_USAGE = Usage(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedLine:
+class FinishedLine(NamedTuple):
     """Result of one line of the input."""
 
     line: int
@@ -76,7 +77,7 @@ def checkpoint_after(
     `position_before` returns a line and its offset in the input. The line is the given one, or an
     earlier one. Raises ValueError for a line that was finished before, or is not part of the input.
     """
-    lines, usage = LineSet.unpack(before.finished), before.usage
+    lines, num_tokens = LineSet.unpack(before.finished), [*astuple(before.usage)]
     error_counts = Counter(before.error_counts)
     num_bytes, num_lines = [before.output_bytes, before.error_bytes], [0, 0]
     for result in finished:
@@ -87,11 +88,8 @@ def checkpoint_after(
         num_lines[result.is_refused] += 1
         if result.is_refused:
             error_counts[error_code_of(result.content)] += 1
-        usage = Usage(
-            usage.prompt_tokens + result.usage.prompt_tokens,
-            usage.completion_tokens + result.usage.completion_tokens,
-            usage.cached_tokens + result.usage.cached_tokens,
-        )
+        if result.usage != NO_USAGE:
+            num_tokens = [*map(add, num_tokens, astuple(result.usage))]
     next_line, next_offset = position_before(lines.first_missing)
     return replace(
         before,
@@ -101,7 +99,7 @@ def checkpoint_after(
         num_answered=before.num_answered + num_lines[False],
         num_refused=before.num_refused + num_lines[True],
         error_counts=dict(error_counts),
-        usage=usage,
+        usage=Usage(*num_tokens),
         output_bytes=num_bytes[False],
         error_bytes=num_bytes[True],
     )

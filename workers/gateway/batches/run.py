@@ -9,7 +9,15 @@ from typing import Any, Literal, TypeVar
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
-from shared.batches.input_file import InputCheck, InputLimits, LineCutter, ParsedLine, read_line
+from shared.batches.input_file import (
+    InputCheck,
+    InputLimits,
+    LineCutter,
+    ParsedLine,
+    RawLine,
+    decode_line,
+    read_line,
+)
 from shared.batches.line_set import LineSet
 from shared.batches.look_ahead import LookAhead
 from shared.batches.open_lines import BLOCK_BYTES, OpenLines
@@ -281,7 +289,7 @@ class BatchRun:
             )
         )
 
-    async def _unfinished(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
+    async def _unfinished(self, file: StoredFile) -> AsyncIterator[RawLine]:
         """Yield the lines without a result, from the checkpoint on."""
         checkpoint, lines = self._checkpoint, self._lines
         finished = LineSet.unpack(checkpoint.finished)
@@ -290,13 +298,14 @@ class BatchRun:
                 return
             if line.number not in finished:
                 lines.offsets[line.number] = line.offset
-                yield line.number, read_line(line.content)
+                yield line
 
     async def _in_order(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
         """Yield the lines without a result, ordered within each look-ahead."""
         lines: LookAhead[tuple[int, ParsedLine]] = LookAhead()
-        async for number, line in self._unfinished(file):
-            lines.add((number, line), line.body)
+        async for raw in self._unfinished(file):
+            line = read_line(raw.content)
+            lines.add((raw.number, line), line.body)
             if lines.is_full:
                 for each in lines.take():
                     yield each
@@ -426,8 +435,10 @@ class BatchRun:
         if self._checkpoint.began_s is None:
             await self._validate(file)
         self._lines = lines = self._lines_from_checkpoint()
-        async for number, line in self._unfinished(file):
-            lines.add(results.refused(self._begun.batch_id, number, line.custom_id, code, message))
+        batch_id = self._begun.batch_id
+        async for line in self._unfinished(file):
+            custom_id = decode_line(line.content).custom_id
+            lines.add(results.refused(batch_id, line.number, custom_id, code, message))
             if lines.num_bytes >= BLOCK_BYTES:
                 await self._write_block()
         await self._flush()
