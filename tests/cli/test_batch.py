@@ -60,8 +60,8 @@ async def finish(bus: Bus, tenant: str) -> BatchBegun:
     assert log is not None
     await log.append(Claimed(0, 1, "b", Checkpoint()))
     await log.append(Validated(1, 1, Checkpoint(num_lines=4, began_s=1)))
-    lines = [FinishedLine(n, b'{"n":%d}' % n, False) for n in range(1, 4)]
-    lines.append(FinishedLine(4, b'{"n":4,"error":{"code":"invalid_media"}}', True))
+    lines = [FinishedLine(n, b'{"n":%d}' % n) for n in range(1, 4)]
+    lines.append(FinishedLine(4, b'{"n":4,"error":{"code":"invalid_media"}}', "invalid_media"))
     now = checkpoint_after(log.state.checkpoint, lines, lambda line: (line, 0))
     await log.append(results_of(2, 1, lines, now))
     await log.append(BatchEnded(3, 1, "completed", now))
@@ -186,7 +186,7 @@ async def test_follow_continues_after_the_broker_was_away(folder: Path, file: Pa
     assert log is not None
     await log.append(Claimed(0, 1, "b", Checkpoint()))
     await log.append(Validated(1, 1, Checkpoint(num_lines=4, began_s=1)))
-    lines = [FinishedLine(n, b'{"n":%d}' % n, False) for n in range(1, 5)]
+    lines = [FinishedLine(n, b'{"n":%d}' % n) for n in range(1, 5)]
     now = checkpoint_after(log.state.checkpoint, lines[:2], lambda line: (line, 0))
     await log.append(results_of(2, 1, lines[:2], now))
     command = ["batch", "follow", begun.batch_id, "--nats", broker.url]

@@ -44,7 +44,7 @@ async def claim(log: BatchLog, name: str) -> None:
 
 
 async def finish(log: BatchLog, *lines: int) -> None:
-    finished = [FinishedLine(n, b'{"line":%d}' % n, n % 2 == 0) for n in lines]
+    finished = [FinishedLine(n, b'{"line":%d}' % n, "" if n % 2 else "unknown") for n in lines]
     now = checkpoint_after(log.state.checkpoint, finished, lambda line: (line, 10 * line))
     await log.append(results_of(log.next_index, 1, finished, now))
 
@@ -194,7 +194,7 @@ async def test_removed_results_do_not_count_for_their_tenant(bus: Bus) -> None:
     log = await begin(bus, tenant)
     await claim(log, "one")
     await log.append(Validated(log.next_index, 2, Checkpoint(num_lines=1, began_s=2)))
-    result = FinishedLine(1, b'"%s"' % (b"x" * num_bytes), False)
+    result = FinishedLine(1, b'"%s"' % (b"x" * num_bytes))
     now = checkpoint_after(log.state.checkpoint, [result], lambda line: (line, 0))
     await log.append(results_of(log.next_index, 1, [result], now))
     await log.append(BatchEnded(log.next_index, 3, "completed", log.state.checkpoint))

@@ -124,16 +124,16 @@ def answered(batch_id: str, line: int, custom_id: str, answer: Answer) -> Finish
     """Return the result of a line after the answer of its endpoint, which may be an error."""
     response = LineResponse(answer.status, answer.request_id, Raw(answer.body))
     content = _line_of(ResultLine(_result_id(batch_id, line), custom_id, response))
-    is_refused = answer.status >= 400
-    usage = Usage(0, 0) if is_refused else _usage_of(answer.body)
-    return FinishedLine(line, content, is_refused, usage)
+    if answer.status >= 400:
+        return FinishedLine(line, content, code_in_body(answer.body))
+    return FinishedLine(line, content, usage=_usage_of(answer.body))
 
 
 def refused(batch_id: str, line: int, custom_id: str, code: str, message: str) -> FinishedLine:
     """Return the result of a line without an answer."""
     error = ResultError(code, message)
     content = _line_of(ResultLine(_result_id(batch_id, line), custom_id, None, error))
-    return FinishedLine(line, content, True)
+    return FinishedLine(line, content, code)
 
 
 def _line_of(result: ResultLine) -> bytes:

@@ -242,6 +242,9 @@ class BatchRun:
     async def _withdraw(self, working: asyncio.Task[None]) -> None:
         """End the lines that have begun or wait: cancel their requests."""
         self._ends_early = True
+        if self._checkpoint.began_s is None:
+            # The check of the file continues, because the lines get errors only after it.
+            await asyncio.wait({working})
         async with self._appending:
             working.cancel()
         self._withdrawn.set()
@@ -259,6 +262,8 @@ class BatchRun:
     async def _work(self, file: StoredFile) -> None:
         if self._checkpoint.began_s is None:
             await self._validate(file)
+        if self._ends_early:
+            return
         async for number, line in self._in_order(file):
             while self._is_ahead:
                 self._has_begun.clear()
@@ -498,7 +503,7 @@ class BatchRun:
 
     def _count(self, block: list[FinishedLine]) -> None:
         for result in block:
-            outcome = "refused" if result.is_refused else "answered"
+            outcome = "refused" if result.code else "answered"
             self._context.metrics.counter("batch_lines_total", outcome=outcome).add()
 
     async def _end(self, status: EndStatus, errors: list[LineError] | None = None) -> None:
