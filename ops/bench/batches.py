@@ -26,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from operator import iadd
 from pathlib import Path
 from typing import Any, Protocol
@@ -329,6 +330,11 @@ async def measure_long(num_lines: int, run_s: float) -> None:
     title += f" {counts['completed']} answers"
     columns = ("phase", "seconds", *(f"{name}, MiB" for name in pids))
     print_table(title, columns, rows)
+    costs = [
+        (phase, *(f"{after[name] - before[name]:.2f}" for name in after))
+        for phase, (before, after) in zip(phases.seconds, pairwise(phases.processor_s), strict=True)
+    ]
+    print_table("processor time, s", ("phase", *phases.processor_s[0]), costs)
 
 
 # -- engine ---------------------------------------------------------------------------------------
