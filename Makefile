@@ -104,8 +104,8 @@ bench: .venv/dev  ## our engine against transformers, alone and over the queue; 
 	test -d $(PEERS)/models/mid-qwen2vl || $(BIN)/python -m ops.bench.models mid $(PEERS)/models/mid-qwen2vl
 	$(BIN)/python -m ops.bench.peers --peers $(PEERS) --models mid-qwen2vl --only pagemill pagemill-bus transformers
 
-bench-batch: .venv/dev  ## batches: lines a second, their cost to an engine, users next to them; 15 minutes
-	$(BIN)/python -m ops.bench.batches
+bench-batch: .venv/dev  ## batches: lines a second, a million lines, their cost to an engine, users next to them, also of vLLM in PEERS; 15 minutes
+	$(BIN)/python -m ops.bench.batches --peers $(PEERS)
 
 bench-gateway: .venv/dev  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
 	$(BIN)/python -m ops.bench.gateway --peers $(PEERS)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
@@ -41,8 +41,7 @@ class LineTooLong(Exception):
         self.number = number
 
 
-@dataclass(frozen=True, slots=True)
-class RawLine:
+class RawLine(NamedTuple):
     """One line of a file, without its line break."""
 
     number: int
@@ -64,24 +63,28 @@ class LineCutter:
         """Yield the lines that end in `data`. Raises LineTooLong."""
         start = 0
         while (end := data.find(b"\n", start)) >= 0:
-            self._hold(data[start:end])
-            yield self._cut(1)
+            yield self._cut(data[start:end], 1)
             start = end + 1
-        self._hold(data[start:])
+        self._rest += data[start:]
+        self._check_length(len(self._rest))
         if is_last and self._rest:
-            yield self._cut(0)
+            yield self._cut(b"", 0)
 
-    def _hold(self, data: bytes) -> None:
-        self._rest += data
-        if len(self._rest) > self._max_line_bytes:
-            raise LineTooLong(self.next_line)
-
-    def _cut(self, num_break_bytes: int) -> RawLine:
-        line = RawLine(self.next_line, self.next_offset, bytes(self._rest))
+    def _cut(self, end: bytes, num_break_bytes: int) -> RawLine:
+        """Return the line of the held bytes and its `end`."""
+        content = end
+        if self._rest:
+            content = bytes(self._rest + end)
+            self._rest.clear()
+        self._check_length(len(content))
+        line = RawLine(self.next_line, self.next_offset, content)
         self.next_line += 1
-        self.next_offset += len(self._rest) + num_break_bytes
-        self._rest.clear()
+        self.next_offset += len(content) + num_break_bytes
         return line
+
+    def _check_length(self, num_bytes: int) -> None:
+        if num_bytes > self._max_line_bytes:
+            raise LineTooLong(self.next_line)
 
 
 class InputLine(Struct, frozen=True, forbid_unknown_fields=True):
@@ -205,7 +208,7 @@ class InputCheck:
         self.is_over = self.is_over or over or len(self.errors) == MAX_ERRORS
 
 
-_NAMES = [*(name.encode() for name in InputLine.__struct_fields__), b"model"]
+_NAMES = [b'"%b"' % name.encode() for name in (*InputLine.__struct_fields__, "model")]
 decode_line = msgspec.json.Decoder(InputLine).decode
 _decode_head = msgspec.json.Decoder(_BodyHead).decode
 
@@ -291,7 +294,7 @@ def _repeated_key(content: bytes) -> str | None:
     A decoder would use the last one.
     """
     # Nearly all lines pass here. Content of bodies may contain the names as well.
-    if all(content.count(b'"%b"' % name) == 1 for name in _NAMES):
+    if all(content.count(name) == 1 for name in _NAMES):
         return None
     # Python refuses to read integers of many digits, and their values do not matter here.
     line = json.loads(content, object_pairs_hook=_Object, parse_int=str)

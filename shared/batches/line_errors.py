@@ -26,6 +26,15 @@ class _Line(Struct, frozen=True):
 
 
 _read = msgspec.json.Decoder(_Line).decode
+_read_body = msgspec.json.Decoder(_Body).decode
+
+
+def code_in_body(content: bytes) -> str:
+    """Return the code in the body of an endpoint's error."""
+    try:
+        return _read_body(content).error.code or UNKNOWN
+    except UNDECODABLE:
+        return UNKNOWN
 
 
 def error_code_of(content: bytes) -> str:
@@ -34,4 +43,4 @@ def error_code_of(content: bytes) -> str:
         line = _read(content)
     except UNDECODABLE:
         return UNKNOWN
-    return (line.error or (line.response or _Response()).body.error).code
+    return (line.error or (line.response or _Response()).body.error).code or UNKNOWN

@@ -52,6 +52,11 @@ class LineSet:
         """The smallest line that is not in the set."""
         return self._ends[0] if self._starts[:1] == [1] else 1
 
+    @property
+    def last(self) -> int:
+        """The largest line in the set; 0 if it is empty."""
+        return self._ends[-1] - 1 if self._ends else 0
+
     def __len__(self) -> int:
         return sum(self._ends) - sum(self._starts)
 
@@ -59,20 +64,32 @@ class LineSet:
         at = bisect.bisect_right(self._starts, line) - 1
         return at >= 0 and line < self._ends[at]
 
-    def add(self, line: int) -> None:
-        """Add a line. Raises ValueError for a line that is in the set."""
-        if line in self or line < 1:
-            raise ValueError(f"line {line} is finished twice")
-        at = bisect.bisect_right(self._starts, line)
-        joins_before = at > 0 and self._ends[at - 1] == line
-        joins_after = at < len(self._starts) and self._starts[at] == line + 1
+    def update(self, lines: Iterable[int]) -> None:
+        """Add lines. Raises ValueError for a line that is in the set, or occurs twice."""
+        start = end = 0
+        for line in sorted(lines):
+            if line != end:
+                self._add_range(start, end)
+                start = line
+            end = line + 1
+        self._add_range(start, end)
+
+    def _add_range(self, start: int, end: int) -> None:
+        if start == end:
+            return
+        at = bisect.bisect_right(self._starts, start)
+        is_known = at > 0 and start < self._ends[at - 1]
+        if start < 1 or is_known or (at < len(self._starts) and self._starts[at] < end):
+            raise ValueError(f"line {start} is finished twice")
+        joins_before = at > 0 and self._ends[at - 1] == start
+        joins_after = at < len(self._starts) and self._starts[at] == end
         if joins_before and joins_after:
             self._ends[at - 1] = self._ends.pop(at)
             del self._starts[at]
         elif joins_before:
-            self._ends[at - 1] += 1
+            self._ends[at - 1] = end
         elif joins_after:
-            self._starts[at] -= 1
+            self._starts[at] = start
         else:
-            self._starts.insert(at, line)
-            self._ends.insert(at, line + 1)
+            self._starts.insert(at, start)
+            self._ends.insert(at, end)

@@ -5,11 +5,13 @@ alone is enough to continue a batch, and a batcher takes over a long one as fast
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
+from typing import NamedTuple
 
 from msgspec import Raw
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from shared.batches.line_errors import error_code_of
 from shared.batches.line_set import LineSet
@@ -29,15 +31,14 @@ from shared.protocol.records import Usage
 NO_USAGE = Usage(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedLine:
+class FinishedLine(NamedTuple):
     """Result of one line of the input."""
 
     line: int
     content: bytes
     """Line of the output file or of the error file, as JSON without a line break."""
-    is_refused: bool
-    """Whether it belongs to the error file."""
+    code: str = ""
+    """Code of the error if it belongs to the error file."""
     usage: Usage = NO_USAGE
 
 
@@ -68,7 +69,7 @@ class BatchState:
 
 def checkpoint_after(
     before: Checkpoint,
-    finished: Iterable[FinishedLine],
+    finished: Sequence[FinishedLine],
     position_before: Callable[[int], tuple[int, int]],
 ) -> Checkpoint:
     """Return the checkpoint of a record with further lines.
@@ -76,43 +77,42 @@ def checkpoint_after(
     `position_before` returns a line and its offset in the input. The line is the given one, or an
     earlier one. Raises ValueError for a line that was finished before, or is not part of the input.
     """
-    lines, usage = LineSet.unpack(before.finished), before.usage
-    error_counts = Counter(before.error_counts)
-    num_bytes, num_lines = [before.output_bytes, before.error_bytes], [0, 0]
+    lines, num_tokens = LineSet.unpack(before.finished), [*astuple(before.usage)]
+    errors = [result for result in finished if result.code]
+    error_counts = Counter(before.error_counts) + Counter(result.code for result in errors)
+    error_bytes, num_bytes = _num_bytes(errors), _num_bytes(finished)
+    lines.update(result.line for result in finished)
+    if (last := lines.last) > before.num_lines:
+        raise ValueError(f"the input has no line {last}")
     for result in finished:
-        if result.line > before.num_lines:
-            raise ValueError(f"the input has no line {result.line}")
-        lines.add(result.line)
-        num_bytes[result.is_refused] += len(result.content) + 1
-        num_lines[result.is_refused] += 1
-        if result.is_refused:
-            error_counts[error_code_of(result.content)] += 1
-        usage = Usage(
-            usage.prompt_tokens + result.usage.prompt_tokens,
-            usage.completion_tokens + result.usage.completion_tokens,
-            usage.cached_tokens + result.usage.cached_tokens,
-        )
+        if result.usage is not NO_USAGE:
+            num_tokens = [*map(add, num_tokens, astuple(result.usage))]
     next_line, next_offset = position_before(lines.first_missing)
     return replace(
         before,
         finished=lines.packed,
         next_line=next_line,
         next_offset=next_offset,
-        num_answered=before.num_answered + num_lines[False],
-        num_refused=before.num_refused + num_lines[True],
+        num_answered=before.num_answered + len(finished) - len(errors),
+        num_refused=before.num_refused + len(errors),
         error_counts=dict(error_counts),
-        usage=usage,
-        output_bytes=num_bytes[False],
-        error_bytes=num_bytes[True],
+        usage=Usage(*num_tokens),
+        output_bytes=before.output_bytes + num_bytes - error_bytes,
+        error_bytes=before.error_bytes + error_bytes,
     )
+
+
+def _num_bytes(finished: Sequence[FinishedLine]) -> int:
+    """Return the size of lines in a file, with their line breaks."""
+    return sum(len(result.content) for result in finished) + len(finished)
 
 
 def results_of(
     index: int, at_s: int, finished: Sequence[FinishedLine], checkpoint: Checkpoint
 ) -> Results:
     """Return the record of finished lines, with the checkpoint of `checkpoint_after`."""
-    output = [result for result in finished if not result.is_refused]
-    errors = [result for result in finished if result.is_refused]
+    output = [result for result in finished if not result.code]
+    errors = [result for result in finished if result.code]
     return Results(
         index,
         at_s,
@@ -173,11 +173,12 @@ def _expected(before: Checkpoint, record: BatchRecord) -> Checkpoint:
 
 def _after(before: Checkpoint, record: Results) -> Checkpoint:
     contents = [*record.output, *record.errors]
+    are_output = [True] * len(record.output) + [False] * len(record.errors)
     if len(contents) != len(record.lines):
         raise ValueError("the numbers of lines and of results differ")
     finished = [
-        FinishedLine(line, bytes(content), position >= len(record.output))
-        for position, (line, content) in enumerate(zip(record.lines, contents, strict=True))
+        FinishedLine(line, bytes(content), "" if is_output else error_code_of(bytes(content)))
+        for line, content, is_output in zip(record.lines, contents, are_output, strict=True)
     ]
     # Usage and position are not part of the results.
     now = record.checkpoint

@@ -6,7 +6,7 @@ This package handles delivery. It does not know the content of messages or the l
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
 import structlog
 from nats.aio.msg import Msg
@@ -275,6 +275,28 @@ class Bus:
             "max_bytes": max_bytes,
         }
         return await direct_get(self.connection, stream, query)
+
+    async def read_backwards(
+        self, stream: str, subject: str, end: int | None = None
+    ) -> AsyncIterator[StoredMessage]:
+        """Yield the messages of `subject` before sequence `end`, the newest first.
+
+        A broker reads only forwards. So this reads sections of the stream, which become longer if
+        they have few of the messages, and shorter if they have more than fit into one batch. Raises
+        Unavailable.
+        """
+        first, last = await self.figures.sequence_range(stream)
+        end, length = last + 1 if end is None else end, READ_BATCH
+        while end > first:
+            start = max(first, end - length)
+            batch, has_more = await self.read_batch(stream, subject, start)
+            if has_more and batch[-1].sequence < end and end - start > 1:
+                length = (end - start) // 2
+                continue
+            for message in reversed(batch):
+                if message.sequence < end:
+                    yield message
+            end, length = start, 2 * length
 
     async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
         """Return the latest message of `subject`, which may have wildcards."""

@@ -25,7 +25,7 @@ async def accept(
     check_endpoint(order.endpoint)
     window_s, now_s = parse_window(order.completion_window, limits.max_window_h), _now_s(bus)
     deadline_s, expires_s = now_s + window_s, now_s + int(limits.ttl_s)
-    await _check_unfinished(bus, limits.max_unfinished, tenant)
+    await _check_unfinished(bus, limits, tenant)
     file = await _input_of(bus, order, expires_s, tenant)
     if (file.head.expires_s or expires_s) < deadline_s:
         raise InvalidRequest(
@@ -73,11 +73,15 @@ def _in_one_line(line: Raw) -> bytes:
     return bytes(line).translate(_LINE_BREAKS) + b"\n"
 
 
-async def _check_unfinished(bus: Bus, limit: int, tenant: str) -> None:
+async def _check_unfinished(bus: Bus, limits: BatchConfig, tenant: str) -> None:
     """Raises TooManyBatches."""
     # A batch ends with its window.
-    now_s, orders = _now_s(bus), await batch_log.list_begun(bus, tenant)
-    recent = [order for order in orders if order.deadline_s > now_s]
+    now_s, limit, recent = _now_s(bus), limits.max_unfinished, list[BatchBegun]()
+    async for order in batch_log.iterate_begun(bus, tenant):
+        if order.created_s <= now_s - 3600 * limits.max_window_h:
+            break
+        if order.deadline_s > now_s:
+            recent.append(order)
     if len(recent) < limit:
         return
     states = await batch_log.open_batches(bus, recent)

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from msgspec import structs
 
 from shared.batches.state import BatchState
 from shared.bus.bus import Bus
-from shared.errors import Fenced, PagemillError, UnsupportedVersion
+from shared.bus.reading import StoredMessage
+from shared.errors import Fenced, NotFound, PagemillError, UnsupportedVersion
 from shared.protocol import names, subjects
 from shared.protocol.batch_log import (
     BatchBegun,
@@ -97,9 +98,7 @@ async def open_batch(bus: Bus, tenant: str, batch_id: str) -> BatchLog | None:
     if not names.is_name(batch_id):
         return None
     begun, cancelled, last = await asyncio.gather(
-        bus.read_last(
-            subjects.BATCHES_STREAM, subjects.stored_batch(subjects.batch_begun(tenant, batch_id))
-        ),
+        _read_begun(bus, tenant, batch_id),
         _read_cancelled(bus, tenant, batch_id),
         bus.read_last(
             subjects.BATCHES_STREAM, subjects.stored_batch(subjects.batch_log(tenant, batch_id))
@@ -114,6 +113,11 @@ async def open_batch(bus: Bus, tenant: str, batch_id: str) -> BatchLog | None:
     if record is None:
         raise UnsupportedVersion(f"the log of {batch_id} has a record that cannot be read")
     return BatchLog(bus, BatchState(order, cancelled, record), last.sequence)
+
+
+async def _read_begun(bus: Bus, tenant: str, batch_id: str) -> StoredMessage | None:
+    subject = subjects.stored_batch(subjects.batch_begun(tenant, batch_id))
+    return await bus.read_last(subjects.BATCHES_STREAM, subject)
 
 
 async def _read_cancelled(bus: Bus, tenant: str, batch_id: str) -> BatchCancelled | None:
@@ -185,12 +189,37 @@ async def _store_cancellation(bus: Bus, tenant: str, batch_id: str, ttl_s: float
         await bus.append(subject, order, 0, ttl_s, tenant_header(tenant))
 
 
-async def list_begun(bus: Bus, tenant: str) -> list[BatchBegun]:
-    """Return the orders of all stored batches of a tenant, the newest first. Raises Unavailable."""
+async def list_begun(
+    bus: Bus, tenant: str, limit: int | None = None, after: str | None = None
+) -> list[BatchBegun]:
+    """Return the orders of a tenant's stored batches, the newest first, at most `limit`.
+
+    With `after`, the list begins with the next order after this batch. Raises NotFound if there is
+    no such batch, and Unavailable.
+    """
+    orders: list[BatchBegun] = []
+    async for order in iterate_begun(bus, tenant, after):
+        orders.append(order)
+        if len(orders) == limit:
+            break
+    return orders
+
+
+async def iterate_begun(
+    bus: Bus, tenant: str, after: str | None = None
+) -> AsyncIterator[BatchBegun]:
+    """Yield the orders that `list_begun` returns. They are read as they are used."""
+    end = None
+    if after is not None:
+        stored = await _read_begun(bus, tenant, after) if names.is_name(after) else None
+        if stored is None:
+            raise NotFound(f"the list has no {after!r}", field="after")
+        end = stored.sequence
     subject = subjects.stored_batch(subjects.batch_begun(tenant, "*"))
-    stored = await bus.read(subjects.BATCHES_STREAM, subject)
-    orders = (decode_batch_begun(message.data) for message in reversed(stored))
-    return [order for order in orders if order is not None]
+    async for message in bus.read_backwards(subjects.BATCHES_STREAM, subject, end):
+        order = decode_batch_begun(message.data)
+        if order is not None:
+            yield order
 
 
 async def open_batches(bus: Bus, begun: Sequence[BatchBegun]) -> list[BatchState]:

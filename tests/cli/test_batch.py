@@ -14,8 +14,11 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import InvalidRequest, NotFound
+from shared.protocol import subjects
 from shared.protocol.batch_log import BatchBegun, BatchEnded, Checkpoint, Claimed, Validated
+from shared.protocol.exceeded_shares import ExceededShare
 from shared.state import batch_log
+from shared.tenants.storage_quotas import publish_exceeded
 from tests import preloaded
 from tests.cluster.conftest import ROOT
 from tests.support.waiting import until
@@ -57,8 +60,8 @@ async def finish(bus: Bus, tenant: str) -> BatchBegun:
     assert log is not None
     await log.append(Claimed(0, 1, "b", Checkpoint()))
     await log.append(Validated(1, 1, Checkpoint(num_lines=4, began_s=1)))
-    lines = [FinishedLine(n, b'{"n":%d}' % n, False) for n in range(1, 4)]
-    lines.append(FinishedLine(4, b'{"n":4,"error":{"code":"invalid_media"}}', True))
+    lines = [FinishedLine(n, b'{"n":%d}' % n) for n in range(1, 4)]
+    lines.append(FinishedLine(4, b'{"n":4,"error":{"code":"invalid_media"}}', "invalid_media"))
     now = checkpoint_after(log.state.checkpoint, lines, lambda line: (line, 0))
     await log.append(results_of(2, 1, lines, now))
     await log.append(BatchEnded(3, 1, "completed", now))
@@ -103,7 +106,10 @@ async def test_a_file_is_run_once_and_its_results_are_written(
     batch_id = capsys.readouterr().out.split()[-1]
     assert (await batch_log.list_begun(bus, tenant))[0].batch_id == batch_id
     await batch.list_batches(tenant=tenant, nats=url)
-    assert batch_id in capsys.readouterr().out
+    # Each batch is one line, also without a terminal.
+    newest_row, row = capsys.readouterr().out.splitlines()[1:]
+    assert newest_row.split()[2:] == ["validating", "0", "0", "0", batch_id]
+    assert row.split()[2:] == ["completed", "4", "3", "1", begun.batch_id]
 
 
 async def test_a_file_with_errors_is_not_uploaded(
@@ -124,8 +130,29 @@ def test_results_never_replace_a_device_or_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(InvalidRequest, match="pipe cannot be written"):
         ResultFiles(pipe, tmp_path / "errors").check()
-    with pytest.raises(InvalidRequest, match="/dev/full cannot be written"):
-        ResultFiles(tmp_path / "out", Path("/dev/full")).check()
+    with pytest.raises(InvalidRequest, match="pipe cannot be written"):
+        ResultFiles(tmp_path / "out", pipe).check()
+
+
+async def test_show_prints_why_a_batch_pauses(
+    bus: Bus, broker: EmbeddedServer, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tenant, url = f"t{secrets.token_hex(4)}", broker.url
+    await batch.create(file, tenant=tenant, nats=url)
+    batch_id = capsys.readouterr().out.strip()
+    await publish_exceeded(bus, [ExceededShare(subjects.BATCHES_STREAM, tenant, 2, 1)])
+    # A batch whose file is checked has no results yet.
+    for is_paused in (False, True):
+        await batch.show(batch_id, tenant=tenant, nats=url)
+        shown = capsys.readouterr().out
+        assert ("paused   storage_quota_exceeded: this tenant has 2 bytes" in shown) is is_paused
+        log = await batch_log.open_batch(bus, tenant, batch_id)
+        assert log is not None
+        now = Checkpoint(num_lines=4, began_s=1)
+        await log.append(Validated(log.next_index, 1, now))
+    await publish_exceeded(bus, [])
+    await batch.show(batch_id, json=True, tenant=tenant, nats=url)
+    assert json.loads(capsys.readouterr().out)["paused"] is None
 
 
 async def test_ctrl_c_leaves_the_batch_and_the_same_command_continues(
@@ -159,7 +186,7 @@ async def test_follow_continues_after_the_broker_was_away(folder: Path, file: Pa
     assert log is not None
     await log.append(Claimed(0, 1, "b", Checkpoint()))
     await log.append(Validated(1, 1, Checkpoint(num_lines=4, began_s=1)))
-    lines = [FinishedLine(n, b'{"n":%d}' % n, False) for n in range(1, 5)]
+    lines = [FinishedLine(n, b'{"n":%d}' % n) for n in range(1, 5)]
     now = checkpoint_after(log.state.checkpoint, lines[:2], lambda line: (line, 0))
     await log.append(results_of(2, 1, lines[:2], now))
     command = ["batch", "follow", begun.batch_id, "--nats", broker.url]

@@ -8,16 +8,28 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shared.batches.input_file import InputCheck, InputLimits, read_line
+from shared.batches.open_lines import BLOCK_BYTES
 from shared.batches.orders import check_endpoint, parse_window
 from shared.batches.state import BatchState
 from shared.bus.bus import Bus
+from shared.bus.store_room import StoreRoom
 from shared.config.schema import BatchConfig, Config
-from shared.errors import InvalidMedia, InvalidRequest, NotFound, Unavailable
+from shared.errors import (
+    DiskFull,
+    InvalidMedia,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    Unavailable,
+)
+from shared.protocol import subjects
 from shared.protocol.batch_log import Results
 from shared.protocol.batch_orders import BatchOrder
 from shared.protocol.encoding import UNDECODABLE
-from shared.state import batch_files, batch_intake, batch_log
+from shared.state import batch_files, batch_intake, batch_log, batch_room
 from shared.state.media_store import MediaUpload, StoredFile
+from shared.tenants.storage_quotas import StorageQuotas
 from workers.cli.batch_display import BatchDisplay
 from workers.cli.terminal import print_note
 
@@ -113,6 +125,20 @@ def uploads(bus: Bus, tenant: str, limits: BatchConfig) -> Callable[[Path], Awai
 async def _send(content: BinaryIO, upload: MediaUpload) -> None:
     while data := await asyncio.to_thread(content.read, READ_BYTES):
         await upload.write(data)
+
+
+async def find_pause(bus: Bus, state: BatchState) -> str | None:
+    """Return why a batch in progress has no room for its results; None if it has. Raises
+    Unavailable."""
+    if state.status != "in_progress":
+        return None
+    try:
+        await StoreRoom(bus).check()
+        await StorageQuotas(bus).check(state.begun.tenant, [subjects.BATCHES_STREAM])
+        await batch_room.check(bus, BLOCK_BYTES)
+    except (DiskFull, Overloaded, QuotaExceeded) as error:
+        return f"{error.code}: {error.message}"
+    return None
 
 
 def print_errors(state: BatchState) -> None:

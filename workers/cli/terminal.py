@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, Any, NoReturn
 
@@ -131,6 +131,14 @@ def print_rows(rows: Mapping[str, object]) -> None:
     for name, value in rows.items():
         if value is not None:
             print_line(f"{name:<8} {value}")
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print the cells of rows in columns, also if they are wider than the terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *cells, last in rows:
+        padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)]
+        print_line("  ".join([*padded, last]))
 
 
 def format_time(ms: float) -> str:

@@ -1,7 +1,7 @@
 """Bugs of batches: checkpoints, takeovers, cancellations, and the two files of results."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -49,10 +49,9 @@ def lines_repeated_at_takeover() -> None:
         def __contains__(self, line: int) -> bool:
             return False
 
-    @wrap(LineSet, "add")
-    def add_again(add: Any, self: LineSet, line: int) -> None:
-        if line not in self:
-            add(self, line)
+    @wrap(LineSet, "update")
+    def update_again(update: Any, self: LineSet, lines: Iterable[int]) -> None:
+        update(self, [line for line in lines if line not in self])
 
     replace_attribute(run, "LineSet", Forgetful)
     replace_attribute(run, "is_complete", lambda checkpoint: True)

@@ -115,6 +115,6 @@ async def test_records_are_not_held_for_a_slow_reader(rig: BatchRig, batch_bus: 
 
 
 async def finish(log: BatchLog, line: int) -> None:
-    result = FinishedLine(line, b'"%s"' % (b"x" * RESULT_BYTES), False)
+    result = FinishedLine(line, b'"%s"' % (b"x" * RESULT_BYTES))
     now = checkpoint_after(log.state.checkpoint, [result], lambda line: (line, 0))
     await log.append(results_of(log.next_index, 1, [result], now))

@@ -23,7 +23,7 @@ def test_an_answer_is_a_line_of_the_output_file() -> None:
         "response": {"status_code": 200, "request_id": "r", "body": body},
         "error": None,
     }
-    assert (result.line, result.is_refused, result.usage) == (7, False, Usage(3, 2, 1))
+    assert (result.line, result.code, result.usage) == (7, "", Usage(3, 2, 1))
     assert b"\n" not in result.content
 
 
@@ -44,12 +44,12 @@ def test_errors_are_lines_of_the_error_file() -> None:
     result = answered("batch_ab", 7, "mine", Answer(400, error("invalid_request"), "r"))
     line = json.loads(result.content)
     assert (line["response"]["status_code"], line["error"]) == (400, None)
-    assert (result.is_refused, result.usage) == (True, Usage(0, 0))
+    assert (result.code, result.usage) == ("invalid_request", Usage(0, 0))
     result = refused("batch_ab", 7, "mine", "batch_expired", "late")
     line = json.loads(result.content)
     assert line["response"] is None
     assert line["error"] == {"code": "batch_expired", "message": "late"}
-    assert result.is_refused
+    assert result.code == "batch_expired"
 
 
 @pytest.mark.parametrize(

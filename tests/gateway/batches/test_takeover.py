@@ -43,7 +43,7 @@ async def begin_almost_done(client: AsyncOpenAI, bus: Bus, num_lines: int) -> st
     for first in range(1, num_lines - NUM_LEFT + 1, BLOCK):
         numbers = range(first, min(first + BLOCK, num_lines - NUM_LEFT + 1))
         block = [
-            FinishedLine(line, json.dumps({"custom_id": f"line-{line - 1}"}).encode(), False)
+            FinishedLine(line, json.dumps({"custom_id": f"line-{line - 1}"}).encode())
             for line in numbers
         ]
         now = checkpoint_after(log.state.checkpoint, block, lambda line: (line, offsets[line - 1]))

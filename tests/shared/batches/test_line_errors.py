@@ -19,6 +19,7 @@ from shared.batches.line_errors import UNKNOWN, error_code_of
         ),
         (b'{"response": {"status_code": 500, "body": {}}, "error": null}', UNKNOWN),
         (b'{"response": {"status_code": 500, "body": []}}', UNKNOWN),
+        (b'{"response": {"status_code": 500, "body": {"error": {"code": ""}}}}', UNKNOWN),
         (b"{}", UNKNOWN),
         (b"", UNKNOWN),
     ],

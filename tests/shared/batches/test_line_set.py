@@ -17,8 +17,12 @@ def test_a_set_has_the_lines_that_were_added_in_any_order(lines: list[int]) -> N
     found = LineSet()
     for line in lines:
         assert line not in found
-        found.add(line)
+        found.update([line])
         assert line in found
+    assert found.last == max(lines, default=0)
+    together = LineSet()
+    together.update(lines)
+    assert together.ranges == found.ranges
     assert len(found) == len(lines)
     assert [line for line in range(50) if line in found] == sorted(lines)
     assert found.first_missing == min(set(range(1, 50)) - set(lines))
@@ -33,8 +37,7 @@ def test_a_packed_set_is_small_whatever_is_missing() -> None:
     rng = random.Random(0)
     every_other = [(line, line + 1) for line in range(1, 4096, 2)]
     any_order = LineSet()
-    for line in rng.sample(range(1, 4096), 2048):
-        any_order.add(line)
+    any_order.update(rng.sample(range(1, 4096), 2048))
     all_but_one = LineSet([(1, 2), (3, 10**6)])
     for lines in (LineSet(every_other), any_order, all_but_one):
         assert len(lines.packed) < 1024
@@ -49,9 +52,9 @@ def test_other_bytes_are_not_a_set(data: bytes) -> None:
 
 def test_a_line_is_added_once() -> None:
     lines = LineSet([(1, 3), (5, 6)])
-    for line in (0, 1, 2, 5):
+    for added in ([0], [1], [2], [5], [4, 5], [3, 4, 5], [8, 8]):
         with pytest.raises(ValueError, match="twice"):
-            lines.add(line)
+            lines.update(added)
 
 
 @pytest.mark.parametrize("ranges", [[(0, 2)], [(2, 2)], [(1, 3), (3, 4)], [(4, 5), (1, 2)]])

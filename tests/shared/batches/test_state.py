@@ -83,8 +83,8 @@ class Batcher:
     def finish_line(self, number: int) -> None:
         line = self.in_flight.pop(number % len(self.in_flight))
         content = content_of(line.number, line.content)
-        is_refused = line.number % 3 == 0
-        self.lines.add(FinishedLine(line.number, content, is_refused, Usage(line.number, 1)))
+        code = "" if line.number % 3 else CODES[line.number % 2]
+        self.lines.add(FinishedLine(line.number, content, code, Usage(line.number, 1)))
 
     def write(self) -> None:
         if block := self.lines.take_block():
@@ -192,4 +192,4 @@ def test_the_status_follows_from_the_orders_and_the_last_record() -> None:
 def test_a_line_without_place_is_refused(line: int) -> None:
     before = Checkpoint(num_lines=2, finished=LineSet([(1, 2)]).packed, next_line=2, began_s=0)
     with pytest.raises(ValueError, match="line"):
-        checkpoint_after(before, [FinishedLine(line, b"{}", False)], lambda n: (n, 0))
+        checkpoint_after(before, [FinishedLine(line, b"{}")], lambda n: (n, 0))

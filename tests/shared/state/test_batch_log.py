@@ -1,17 +1,20 @@
 """Logs of batches: one writer, orders of clients, and pages of results."""
 
 import secrets
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from shared.batches.line_set import LineSet
 from shared.batches.state import FinishedLine, checkpoint_after, results_of
-from shared.bus.bus import Bus
+from shared.bus.bus import READ_BATCH, Bus
 from shared.bus.metering import StreamMeter
-from shared.errors import Fenced, UnsupportedVersion
+from shared.bus.reading import StoredMessage
+from shared.errors import Fenced, NotFound, UnsupportedVersion
 from shared.protocol import subjects
 from shared.protocol.batch_log import BatchBegun, BatchEnded, Checkpoint, Claimed, Validated
+from shared.protocol.encoding import to_json
 from shared.state import batch_log
 from shared.state.batch_log import BatchLog, open_batch
 
@@ -41,7 +44,7 @@ async def claim(log: BatchLog, name: str) -> None:
 
 
 async def finish(log: BatchLog, *lines: int) -> None:
-    finished = [FinishedLine(n, b'{"line":%d}' % n, n % 2 == 0) for n in lines]
+    finished = [FinishedLine(n, b'{"line":%d}' % n, "" if n % 2 else "unknown") for n in lines]
     now = checkpoint_after(log.state.checkpoint, finished, lambda line: (line, 10 * line))
     await log.append(results_of(log.next_index, 1, finished, now))
 
@@ -114,6 +117,46 @@ async def test_batches_belong_to_a_tenant(bus: Bus) -> None:
         assert await open_batch(bus, tenant, name) is None
     states = await batch_log.open_batches(bus, listed)
     assert [state.begun for state in states] == listed
+    assert await batch_log.list_begun(bus, tenant, limit=2) == listed[:2]
+    assert await batch_log.list_begun(bus, tenant, after=listed[0].batch_id) == listed[1:]
+    for name in (new_order(bus).batch_id, "*"):
+        with pytest.raises(NotFound):
+            await batch_log.list_begun(bus, tenant, after=name)
+
+
+async def test_a_list_reads_only_its_newest_batches(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant = f"t{secrets.token_hex(4)}"
+    orders = [new_order(bus, tenant) for _ in range(800)]
+    for order in orders[:700]:
+        await store(bus, order)
+    for _ in range(900):
+        await store(bus, new_order(bus, f"{tenant}x"))
+    for order in orders[700:]:
+        await store(bus, order)
+    num_read, read_batch = 0, bus.read_batch
+
+    async def counted(*args: Any) -> tuple[list[StoredMessage], bool]:
+        nonlocal num_read
+        batch, has_more = await read_batch(*args)
+        num_read += len(batch)
+        return batch, has_more
+
+    monkeypatch.setattr(bus, "read_batch", counted)
+    assert await batch_log.list_begun(bus, tenant, limit=20) == orders[:-21:-1]
+    assert num_read <= READ_BATCH
+    num_read = 0
+    # These are on both sides of the batches of the other tenant.
+    assert await batch_log.list_begun(bus, tenant, limit=200) == orders[:-201:-1]
+    assert num_read <= 5 * READ_BATCH
+    assert await batch_log.list_begun(bus, tenant) == orders[::-1]
+    assert await batch_log.list_begun(bus, tenant, after=orders[99].batch_id) == orders[98::-1]
+
+
+async def store(bus: Bus, order: BatchBegun) -> None:
+    subject = subjects.batch_begun(order.tenant, order.batch_id)
+    await bus.publish_without_id(subject, to_json(order))
 
 
 async def test_a_batch_is_begun_and_queued_once(bus: Bus) -> None:
@@ -151,7 +194,7 @@ async def test_removed_results_do_not_count_for_their_tenant(bus: Bus) -> None:
     log = await begin(bus, tenant)
     await claim(log, "one")
     await log.append(Validated(log.next_index, 2, Checkpoint(num_lines=1, began_s=2)))
-    result = FinishedLine(1, b'"%s"' % (b"x" * num_bytes), False)
+    result = FinishedLine(1, b'"%s"' % (b"x" * num_bytes))
     now = checkpoint_after(log.state.checkpoint, [result], lambda line: (line, 0))
     await log.append(results_of(log.next_index, 1, [result], now))
     await log.append(BatchEnded(log.next_index, 3, "completed", log.state.checkpoint))

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter, validators
 from cyclopts.validators import Number
-from rich.table import Table
 
 from shared.state import batch_log
 from shared.telemetry import logs
@@ -21,7 +20,14 @@ from workers.cli.batch_lines import CHAT
 from workers.cli.broker import connected
 from workers.cli.commands.requests import SamplingOptions
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, load
-from workers.cli.terminal import format_time, out, print_json, print_line, print_note, print_rows
+from workers.cli.terminal import (
+    format_time,
+    print_columns,
+    print_json,
+    print_line,
+    print_note,
+    print_rows,
+)
 from workers.roles import BATCHER, WorkerSpec
 from workers.settings import find_config_file, load_config
 
@@ -35,7 +41,6 @@ BatchId = Annotated[str, Parameter(help="Id of the batch.")]
 BY_DEFAULT = SamplingOptions()
 DEFAULT_PAGES = 8
 """Pages in a line for a model that is not configured."""
-EXIT_UNSUCCESSFUL = 2
 
 
 @batch.command
@@ -191,7 +196,11 @@ async def create(
 
 @batch.command(name="list")
 async def list_batches(
-    *, limit: int = 50, tenant: Tenant = "", config: ConfigFile = None, nats: NatsUrl = None
+    *,
+    limit: Annotated[int, Parameter(validator=Number(gt=0))] = 50,
+    tenant: Tenant = "",
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
 ) -> int:
     """List the batches of a tenant, the newest first.
 
@@ -200,21 +209,15 @@ async def list_batches(
     limit
         Maximum number of batches.
     """
-    table = Table("created", "status", "lines", "answers", "errors", box=None)
-    table.add_column("batch", no_wrap=True)
+    rows: list[tuple[str, ...]] = [("created", "status", "lines", "answers", "errors", "batch")]
     async with connected(find_login(config, nats), "batch") as bus:
-        orders = (await batch_log.list_begun(bus, tenant))[:limit]
+        orders = await batch_log.list_begun(bus, tenant, limit)
         for state in await batch_log.open_batches(bus, orders):
             now = state.checkpoint
-            table.add_row(
-                format_time(1000 * state.begun.created_s),
-                state.status,
-                str(now.num_lines),
-                str(now.num_answered),
-                str(now.num_refused),
-                state.begun.batch_id,
-            )
-    out.print(table if table.row_count else "no batches")
+            counts = (str(n) for n in (now.num_lines, now.num_answered, now.num_refused))
+            created = format_time(1000 * state.begun.created_s)
+            rows.append((created, state.status, *counts, state.begun.batch_id))
+    print_columns(rows) if len(rows) > 1 else print_line("no batches")
     return 0
 
 
@@ -237,10 +240,12 @@ async def show(
     """
     async with connected(find_login(config, nats), "batch") as bus:
         state = await batches.find(bus, batch_id, tenant)
+        paused = await batches.find_pause(bus, state)
     begun, now = state.begun, state.checkpoint
     rows = {
         "batch": batch_id,
         "status": state.status,
+        "paused": paused,
         "endpoint": begun.endpoint,
         "lines": now.num_lines,
         "answers": now.num_answered,
@@ -330,4 +335,4 @@ async def cancel(
                     display.update(state := latest)
     print_line(state.status)
     batches.print_errors(state)
-    return 0 if state.status == "cancelled" else EXIT_UNSUCCESSFUL
+    return 0 if state.status == "cancelled" else batch_runs.EXIT_UNSUCCESSFUL

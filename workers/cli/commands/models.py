@@ -15,7 +15,14 @@ from workers.cli.broker import connected
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.terminal import EXIT_INTERRUPTED, errors, noted, print_json, print_line
+from workers.cli.terminal import (
+    EXIT_INTERRUPTED,
+    errors,
+    noted,
+    print_columns,
+    print_json,
+    print_line,
+)
 from workers.roles import all_roles
 
 COLUMNS = ("name", "family", "how", "size", "state")
@@ -92,7 +99,7 @@ async def models(
         for row in rows:
             print_json(row)
         return 0
-    _print_table(rows)
+    print_columns([COLUMNS, *map(_cells, rows)])
     return 0
 
 
@@ -140,14 +147,6 @@ def _describe(
             row["stored_as"] = report.stored_as
         rows.append(row if reason is None else row | {"reason": reason})
     return rows
-
-
-def _print_table(rows: Sequence[dict[str, object]]) -> None:
-    lines = [COLUMNS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS) - 1)]
-    for *cells, state in lines:
-        padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
-        print_line("  ".join([*padded, state]))
 
 
 def _cells(row: dict[str, object]) -> tuple[str, ...]:

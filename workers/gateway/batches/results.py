@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.batches.line_errors import code_in_body
 from shared.batches.state import FinishedLine
 from shared.protocol.encoding import UNDECODABLE, to_json
 from shared.protocol.messages import MediaHead
@@ -40,14 +41,6 @@ class _Usage(Struct, frozen=True):
 
 class _WithUsage(Struct, frozen=True):
     usage: _Usage | None = None
-
-
-class _Error(Struct, frozen=True):
-    code: str = ""
-
-
-class _WithError(Struct, frozen=True):
-    error: _Error = _Error()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +87,6 @@ class ResultLine(Struct, frozen=True):
 
 
 _read_usage = msgspec.json.Decoder(_WithUsage).decode
-_read_error = msgspec.json.Decoder(_WithError).decode
-
-
-def error_code_of(body: bytes) -> str:
-    """Return the code in the body of an error; "" for a body of another form."""
-    try:
-        return _read_error(body).error.code
-    except UNDECODABLE:
-        return ""
 
 
 @dataclass(slots=True)
@@ -122,7 +106,7 @@ class Attempts:
         """
         if status not in BUSY | FAULTY:
             return None
-        code = error_code_of(body)
+        code = code_in_body(body)
         if code in NOT_RETRYABLE:
             return None
         if status in FAULTY:
@@ -140,21 +124,23 @@ def answered(batch_id: str, line: int, custom_id: str, answer: Answer) -> Finish
     """Return the result of a line after the answer of its endpoint, which may be an error."""
     response = LineResponse(answer.status, answer.request_id, Raw(answer.body))
     content = _line_of(ResultLine(_result_id(batch_id, line), custom_id, response))
-    is_refused = answer.status >= 400
-    usage = Usage(0, 0) if is_refused else _usage_of(answer.body)
-    return FinishedLine(line, content, is_refused, usage)
+    if answer.status >= 400:
+        return FinishedLine(line, content, code_in_body(answer.body))
+    return FinishedLine(line, content, usage=_usage_of(answer.body))
 
 
 def refused(batch_id: str, line: int, custom_id: str, code: str, message: str) -> FinishedLine:
     """Return the result of a line without an answer."""
     error = ResultError(code, message)
     content = _line_of(ResultLine(_result_id(batch_id, line), custom_id, None, error))
-    return FinishedLine(line, content, True)
+    return FinishedLine(line, content, code)
 
 
 def _line_of(result: ResultLine) -> bytes:
     """Return a result as JSON that is one line for all readers."""
     content = to_json(result)
+    if content.isascii():
+        return content
     for character, escape in _LINE_BREAKS.items():
         content = content.replace(character, escape)
     return content

@@ -9,7 +9,15 @@ from typing import Any, Literal, TypeVar
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
-from shared.batches.input_file import InputCheck, InputLimits, LineCutter, ParsedLine, read_line
+from shared.batches.input_file import (
+    InputCheck,
+    InputLimits,
+    LineCutter,
+    ParsedLine,
+    RawLine,
+    decode_line,
+    read_line,
+)
 from shared.batches.line_set import LineSet
 from shared.batches.look_ahead import LookAhead
 from shared.batches.open_lines import BLOCK_BYTES, OpenLines
@@ -235,6 +243,9 @@ class BatchRun:
     async def _withdraw(self, working: asyncio.Task[None]) -> None:
         """End the lines that have begun or wait: cancel their requests."""
         self._ends_early = True
+        if self._checkpoint.began_s is None:
+            # The check of the file continues, because the lines get errors only after it.
+            await asyncio.wait({working})
         async with self._appending:
             working.cancel()
         self._withdrawn.set()
@@ -252,6 +263,8 @@ class BatchRun:
     async def _work(self, file: StoredFile) -> None:
         if self._checkpoint.began_s is None:
             await self._validate(file)
+        if self._ends_early:
+            return
         async for number, line in self._in_order(file):
             while self._is_ahead:
                 self._has_begun.clear()
@@ -282,7 +295,7 @@ class BatchRun:
             )
         )
 
-    async def _unfinished(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
+    async def _unfinished(self, file: StoredFile) -> AsyncIterator[RawLine]:
         """Yield the lines without a result, from the checkpoint on."""
         checkpoint, lines = self._checkpoint, self._lines
         finished = LineSet.unpack(checkpoint.finished)
@@ -291,13 +304,14 @@ class BatchRun:
                 return
             if line.number not in finished:
                 lines.offsets[line.number] = line.offset
-                yield line.number, read_line(line.content)
+                yield line
 
     async def _in_order(self, file: StoredFile) -> AsyncIterator[tuple[int, ParsedLine]]:
         """Yield the lines without a result, ordered within each look-ahead."""
         lines: LookAhead[tuple[int, ParsedLine]] = LookAhead()
-        async for number, line in self._unfinished(file):
-            lines.add((number, line), line.body)
+        async for raw in self._unfinished(file):
+            line = read_line(raw.content)
+            lines.add((raw.number, line), line.body)
             if lines.is_full:
                 for each in lines.take():
                     yield each
@@ -427,8 +441,10 @@ class BatchRun:
         if self._checkpoint.began_s is None:
             await self._validate(file)
         self._lines = lines = self._lines_from_checkpoint()
-        async for number, line in self._unfinished(file):
-            lines.add(results.refused(self._begun.batch_id, number, line.custom_id, code, message))
+        batch_id = self._begun.batch_id
+        async for line in self._unfinished(file):
+            custom_id = decode_line(line.content).custom_id
+            lines.add(results.refused(batch_id, line.number, custom_id, code, message))
             if lines.num_bytes >= BLOCK_BYTES:
                 await self._write_block()
         await self._flush()
@@ -488,7 +504,7 @@ class BatchRun:
 
     def _count(self, block: list[FinishedLine]) -> None:
         for result in block:
-            outcome = "refused" if result.is_refused else "answered"
+            outcome = "refused" if result.code else "answered"
             self._context.metrics.counter("batch_lines_total", outcome=outcome).add()
 
     async def _end(self, status: EndStatus, errors: list[LineError] | None = None) -> None:

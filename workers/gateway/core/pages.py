@@ -8,27 +8,28 @@ from shared.errors import InvalidRequest, NotFound
 T = TypeVar("T")
 
 
+def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
+    """Return the size of the page that a query asks for, up to `most`. Raises InvalidRequest."""
+    text = query.get("limit", str(default))
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= most:
+        raise InvalidRequest(f"limit must be a number from 1 to {most}", field="limit")
+    return int(text)
+
+
 class Page(NamedTuple, Generic[T]):
     items: list[T]
     has_more: bool
 
 
 def page_of(
-    items: Sequence[T],
-    id_of: Callable[[T], str],
-    query: Mapping[str, str],
-    *,
-    limit: int,
-    most: int,
+    items: Sequence[T], id_of: Callable[[T], str], query: Mapping[str, str], most: int
 ) -> Page[T]:
     """Return the page of `items` that a query names. `items` are sorted, the newest first.
 
-    `limit` is the default size of a page, and `most` the largest one. Raises InvalidRequest, and
-    NotFound for an id that is not in the list.
+    A page has by default `most` items. Raises InvalidRequest, and NotFound for an id that is not in
+    the list.
     """
-    text = query.get("limit", str(limit))
-    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= most:
-        raise InvalidRequest(f"limit must be a number from 1 to {most}", field="limit")
+    num_items = limit_of(query, most, most)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", field="order")
@@ -39,5 +40,5 @@ def page_of(
         if after not in ids:
             raise NotFound(f"the list has no {after!r}", field="after")
         start = ids.index(after) + 1
-    end = start + int(text)
+    end = start + num_items
     return Page(sorted_items[start:end], end < len(sorted_items))

@@ -19,7 +19,7 @@ from shared.protocol.batch_orders import BatchOrder
 from shared.state import batch_log
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend import batches
-from workers.gateway.core.pages import page_of
+from workers.gateway.core.pages import limit_of
 from workers.gateway.core.result_positions import parse_position
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
@@ -68,20 +68,16 @@ async def create(context: AppContext, request: Request, caller: Caller) -> Respo
     ),
 )
 async def list_batches(context: AppContext, request: Request, caller: Caller) -> Response:
-    orders = await batch_log.list_begun(context.bus, caller.tenant)
-    page = page_of(
-        orders,
-        lambda order: order.batch_id,
-        request.query_params,
-        limit=DEFAULT_PAGE,
-        most=MAX_PAGE,
-    )
-    data = [
-        batches.describe(state) for state in await batch_log.open_batches(context.bus, page.items)
-    ]
+    bus, query = context.bus, request.query_params
+    limit = limit_of(query, DEFAULT_PAGE, MAX_PAGE)
+    orders = await batch_log.list_begun(bus, caller.tenant, limit + 1, query.get("after"))
+    states = await batch_log.open_batches(bus, orders[:limit])
+    data = [batches.describe(state) for state in states]
     ids = [body.id for body in data]
     first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
-    return Json(BatchList(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+    return Json(
+        BatchList(data=data, first_id=first_id, last_id=last_id, has_more=len(orders) > limit)
+    )
 
 
 @ROUTES.endpoint(

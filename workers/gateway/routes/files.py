@@ -80,7 +80,7 @@ async def upload_file(context: AppContext, request: Request, caller: Caller) -> 
 async def list_all(context: AppContext, request: Request, caller: Caller) -> Response:
     query = request.query_params
     files = await list_files(context, caller.tenant, query.get("purpose"))
-    page = page_of(files, lambda file: file.id, query, limit=MAX_PAGE, most=MAX_PAGE)
+    page = page_of(files, lambda file: file.id, query, MAX_PAGE)
     ids = [file.id for file in page.items]
     first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
     return Json(
