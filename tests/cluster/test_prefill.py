@@ -149,6 +149,7 @@ async def test_a_worker_that_dies_with_prompts_costs_time(cluster: Cluster, clie
     await assert_alone_the_same(client, requests, answers)
 
 
+@pytest.mark.long
 async def test_workers_that_are_killed_again_and_again_change_no_token(
     cluster: Cluster, client: Bus
 ) -> None:
