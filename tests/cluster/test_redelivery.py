@@ -66,6 +66,7 @@ def texts_of(kind: str, round_: int) -> dict[str, Any]:
         pytest.param(
             request_text("What can you do?", temperature=1.0, seed=11, n=2, **LONG),
             id="seeded, two choices",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             request_text("What can you do?", temperature=0.9, top_k=40, **LONG),
