@@ -114,7 +114,6 @@ def restore(backup: Path, folder: Path, *arguments: str) -> subprocess.Completed
     return preloaded.run("restore", str(backup), *arguments, env=env, cwd=folder)
 
 
-@pytest.mark.long
 async def test_requests_end_once_in_another_cluster(tmp_path: Path) -> None:
     first, second, backup = tmp_path / "first", tmp_path / "second", tmp_path / "backup.zip"
     for folder in (first, second):
