@@ -18,6 +18,7 @@ from tests.engine.model.test_parity import (
     Twins,
     answers_of,
     make_case,
+    reference_answer,
     run_schedule,
     widen,
 )
@@ -98,6 +99,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "exaone4": FOUR_LAYERS,
     "exaone_moe": FOUR_LAYERS,
     "flex_olmo": {},
+    "flint": {"layer_types": MIXED, "mlp_only_layers": [0]},
     "gemma3": {
         "text_config": {"layer_types": MIXED, "query_pre_attn_scalar": 16},
         "vision_config": {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1},
@@ -108,8 +110,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt_neox": {},
+    "gpt_oss": {},
     "granite": MULTIPLIERS,
     "granitemoe": MULTIPLIERS,
+    "granite_swa": MULTIPLIERS | {"layer_types": MIXED, "layer_rope_theta": [10000.0, 0.0]},
+    "granitemoe_swa": MULTIPLIERS | {"layer_types": MIXED, "layer_rope_theta": [10000.0, 0.0]},
     "granitemoeshared": MULTIPLIERS,
     "helium": {},
     "hunyuan_v1_dense": {},
@@ -222,6 +227,16 @@ def test_any_schedule_yields_the_tokens_of_generate(
     schedule = RandomSchedule(rng, 128 // block_size, block_size, max_chunk, preempt_share)
     assert run_schedule(twins, cases, schedule) == answers_of(twins, cases)
     assert (schedule.num_preemptions > 0) == (preempt_share > 0)
+
+
+@pytest.mark.parametrize("model_type", ["flint", "gpt_oss", "granite_swa", "granitemoe_swa"])
+def test_sinks_change_the_answers(model_type: str) -> None:
+    model, case = build(model_type, **SPECS[model_type]), make_case("text", [], 23, 12)
+    answer = reference_answer(model, case)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            parameter.fill_(-torch.inf)
+    assert reference_answer(model, case) != answer
 
 
 @pytest.mark.parametrize("model_type", SPECS)

@@ -121,6 +121,7 @@ def attention_of_layer(
     kv_cache: list[tuple[Tensor, Tensor]],
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
     """Attention function for transformers, for models that are not fused.
@@ -131,7 +132,9 @@ def attention_of_layer(
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
     query, key, value = (rows[0].transpose(0, 1).contiguous() for rows in (query, key, value))
     write_cache(key, value, key_cache, value_cache, plan.slot_mapping)
-    output = paged_attention(query, key_cache, value_cache, plan, scaling, sliding_window, softcap)
+    output = paged_attention(
+        query, key_cache, value_cache, plan, scaling, sliding_window, softcap, s_aux
+    )
     return output[None], None
 
 

@@ -31,9 +31,6 @@ BATCH_ROPE = frozenset({"dynamic", "longrope"})
 # Model types with these prefixes have a state of a fixed size instead of keys and values per token.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
 
-# Model types with these prefixes have a learned logit in each softmax, which attends to nothing.
-SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
-
 # Their heads give a score or a label for a text, which no endpoint returns.
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -100,8 +97,6 @@ def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
     nested = getattr(text, "attn_config", None)
     if text.model_type == "bloom" or any(getattr(c, "alibi", False) for c in (text, nested)):
         yield "uses ALiBi, a bias on the scores that the engine's attention does not have"
-    if text.model_type.startswith(SINKS):
-        yield "uses attention sinks, which the engine's attention does not have"
     if getattr(text, "kv_lora_rank", None):
         yield "uses latent attention; the engine's cache has keys and values of one size"
     # transformers also uses bidirectional masks, even in a decoder, if `is_causal` is false.

@@ -33,12 +33,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """See `workers.engine.model.attention.paged_attention`; rows without a tile are undefined."""
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads, head_dim)
     group = num_heads // key_cache.shape[2]
-    arguments = (query, key_cache, value_cache, plan, scale, window, softcap)
+    arguments = (query, key_cache, value_cache, plan, scale, window, softcap, sinks)
     if len(plan.chunks):
         rows = pad_to_power_of_two(count_queries(group, head_dim, query.dtype) * group, MIN_SIDE)
         _launch(output, None, plan.chunks, 1, rows, CHUNK_BYTES, *arguments)
@@ -79,6 +80,7 @@ def _launch(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     num_kv_heads, head_dim = key_cache.shape[2:]
     assert query.stride()[1:] == (head_dim, 1)
@@ -101,6 +103,7 @@ def _launch(
         plan.block_table.stride(0),
         scale,
         softcap or 1.0,
+        query if sinks is None else sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=query.shape[1] // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -111,6 +114,7 @@ def _launch(
         NUM_SPLITS=num_splits,
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         num_warps=8 if rows > 64 else 4,
         # Loads of the block table take half of the stages, because the loads of keys wait for them.
         num_stages=2 if is_chunk else 5,
@@ -131,6 +135,7 @@ def _attend(
     table_stride,
     scale,
     softcap,
+    sinks,  # [num_heads]
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -141,6 +146,7 @@ def _attend(
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row, num_queries, first_position, sequence = _load_tile(tiles, tile)
@@ -153,6 +159,15 @@ def _attend(
     q_at = query + row[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
 
+    # Each row begins with the sum of no keys, or in the first split with its sink.
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    if SINKS:
+        is_first = split == 0
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        maximum = tl.where(is_first, sink, maximum)
+        total = tl.where(is_first, 1.0, total)
+
     low, high = _key_range(first_position, num_queries, split, KEYS, NUM_SPLITS, WINDOW)
     attended, lse = _attend_keys(
         q,
@@ -160,6 +175,8 @@ def _attend(
         value_cache + kv_head * HEAD_DIM,
         block_table + sequence * table_stride,
         position,
+        maximum,
+        total,
         low,
         high,
         scale,
@@ -216,6 +233,8 @@ def _attend_keys(
     value_cache,
     table,  # block table of the sequence
     position,  # [ROWS]
+    maximum,  # [ROWS]
+    total,  # [ROWS]
     low,
     high,
     scale,
@@ -230,13 +249,12 @@ def _attend_keys(
     """Return the attention over the keys [low, high), and log2 of the sum of the weights.
 
     The softmax is online: whenever a greater score appears, the sums so far are scaled down.
+    `maximum` and `total` are the greatest score and the sum of weights before the first key.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
     d = tl.arange(0, DIM_PAD)
     is_dim = d < HEAD_DIM
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, DIM_PAD], 0.0, tl.float32)
     for start in range(low, high, KEYS):
         n = start + tl.arange(0, KEYS)
