@@ -38,7 +38,6 @@ TESTED_TYPES = frozenset(
         "exaone_moe",
         "flex_olmo",
         "flint",
-        "gemma3",
         "glm",
         "glm4",
         "glm4_moe",

@@ -148,3 +148,20 @@ class GenericLanguage(LanguageAdapter):
             # The rule finds images by the text between them.
             refuse(f"the model has no positions for images without text between them: {error}")
         return PromptPositions(positions[:, 0], int(delta[0]))
+
+
+class SpanLanguage(GenericLanguage):
+    """The decoder of a model in which the tokens of an image attend to each other."""
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        for item in sorted(prompt.items, key=lambda item: item.placeholder.offset):
+            offset, first = item.placeholder.offset, len(spans)
+            for index in item.placeholder.embed_indexes():
+                start = stop = offset + index
+                if spans and spans[-1][1] == start:
+                    if len(spans) == first:
+                        refuse("the model needs text between two images")
+                    start, _ = spans.pop()
+                spans.append((start, stop + 1))
+        return spans

@@ -55,6 +55,8 @@ class LanguageAdapter:
     """Adapter of a plain decoder. Its positions are one row, the indexes of the tokens."""
 
     num_position_rows = 1
+    opens_full_layers = True
+    """Whether spans attend in both directions also in layers without a window."""
 
     def __init__(
         self,
@@ -109,6 +111,13 @@ class LanguageAdapter:
     def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
         """Return the positions of a prompt with items; None if they are the tokens' indexes."""
         return None
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        """Return the runs [start, stop) of tokens that attend to each other in both directions.
+
+        Other tokens attend to earlier ones only. Raises InvalidRequest.
+        """
+        return []
 
     def count_free_positions(self, prompt: MediaPrompt) -> int:
         """Return the number of rotary positions after a checked prompt.

@@ -100,10 +100,6 @@ SPECS: dict[str, dict[str, Any]] = {
     "exaone_moe": FOUR_LAYERS,
     "flex_olmo": {},
     "flint": {"layer_types": MIXED, "mlp_only_layers": [0]},
-    "gemma3": {
-        "text_config": {"layer_types": MIXED, "query_pre_attn_scalar": 16},
-        "vision_config": {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1},
-    },
     "glm": {},
     "glm4": {},
     "glm4_moe": {"use_qk_norm": True},

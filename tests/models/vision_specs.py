@@ -84,6 +84,8 @@ class Spec:
     sizes: dict[str, Any] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens that the processor reads from its tokenizer."""
+    merged: str = ""
+    """A letter of which the tokenizer merges two."""
     seed: int = 8
     """A seed of weights for which the answers vary."""
 
@@ -170,6 +172,25 @@ SPECS = {
         PLAIN_IDS | WINDOWS,
         marker=MARKED,
         tokens=PLAIN,
+    ),
+    "gemma3": Spec(
+        ("gemma3", "Gemma3", {"size": SQUARE}),
+        {"image_seq_length": 16},
+        {
+            **ids(image_token_index="<|image|>"),
+            **ids(boi_token_index="<|begin_of_image|>", eoi_token_index="<|end_of_image|>"),
+            "mm_tokens_per_image": 16,
+            "text_config.layer_types": ["sliding_attention", "full_attention"] * 2,
+            "text_config.query_pre_attn_scalar": 16,
+        },
+        marker="<|begin_of_image|>",
+        tokens={
+            "boi_token": "<|begin_of_image|>",
+            "image_token": "<|image|>",
+            "eoi_token": "<|end_of_image|>",
+        },
+        # The text of an image begins and ends with two line breaks.
+        merged="Ċ",
     ),
     "glm46v": glm("glm46v", "Glm46V", **rotary(2, 3, 3)),
     "glm4v": glm("glm4v", "Glm4v", **rotary(2, 1, 1, partial_rotary_factor=0.5)),
@@ -322,7 +343,7 @@ def _shrink(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 def make_tokenizer(spec: Spec, merged: str = "") -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token for each byte, and one for two equal letters if `merged`."""
     symbols = TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(merged, merged)] if merged else []
+    merges = [(letter, letter) for letter in merged or spec.merged]
     symbols += [first + second for first, second in merges]
     model = models.BPE({symbol: i for i, symbol in enumerate(symbols)}, merges)
     tokenizer = Tokenizer(model)

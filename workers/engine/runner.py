@@ -20,7 +20,14 @@ from shared.helpers.lru import ByteLRU
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
-from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
+from workers.engine.core.sequence import (
+    Batch,
+    EngineRequest,
+    Item,
+    SampledToken,
+    ScheduledSequence,
+    Span,
+)
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
@@ -97,6 +104,9 @@ class ModelRunner:
                 "an item has no embedding, and the engine has no tower", field="items"
             )
         return family.count_free_positions(request)
+
+    def spans_of(self, request: EngineRequest) -> list[Span]:
+        return self._model.family.spans_of(request)
 
     @torch.inference_mode()
     def prepare(self, request: EngineRequest) -> None:
@@ -216,7 +226,8 @@ class ModelRunner:
         lengths = [s.num_new_tokens for s in scheduled]
         query_start_loc = [0, *np.cumsum(lengths).tolist()]
         tables = [s.sequence.block_table for s in scheduled]
-        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled])
+        spans = [s.spans for s in scheduled]
+        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled], spans)
         plan = self._model.plan(layout, self._kv_cache)
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples and s.sequence.samples_tokens]

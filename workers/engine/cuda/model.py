@@ -1,6 +1,7 @@
 """Decoder on a GPU: transformers' modules with Triton kernels, and decodes as CUDA graphs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +59,14 @@ class GpuModel(FlatModel):
         group = config.num_attention_heads // self._num_kv_heads
         self._queries_per_tile = count_queries(group, head_dim, self.dtype)
 
-    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> KernelPlan:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
+        """Return the plan for the kernels, or for torch if a chunk has a span."""
+        if any(batch.spans):
+            return super().plan(batch, kv_cache)
         return plan_for_kernels(
-            *batch,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
             block_size=kv_cache[0][0].shape[1],
             num_kv_heads=self._num_kv_heads,
             queries_per_tile=self._queries_per_tile,
@@ -99,7 +105,8 @@ class GpuModel(FlatModel):
     def forward(self, step: StepInputs) -> Tensor:
         """Run one step, as a graph if possible. After `capture`, only its cache may be used."""
         logits = None
-        if self._graphs is not None and step.deepstack is None and step.hidden is None:
+        is_graph = isinstance(step.plan, KernelPlan) and step.deepstack is None
+        if self._graphs is not None and is_graph and step.hidden is None:
             logits = self._graphs.run(step.embeddings, step.positions, step.plan)
         if logits is None:
             return super().forward(step)

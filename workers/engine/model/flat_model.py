@@ -24,6 +24,7 @@ class BatchLayout(NamedTuple):
     block_tables: Sequence[Sequence[int]]
     query_start_loc: Sequence[int]
     seq_lens: Sequence[int]
+    spans: Sequence[Sequence[tuple[int, int]]] = ()
 
 
 class StepInputs(NamedTuple):
@@ -97,6 +98,7 @@ class FlatModel(DecoderModel):
     def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         return plan_step(
             *batch,
+            opens_full_layers=self.family.opens_full_layers,
             block_size=kv_cache[0][0].shape[1],
             dtype=self.dtype,
             device=self.device,

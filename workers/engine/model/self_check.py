@@ -80,10 +80,11 @@ def _run_chunks(model: FlatModel, block_size: int, prompt: CheckPrompt) -> Tenso
     logits = []
     for start, stop in itertools.pairwise(CHUNKS):
         rows = torch.arange(stop - start, device=model.device)
+        spans = [span for span in prompt.spans if start < span[1] <= stop]
         step = StepInputs(
             prompt.embeddings[start:stop],
             prompt.positions[:, start:stop],
-            model.plan(BatchLayout([table], [0, stop - start], [stop]), kv_cache),
+            model.plan(BatchLayout([table], [0, stop - start], [stop], [spans]), kv_cache),
             kv_cache,
             # The reversed order shows whether the model returns the logits of these rows.
             rows.flip(0),
