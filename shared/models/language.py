@@ -131,6 +131,19 @@ class LanguageAdapter:
         check_reach(int(located.prompt.max()), limit, "the prompt's items reach", "items")
         return limit - length - located.delta
 
+    @property
+    def uses_token_ids(self) -> bool:
+        """Whether layers use the ids of tokens besides the embeddings."""
+        return bool(getattr(self.decoder.config, "hidden_size_per_layer_input", None))
+
+    def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:  # [num_tokens]
+        """Return the arguments of `forward` for layers that use the ids of tokens."""
+        if not self.uses_token_ids:
+            return {}
+        assert token_ids is not None
+        decoder: Any = self.decoder
+        return {"per_layer_inputs": decoder.get_per_layer_inputs(token_ids[None])}
+
     def forward(
         self,
         embeddings: Tensor,  # [1, num_tokens, hidden_size]
@@ -141,7 +154,7 @@ class LanguageAdapter:
     ) -> Tensor:  # logits, [1, num_sampled, vocab_size]
         """Run the model with its own head, because some families scale or limit their logits there.
 
-        `attention` is passed to the attention of every layer.
+        `attention` is passed to the attention of every layer, except for `layer_inputs`.
         """
         assert deepstack is None, "this family has no further levels of features"
         model: Any = self.model

@@ -68,10 +68,29 @@ MULTIPLIERS = {
     "attention_multiplier": 0.4,
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+}
+# The last layers use the keys and values of earlier ones, and all layers use the ids of tokens.
+SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": [*MIXED, *MIXED],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 199,
+}
+
 SPECS: dict[str, dict[str, Any]] = {
     "afmoe": FOUR_LAYERS,
     "apertus": {},
     "arcee": {},
+    "axk1": LATENT,
     "aria_text": {},
     "beam": FOUR_LAYERS,
     "bitnet": {},
@@ -93,6 +112,8 @@ SPECS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v2": LATENT | {"topk_method": "greedy"},
+    "deepseek_v3": LATENT,
     "dots1": {"max_window_layers": 1, "n_shared_experts": 1},
     "ernie4_5": {},
     "ernie4_5_moe": {},
@@ -100,9 +121,12 @@ SPECS: dict[str, dict[str, Any]] = {
     "exaone_moe": FOUR_LAYERS,
     "flex_olmo": {},
     "flint": {"layer_types": MIXED, "mlp_only_layers": [0]},
+    "gemma3n_text": SHARED | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    "gemma4_text": SHARED | {"global_head_dim": 32},
     "glm": {},
     "glm4": {},
     "glm4_moe": {"use_qk_norm": True},
+    "glm4_moe_lite": LATENT,
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt_neox": {},
@@ -123,6 +147,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "kolibri1": {"layer_types": MIXED},
     "laguna": {"layer_types": MIXED},
     "mellum": {"layer_types": MIXED},
+    "mimo_v2_flash": {"layer_types": MIXED, "num_key_value_heads": 1, "v_head_dim": 12},
+    "minicpm3": LATENT,
     "minimax_m2": {},
     "ministral": {"layer_types": MIXED},
     "ministral3": {},
@@ -142,6 +168,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "solar_open": {},
     "starcoder2": {},
     "vaultgemma": {},
+    "youtu": LATENT,
 }
 
 # Seeds of the weights of types whose answers repeat a few tokens with the default seed.
@@ -160,12 +187,29 @@ SEEDS = {
     "opt": 2,
     "persimmon": 12,
     "starcoder2": 1,
+    "youtu": 1,
+}
+
+
+# Each of these has the features of a type that always runs.
+LONG = {
+    "axk1",
+    "deepseek_v2",
+    "flint",
+    "gemma3n_text",
+    "glm4_moe_lite",
+    "granite_swa",
+    "granitemoe_swa",
+    "mimo_v2_flash",
+    "minicpm3",
+    "youtu",
 }
 
 
 def make_config(model_type: str, **settings: Any) -> PreTrainedConfig:
     default = AutoConfig.for_model(model_type)
     text = default.get_text_config(decoder=True)
+    text.allow_global_per_layer_attribute_access = True
     sizes = {key: value for key, value in SIZES.items() if hasattr(text, key)} | SPECIAL
     if text is not default:
         settings["text_config"] = sizes | settings["text_config"]
@@ -196,9 +240,15 @@ def move_vectors(model: PreTrainedModel) -> None:
         if parameter.dim() == 1 and not name.endswith("bias"):
             noise = torch.empty_like(parameter).normal_(0, 0.3, generator=generator)
             parameter.data.add_(noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.normal_(1, 0.3, generator=generator)
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SPECS],
+)
 def twins(request: pytest.FixtureRequest) -> Twins:
     model = build(request.param, **SPECS[request.param])
     return Twins(model, FlatModel(adapt(copy.deepcopy(model))), None)
@@ -225,7 +275,9 @@ def test_any_schedule_yields_the_tokens_of_generate(
     assert (schedule.num_preemptions > 0) == (preempt_share > 0)
 
 
-@pytest.mark.parametrize("model_type", ["flint", "gpt_oss", "granite_swa", "granitemoe_swa"])
+@pytest.mark.parametrize(
+    "model_type", ["flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"]
+)
 def test_sinks_change_the_answers(model_type: str) -> None:
     model, case = build(model_type, **SPECS[model_type]), make_case("text", [], 23, 12)
     answer = reference_answer(model, case)
@@ -233,6 +285,14 @@ def test_sinks_change_the_answers(model_type: str) -> None:
         if name.endswith(".sinks"):
             parameter.fill_(-torch.inf)
     assert reference_answer(model, case) != answer
+
+
+def test_ids_of_tokens_change_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, case = build("gemma3n_text", **SPECS["gemma3n_text"]), make_case("text", [], 23, 12)
+    twins = Twins(model, FlatModel(adapt(copy.deepcopy(model))), None)
+    monkeypatch.setattr(twins.served.family, "layer_inputs", lambda token_ids: {})
+    schedule = RandomSchedule(random.Random(0), 8, 16, 100, 0.0)
+    assert run_schedule(twins, [case], schedule) != answers_of(twins, [case])
 
 
 @pytest.mark.parametrize("model_type", SPECS)

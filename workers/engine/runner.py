@@ -239,7 +239,8 @@ class ModelRunner:
         num_sampled = len(rows)
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + num_prompt_rows(s))
-        embeddings, deepstack = self._embed(scheduled, query_start_loc)
+        token_ids = self._gather_tokens(scheduled)
+        embeddings, deepstack = self._embed(token_ids, scheduled, query_start_loc)
         positions = self._make_positions(scheduled)
         sampled_rows = self._to_device(rows)
         hidden_rows, hidden = None, None
@@ -261,6 +262,7 @@ class ModelRunner:
                 deepstack=deepstack,
                 hidden_rows=hidden_rows,
                 hidden=hidden,
+                token_ids=token_ids,
             )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
@@ -276,19 +278,22 @@ class ModelRunner:
             tokens[i] = sampled_tokens
         return tokens
 
+    def _gather_tokens(self, scheduled: list[ScheduledSequence]) -> Tensor:  # [num_tokens]
+        token_ids: list[int] = []
+        for s in scheduled:
+            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
+            token_ids += s.draft_token_ids
+        return self._to_device(token_ids)
+
     def _embed(
-        self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
+        self, token_ids: Tensor, scheduled: list[ScheduledSequence], query_start_loc: list[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the input embeddings [num_tokens, hidden_size], with items at their placeholders.
 
         The second tensor holds deepstack features for the decoder's first layers:
         [num_levels, num_tokens, hidden_size], zero in all other rows; None if no item has any.
         """
-        token_ids: list[int] = []
-        for s in scheduled:
-            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
-            token_ids += s.draft_token_ids
-        rows = self._model.embed(self._to_device(token_ids))
+        rows = self._model.embed(token_ids)
         num_tokens, width = rows.shape
         levels: Tensor | None = None
         for s, first_row in zip(scheduled, query_start_loc, strict=False):

@@ -28,7 +28,7 @@ from workers.engine.cuda.kernels.rotary import (
     write_cache,
 )
 from workers.engine.model.attention import attention_of_layer as attend_in_torch
-from workers.engine.model.attention import check_arguments
+from workers.engine.model.attention import check_arguments, pad_values
 from workers.engine.model.int8 import Int8Linear
 from workers.engine.model.step_plan import StepPlan
 from workers.engine.model.support import layer_windows
@@ -138,12 +138,13 @@ def attention_of_layer(
         )
     check_arguments(module, attention_mask, kwargs)
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
+    value_dim, value = value.shape[-1], pad_values(value, key)
     query, key, value = (rows[0].transpose(0, 1).contiguous() for rows in (query, key, value))
     write_cache(key, value, key_cache, value_cache, plan.slot_mapping)
     output = paged_attention(
         query, key_cache, value_cache, plan, scaling, sliding_window, softcap, s_aux
     )
-    return output[None], None
+    return output[None, ..., :value_dim], None
 
 
 # No mask function is registered, as in `workers.engine.model.attention`.

@@ -23,7 +23,7 @@ from workers.engine.cuda.kernels.plan import (
 )
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
-from workers.engine.model.support import kv_shape
+from workers.engine.model.support import kv_shapes
 
 
 class GpuModel(FlatModel):
@@ -55,9 +55,13 @@ class GpuModel(FlatModel):
         self._tables = BlockTables()
         self._graphs: DecodeGraphs | None = None
         config = family.decoder.config
-        _, self._num_kv_heads, head_dim = kv_shape(config)
-        group = config.num_attention_heads // self._num_kv_heads
-        self._queries_per_tile = count_queries(group, head_dim, self.dtype)
+        shapes = kv_shapes(config)
+        self._num_kv_heads = max(shape.num_kv_heads for shape in shapes)
+        # A tile fits into the programs of every layer.
+        self._queries_per_tile = min(
+            count_queries(config.num_attention_heads // num_kv_heads, head_dim, self.dtype)
+            for num_kv_heads, head_dim in shapes
+        )
 
     def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         """Return the plan for the kernels, or for torch if a chunk has a span."""
@@ -76,8 +80,11 @@ class GpuModel(FlatModel):
 
     @torch.inference_mode()
     def capture(self, kv_cache: KVCache) -> None:
-        """Record the graphs of decode steps over `kv_cache`, unless the model has adapters."""
-        if self._adapted:
+        """Record the graphs of decode steps over `kv_cache`.
+
+        Nothing is recorded for a model with adapters, or with layers that use the ids of tokens.
+        """
+        if self._adapted or self.family.uses_token_ids:
             return
         record = self._record
         if record is None:

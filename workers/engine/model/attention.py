@@ -156,6 +156,11 @@ class _LayerCache:
         return weights[..., : key.shape[-2]] @ value
 
 
+def pad_values(value: Tensor, key: Tensor) -> Tensor:
+    """Return values with the width of keys: both caches of a layer have one shape."""
+    return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+
+
 def check_arguments(
     module: torch.nn.Module, attention_mask: Tensor | None, others: Mapping[str, object]
 ) -> None:
@@ -188,8 +193,9 @@ def attention_of_layer(
     """Attention function for transformers; raises NotImplementedError for unsupported features."""
     check_arguments(module, attention_mask, kwargs)
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
+    value_dim = value.shape[-1]
     write_cache(key_cache, plan.slot_mapping, key[0].transpose(0, 1))
-    write_cache(value_cache, plan.slot_mapping, value[0].transpose(0, 1))
+    write_cache(value_cache, plan.slot_mapping, pad_values(value, key)[0].transpose(0, 1))
     output = paged_attention(
         query[0].transpose(0, 1),
         key_cache,
@@ -200,7 +206,7 @@ def attention_of_layer(
         softcap,
         s_aux,
     )
-    return output[None], None
+    return output[None, ..., :value_dim], None
 
 
 # No mask function is registered with it. transformers then creates no mask, and does not search the

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from workers.engine.model.step_plan import Window
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+# Settings that may differ between layers, in `per_layer_config`.
+UNEQUAL = frozenset({"head_dim", "num_key_value_heads"})
 
 # Rotary frequencies of these types depend on the longest sequence of a batch, so the answer to a
 # request would depend on the other requests.
@@ -55,12 +58,28 @@ def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def kv_shape(text_config: Any) -> tuple[int, int, int]:
-    """Return (num_layers, num_kv_heads, head_dim)."""
-    num_heads: int = text_config.num_attention_heads
-    num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
-    head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
-    return text_config.num_hidden_layers, num_kv_heads, head_dim
+class KVShape(NamedTuple):
+    """Keys of a token in one layer. Values have the same shape, and may be padded."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+def kv_shapes(text_config: Any) -> list[KVShape]:
+    """Return the shape of each layer's keys."""
+    kinds = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
+    return [_kv_shape(*layer) for layer in zip(text_config.per_layer_config, kinds, strict=False)]
+
+
+def _kv_shape(layer: Any, kind: str | None) -> KVShape:
+    num_heads: int = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):
+        return KVShape(num_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim)
+    num_kv_heads: int = getattr(layer, "num_key_value_heads", None) or num_heads
+    if layer.model_type == "mimo_v2_flash" and kind == "sliding_attention":
+        num_kv_heads *= 2
+    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+    return KVShape(num_kv_heads, head_dim)
 
 
 def _refusals(config: Any, text: Any) -> Iterator[str]:
@@ -72,11 +91,12 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
             yield f"is a classifier ({architecture}), such as a cross-encoder; decoders are served"
     if config.model_type.startswith(RECURRENT):
         yield "keeps a state instead of keys and values, which cannot be paged"
-    if text.is_heterogeneous:
-        yield "has layers with different settings (per_layer_config); the engine needs equal layers"
+    if other := (text.per_layer_attributes or set()) - UNEQUAL:
+        names = ", ".join(sorted(other))
+        yield f"has layers that differ in {names}; only their KV heads may differ"
     kinds = getattr(text, "layer_types", None) or []
-    if other := set(kinds) - LAYER_KINDS:
-        yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    if others := set(kinds) - LAYER_KINDS:
+        yield f"uses {', '.join(sorted(others))}; the engine serves full and sliding attention only"
     source = registry.find_source(config)
     one_window = "one_window" in registry.find_decoder_traits(text)
     is_native = source == "native"
@@ -97,11 +117,11 @@ def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
     nested = getattr(text, "attn_config", None)
     if text.model_type == "bloom" or any(getattr(c, "alibi", False) for c in (text, nested)):
         yield "uses ALiBi, a bias on the scores that the engine's attention does not have"
-    if getattr(text, "kv_lora_rank", None):
-        yield "uses latent attention; the engine's cache has keys and values of one size"
     # transformers also uses bidirectional masks, even in a decoder, if `is_causal` is false.
     is_causal = all(getattr(section, "is_causal", True) for section in (config, text))
-    if getattr(text, "use_bidirectional_attention", None) or not is_causal:
+    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision") or (
+        not is_causal
+    ):
         yield "uses bidirectional attention, in which a token's cache depends on later tokens"
 
 
