@@ -165,3 +165,25 @@ class SpanLanguage(GenericLanguage):
                     start, _ = spans.pop()
                 spans.append((start, stop + 1))
         return spans
+
+
+class WindowSpanLanguage(SpanLanguage):
+    """The decoder of Gemma 4, in which spans attend in both directions in layers with windows.
+
+    In the smaller models, all attention is causal. Layers use the ids of tokens, and the padding
+    token in the place of an image.
+    """
+
+    opens_full_layers = False
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        config: Any = self.decoder.config
+        return super().spans_of(prompt) if config.use_bidirectional_attention else []
+
+    def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:
+        if token_ids is not None:
+            config: Any = self.model.config
+            media = [config.image_token_id, config.video_token_id, config.audio_token_id]
+            is_medium = torch.isin(token_ids, token_ids.new_tensor(media))
+            token_ids = token_ids.masked_fill(is_medium, config.text_config.pad_token_id)
+        return super().layer_inputs(token_ids)

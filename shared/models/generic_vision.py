@@ -12,7 +12,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from shared.models import generic
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.generic_image import PROCESSORS, GenericImageLayout
-from shared.models.generic_tower import GenericLanguage, GenericTower, SpanLanguage
+from shared.models.generic_tower import (
+    GenericLanguage,
+    GenericTower,
+    SpanLanguage,
+    WindowSpanLanguage,
+)
 from shared.protocol.multimodal import IMAGE
 
 # transformers does not declare this table as public.
@@ -26,6 +31,7 @@ TESTED_IMAGE_TYPES = frozenset(
         "aya_vision",
         "exaone4_5",
         "gemma3",
+        "gemma4",
         "glm46v",
         "glm4v",
         "glm4v_moe",
@@ -45,12 +51,16 @@ TESTED_IMAGE_TYPES = frozenset(
 )
 """Model types whose answers about images a test compares with transformers'."""
 
-_LANGUAGES: dict[str, type[GenericLanguage]] = {"gemma3": SpanLanguage}
-"""Language adapters of types whose images are spans, each with its rule."""
+_LANGUAGES: dict[str, type[GenericLanguage]] = {
+    "gemma3": SpanLanguage,
+    "gemma4": WindowSpanLanguage,
+}
+"""Language adapters of types for which the obstacles do not hold."""
 
-_MASKS = "def create_masks_for_generate("
 _OBSTACLES = {
-    _MASKS: "it has a mask of its own, such as for images whose tokens attend to later ones",
+    "def create_masks_for_generate(": (
+        "it has a mask of its own, such as for images whose tokens attend to later ones"
+    ),
     "deepstack": "features of images are added in later layers (DeepStack)",
     "per_layer_inputs": "its layers use the ids of tokens besides the embeddings",
     "visual_indicator": "embeddings replace more tokens than the placeholders of an image",
@@ -90,7 +100,7 @@ def find_obstacle(model_type: str) -> str | None:
     if "def get_image_features(" not in source:
         return "transformers' model of this type does not encode images separately"
     for mark, obstacle in _OBSTACLES.items():
-        if mark in source and not (mark == _MASKS and model_type in _LANGUAGES):
+        if mark in source and model_type not in _LANGUAGES:
             return obstacle
     processor = PROCESSORS.get(model_type)
     if processor is None or "def replace_image_token(" not in generic.read_source(processor):

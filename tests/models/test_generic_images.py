@@ -5,6 +5,7 @@ torchvision, so the reference's processor has none either.
 """
 
 import copy
+import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -113,7 +114,7 @@ def generate(model: Model, text: str, images: list[Image.Image]) -> tuple[list[i
         for name, tensor in tensors.items()
     }
     reference: Any = model.twins.reference
-    if "get_rope_index" not in dir(reference.base_model):
+    if "mm_token_type_ids" not in inspect.signature(reference.forward).parameters:
         inputs.pop("mm_token_type_ids", None)
     answer = reference.generate(
         **inputs,
