@@ -12,6 +12,7 @@ import transformers
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from shared.models.family import ModelFamily, Source
@@ -112,6 +113,13 @@ def find_obstacle(model_type: str) -> str | None:
         return "models of this type are encoders, in which a token depends on later tokens"
     if EXCHANGEABLE not in read_source(class_name):
         return FIXED_ATTENTION
+    return find_missing_package(model_type)
+
+
+def find_missing_package(model_type: str) -> str | None:
+    """Return the reason against a type whose tower needs another package; None for others."""
+    if MODEL_MAPPING_NAMES.get(f"{model_type}_vision") == "TimmWrapperModel":
+        return "its vision tower needs the package timm"
     return None
 
 

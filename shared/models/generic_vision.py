@@ -99,6 +99,8 @@ def find_obstacle(model_type: str) -> str | None:
         return generic.FIXED_ATTENTION
     if "def get_image_features(" not in source:
         return "transformers' model of this type does not encode images separately"
+    if missing := generic.find_missing_package(model_type):
+        return missing
     for mark, obstacle in _OBSTACLES.items():
         if mark in source and model_type not in _LANGUAGES:
             return obstacle

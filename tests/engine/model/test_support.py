@@ -50,6 +50,8 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
             {"per_layer_config": {0: {"intermediate_size": 64}}},
             "differ in intermediate_size",
         ),
+        ("llama", {"per_layer_config": {0: {"num_key_value_heads": 1}}}, "num_key_value_heads"),
+        ("gemma3n", {}, "the package timm"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "bidirectional"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
         ("qwen2", {"is_causal": False}, "bidirectional"),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
-# Settings that may differ between layers, in `per_layer_config`.
+# Settings that may differ between the layers of a generic family, in `per_layer_config`.
 UNEQUAL = frozenset({"head_dim", "num_key_value_heads"})
 
 # Rotary frequencies of these types depend on the longest sequence of a batch, so the answer to a
@@ -91,15 +91,15 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
             yield f"is a classifier ({architecture}), such as a cross-encoder; decoders are served"
     if config.model_type.startswith(RECURRENT):
         yield "keeps a state instead of keys and values, which cannot be paged"
-    if other := (text.per_layer_attributes or set()) - UNEQUAL:
-        names = ", ".join(sorted(other))
-        yield f"has layers that differ in {names}; only their KV heads may differ"
-    kinds = getattr(text, "layer_types", None) or []
-    if others := set(kinds) - LAYER_KINDS:
-        yield f"uses {', '.join(sorted(others))}; the engine serves full and sliding attention only"
     source = registry.find_source(config)
-    one_window = "one_window" in registry.find_decoder_traits(text)
     is_native = source == "native"
+    accepted = frozenset() if is_native else UNEQUAL
+    if unequal := set(text.per_layer_attributes or ()) - accepted:
+        yield f"has layers that differ in {', '.join(sorted(unequal))} (per_layer_config)"
+    kinds = getattr(text, "layer_types", None) or []
+    if other := set(kinds) - LAYER_KINDS:
+        yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    one_window = "one_window" in registry.find_decoder_traits(text)
     if is_native and getattr(text, "sliding_window", None) and not kinds and not one_window:
         # transformers' layers ignore the window, but its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
@@ -119,9 +119,9 @@ def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
         yield "uses ALiBi, a bias on the scores that the engine's attention does not have"
     # transformers also uses bidirectional masks, even in a decoder, if `is_causal` is false.
     is_causal = all(getattr(section, "is_causal", True) for section in (config, text))
-    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision") or (
-        not is_causal
-    ):
+    # In Gemma 4, "vision" concerns the images, for which the language adapter has a rule.
+    both_directions = getattr(text, "use_bidirectional_attention", None)
+    if both_directions not in (None, False, "vision") or not is_causal:
         yield "uses bidirectional attention, in which a token's cache depends on later tokens"
 
 
