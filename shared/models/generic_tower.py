@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from shared.models.language import LanguageAdapter, MediaPrompt, PromptPositions
 from shared.models.lazy_module import LazyModule
 from shared.models.media import DecodedImage
 from shared.models.tower_adapter import Fields, TowerAdapter, get_field, refuse
+from shared.protocol.multimodal import PlaceholderRange
 
 if TYPE_CHECKING:
     import torch
@@ -156,21 +158,28 @@ class SpanLanguage(GenericLanguage):
     def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []
         for item in sorted(prompt.items, key=lambda item: item.placeholder.offset):
-            offset, first = item.placeholder.offset, len(spans)
-            for index in item.placeholder.embed_indexes():
-                start = stop = offset + index
-                if spans and spans[-1][1] == start:
-                    if len(spans) == first:
-                        refuse("the model needs text between two images")
-                    start, _ = spans.pop()
-                spans.append((start, stop + 1))
+            runs = _embed_runs(item.placeholder)
+            if spans and spans[-1][1] == runs[0][0]:
+                # They would attend to each other, and the hash of a block covers one image.
+                refuse("the model needs text between two images")
+            spans += runs
         return spans
 
 
-class WindowSpanLanguage(SpanLanguage):
-    """The decoder of Gemma 4, in which spans attend in both directions in layers with windows.
+def _embed_runs(placeholder: PlaceholderRange) -> list[tuple[int, int]]:
+    """Return the runs of consecutive tokens [start, stop) that embeddings replace."""
+    runs = []
+    numbered = enumerate(placeholder.embed_indexes(), placeholder.offset)
+    for _, run in itertools.groupby(numbered, lambda pair: pair[1] - pair[0]):
+        indexes = [placeholder.offset + index for _, index in run]
+        runs.append((indexes[0], indexes[-1] + 1))
+    return runs
 
-    In the smaller models, all attention is causal. Layers use the ids of tokens, and the padding
+
+class WindowSpanLanguage(SpanLanguage):
+    """The decoder of Gemma 4: only layers with windows attend in both directions in a span.
+
+    All layers of the smaller models are causal. Layers that use the ids of tokens get the padding
     token in the place of an image.
     """
 

@@ -158,7 +158,8 @@ class _LayerCache:
 
 def pad_values(value: Tensor, key: Tensor) -> Tensor:
     """Return values with the width of keys: both caches of a layer have one shape."""
-    return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+    padding = key.shape[-1] - value.shape[-1]
+    return F.pad(value, (0, padding)) if padding else value
 
 
 def check_arguments(

@@ -7,7 +7,7 @@ With a sliding window of w tokens, the token at t sees the tokens (t - w, t]. A 
 the tokens [past, seq_len) needs nothing before past + 1 - w, so blocks that lie wholly before it
 are not read; `first` is the first token of the first block that is read.
 
-A span is a run of tokens that attend to each other in both directions, such as those of an image.
+A span is a run of tokens that attend to each other in both directions, such as an image's tokens.
 All its tokens are cached or in the chunk, so only the mask of the chunk differs.
 """
 

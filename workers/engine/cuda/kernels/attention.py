@@ -103,7 +103,7 @@ def _launch(
         plan.block_table.stride(0),
         scale,
         softcap or 1.0,
-        query if sinks is None else sinks,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=query.shape[1] // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -114,7 +114,6 @@ def _launch(
         NUM_SPLITS=num_splits,
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
         num_warps=8 if rows > 64 else 4,
         # Loads of the block table take half of the stages, because the loads of keys wait for them.
         num_stages=2 if is_chunk else 5,
@@ -135,7 +134,7 @@ def _attend(
     table_stride,
     scale,
     softcap,
-    sinks,  # [num_heads]
+    sinks,  # [num_heads] or None
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -146,37 +145,24 @@ def _attend(
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row, num_queries, first_position, sequence = _load_tile(tiles, tile)
     # Row r is query r // GROUP of the tile, and head r % GROUP of the group with this KV head.
     r = tl.arange(0, ROWS)
     row, head = first_row + r // GROUP, kv_head * GROUP + r % GROUP
-    position = first_position + r // GROUP
     d = tl.arange(0, DIM_PAD)
     is_query = (r // GROUP < num_queries)[:, None] & (d < HEAD_DIM)[None, :]
     q_at = query + row[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
-
-    # Each row begins with the sum of no keys, or in the first split with its sink.
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
-    if SINKS:
-        is_first = split == 0
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        maximum = tl.where(is_first, sink, maximum)
-        total = tl.where(is_first, 1.0, total)
-
     low, high = _key_range(first_position, num_queries, split, KEYS, NUM_SPLITS, WINDOW)
     attended, lse = _attend_keys(
         q,
         key_cache + kv_head * HEAD_DIM,
         value_cache + kv_head * HEAD_DIM,
         block_table + sequence * table_stride,
-        position,
-        maximum,
-        total,
+        first_position + r // GROUP,
+        _load_sinks(sinks, head, split),
         low,
         high,
         scale,
@@ -202,6 +188,15 @@ def _load_tile(tiles, tile):
     """Return the fields of a tile, as listed at `TILE_WIDTH`."""
     at = tiles + tile * TILE
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _load_sinks(sinks, head, split):
+    """Return the sink of each row in the first split, and -inf otherwise, for log2."""
+    scores = tl.full(head.shape, float("-inf"), tl.float32)
+    if sinks is not None:
+        scores = tl.where(split == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, scores)
+    return scores
 
 
 @triton.jit
@@ -233,8 +228,7 @@ def _attend_keys(
     value_cache,
     table,  # block table of the sequence
     position,  # [ROWS]
-    maximum,  # [ROWS]
-    total,  # [ROWS]
+    maximum,  # [ROWS], score of the sink or -inf
     low,
     high,
     scale,
@@ -249,12 +243,12 @@ def _attend_keys(
     """Return the attention over the keys [low, high), and log2 of the sum of the weights.
 
     The softmax is online: whenever a greater score appears, the sums so far are scaled down.
-    `maximum` and `total` are the greatest score and the sum of weights before the first key.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
     d = tl.arange(0, DIM_PAD)
     is_dim = d < HEAD_DIM
+    total = tl.where(maximum == float("-inf"), 0.0, 1.0)
     acc = tl.full([ROWS, DIM_PAD], 0.0, tl.float32)
     for start in range(low, high, KEYS):
         n = start + tl.arange(0, KEYS)
