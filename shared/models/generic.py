@@ -12,6 +12,7 @@ import transformers
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from shared.models.family import ModelFamily, Source
@@ -21,6 +22,7 @@ TESTED_TYPES = frozenset(
         "afmoe",
         "apertus",
         "arcee",
+        "axk1",
         "aria_text",
         "beam",
         "bitnet",
@@ -31,21 +33,29 @@ TESTED_TYPES = frozenset(
         "ctrl",
         "cwm",
         "dbrx",
+        "deepseek_v2",
+        "deepseek_v3",
         "dots1",
         "ernie4_5",
         "ernie4_5_moe",
         "exaone4",
         "exaone_moe",
         "flex_olmo",
-        "gemma3",
+        "flint",
+        "gemma3n_text",
+        "gemma4_text",
         "glm",
         "glm4",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt2",
         "gpt_bigcode",
         "gpt_neox",
+        "gpt_oss",
         "granite",
+        "granite_swa",
         "granitemoe",
+        "granitemoe_swa",
         "granitemoeshared",
         "helium",
         "hunyuan_v1_dense",
@@ -58,6 +68,8 @@ TESTED_TYPES = frozenset(
         "kolibri1",
         "laguna",
         "mellum",
+        "mimo_v2_flash",
+        "minicpm3",
         "minimax_m2",
         "ministral",
         "ministral3",
@@ -74,6 +86,7 @@ TESTED_TYPES = frozenset(
         "solar_open",
         "starcoder2",
         "vaultgemma",
+        "youtu",
     }
 )
 """Model types whose answers a test compares with transformers'."""
@@ -100,6 +113,13 @@ def find_obstacle(model_type: str) -> str | None:
         return "models of this type are encoders, in which a token depends on later tokens"
     if EXCHANGEABLE not in read_source(class_name):
         return FIXED_ATTENTION
+    return find_missing_package(model_type)
+
+
+def find_missing_package(model_type: str) -> str | None:
+    """Return the reason against a type whose tower needs another package; None for others."""
+    if MODEL_MAPPING_NAMES.get(f"{model_type}_vision") == "TimmWrapperModel":
+        return "its vision tower needs the package timm"
     return None
 
 

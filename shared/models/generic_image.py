@@ -82,7 +82,15 @@ class GenericImageLayout(layout.ImageLayout):
                 f"{folder}: the processor of {config.model_type!r} fails for an image: {error}",
                 field="path",
             ) from error
-        self._check_tokens(folder, replacement)
+        if getattr(self._processor.image_processor, "do_pan_and_scan", None):
+            raise ConfigError(
+                f"{folder}: the processor adds crops of an image (do_pan_and_scan), which is not"
+                " supported",
+                field="path",
+            )
+        before, text, after = _split_space(replacement)
+        self.around = before, after
+        self._check_tokens(folder, before + self._marker + after, text, replacement)
 
     def process(self, media: DecodedImage, field: str) -> tuple[dict[str, TensorData], int]:
         layout.check_aspect_ratio(media.image, field)
@@ -92,7 +100,8 @@ class GenericImageLayout(layout.ImageLayout):
             raise InvalidMedia(
                 f"the model's processor refuses the image: {error}", field=field
             ) from error
-        token_ids = self._encode(replacement)
+        _, text, _ = _split_space(replacement)
+        token_ids = self._encode(text)
         fields = {name: from_numpy(array) for name, array in arrays.items()}
         fields[REPLACEMENT] = from_numpy(np.array(token_ids))
         return fields, sum(token_id in self.embed_ids for token_id in token_ids)
@@ -135,9 +144,9 @@ class GenericImageLayout(layout.ImageLayout):
             token_ids: list[int] = self._processor.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
-    def _check_tokens(self, folder: Path, replacement: str) -> None:
+    def _check_tokens(self, folder: Path, marker: str, image: str, replacement: str) -> None:
         """Raise ConfigError unless an image has the same tokens in any text."""
-        token_ids = self._encode(replacement)
+        token_ids = self._encode(image)
         if not set(token_ids) & set(self.embed_ids):
             raise ConfigError(
                 f"{folder}: the processor writes no token {self.embed_ids[0]}, which config.json"
@@ -146,13 +155,20 @@ class GenericImageLayout(layout.ImageLayout):
             )
         for text in _NEIGHBOURS:
             expanded: list[int] = []
-            for token_id in self._encode(text + self._marker + text):
+            for token_id in self._encode(text + marker + text):
                 expanded += token_ids if token_id == self.marker_id else [token_id]
             if expanded != self._encode(text + replacement + text):
                 raise ConfigError(
                     f"{folder}: the tokenizer merges the text of an image with the text next to it",
                     field="path",
                 )
+
+
+def _split_space(text: str) -> tuple[str, str, str]:
+    """Return the white space before a text, the text, and the white space after it."""
+    start = len(text) - len(text.lstrip())
+    stop = len(text.rstrip())
+    return text[:start], text[start:stop], text[stop:]
 
 
 def sample_image() -> Image.Image:

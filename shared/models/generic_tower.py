@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from shared.models.language import LanguageAdapter, MediaPrompt, PromptPositions
 from shared.models.lazy_module import LazyModule
 from shared.models.media import DecodedImage
 from shared.models.tower_adapter import Fields, TowerAdapter, get_field, refuse
+from shared.protocol.multimodal import PlaceholderRange
 
 if TYPE_CHECKING:
     import torch
@@ -148,3 +150,49 @@ class GenericLanguage(LanguageAdapter):
             # The rule finds images by the text between them.
             refuse(f"the model has no positions for images without text between them: {error}")
         return PromptPositions(positions[:, 0], int(delta[0]))
+
+
+class SpanLanguage(GenericLanguage):
+    """The decoder of a model in which the tokens of an image attend to each other."""
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        for item in sorted(prompt.items, key=lambda item: item.placeholder.offset):
+            runs = _embed_runs(item.placeholder)
+            if spans and spans[-1][1] == runs[0][0]:
+                # They would attend to each other, and the hash of a block covers one image.
+                refuse("the model needs text between two images")
+            spans += runs
+        return spans
+
+
+def _embed_runs(placeholder: PlaceholderRange) -> list[tuple[int, int]]:
+    """Return the runs of consecutive tokens [start, stop) that embeddings replace."""
+    runs = []
+    numbered = enumerate(placeholder.embed_indexes(), placeholder.offset)
+    for _, run in itertools.groupby(numbered, lambda pair: pair[1] - pair[0]):
+        indexes = [placeholder.offset + index for _, index in run]
+        runs.append((indexes[0], indexes[-1] + 1))
+    return runs
+
+
+class WindowSpanLanguage(SpanLanguage):
+    """The decoder of Gemma 4: only layers with windows attend in both directions in a span.
+
+    All layers of the smaller models are causal. Layers that use the ids of tokens get the padding
+    token in the place of an image.
+    """
+
+    opens_full_layers = False
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        config: Any = self.decoder.config
+        return super().spans_of(prompt) if config.use_bidirectional_attention else []
+
+    def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:
+        if token_ids is not None:
+            config: Any = self.model.config
+            media = [config.image_token_id, config.video_token_id, config.audio_token_id]
+            is_medium = torch.isin(token_ids, token_ids.new_tensor(media))
+            token_ids = token_ids.masked_fill(is_medium, config.text_config.pad_token_id)
+        return super().layer_inputs(token_ids)

@@ -55,6 +55,8 @@ class LanguageAdapter:
     """Adapter of a plain decoder. Its positions are one row, the indexes of the tokens."""
 
     num_position_rows = 1
+    opens_full_layers = True
+    """Whether spans attend in both directions also in layers without a window."""
 
     def __init__(
         self,
@@ -110,6 +112,13 @@ class LanguageAdapter:
         """Return the positions of a prompt with items; None if they are the tokens' indexes."""
         return None
 
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        """Return the runs [start, stop) of tokens that attend to each other in both directions.
+
+        Other tokens attend to earlier ones only. Raises InvalidRequest.
+        """
+        return []
+
     def count_free_positions(self, prompt: MediaPrompt) -> int:
         """Return the number of rotary positions after a checked prompt.
 
@@ -122,6 +131,19 @@ class LanguageAdapter:
         check_reach(int(located.prompt.max()), limit, "the prompt's items reach", "items")
         return limit - length - located.delta
 
+    @property
+    def uses_token_ids(self) -> bool:
+        """Whether layers use the ids of tokens besides the embeddings."""
+        return bool(getattr(self.decoder.config, "hidden_size_per_layer_input", None))
+
+    def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:  # [num_tokens]
+        """Return the arguments of `forward` for layers that use the ids of tokens."""
+        if not self.uses_token_ids:
+            return {}
+        assert token_ids is not None
+        decoder: Any = self.decoder
+        return {"per_layer_inputs": decoder.get_per_layer_inputs(token_ids[None])}
+
     def forward(
         self,
         embeddings: Tensor,  # [1, num_tokens, hidden_size]
@@ -132,7 +154,7 @@ class LanguageAdapter:
     ) -> Tensor:  # logits, [1, num_sampled, vocab_size]
         """Run the model with its own head, because some families scale or limit their logits there.
 
-        `attention` is passed to the attention of every layer.
+        `attention` is passed to the attention of every layer, except for `layer_inputs`.
         """
         assert deepstack is None, "this family has no further levels of features"
         model: Any = self.model

@@ -192,12 +192,14 @@ def warm_up(model: DecoderModel, block_size: int) -> None:
     for num_tokens, seq_len in ((3, 3), (1, 4)):
         layout = BatchLayout([range(num_blocks)], [0, num_tokens], [seq_len])
         positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
+        token_ids = torch.zeros_like(positions)
         step = StepInputs(
-            model.embed(torch.zeros_like(positions)),
+            model.embed(token_ids),
             positions.expand(model.family.num_position_rows, -1),
             model.plan(layout, kv_cache),
             kv_cache,
             torch.tensor([num_tokens - 1], device=model.device),
+            token_ids=token_ids,
         )
         model.forward(step)
 

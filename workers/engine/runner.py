@@ -20,7 +20,14 @@ from shared.helpers.lru import ByteLRU
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
-from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
+from workers.engine.core.sequence import (
+    Batch,
+    EngineRequest,
+    Item,
+    SampledToken,
+    ScheduledSequence,
+    Span,
+)
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
@@ -97,6 +104,9 @@ class ModelRunner:
                 "an item has no embedding, and the engine has no tower", field="items"
             )
         return family.count_free_positions(request)
+
+    def spans_of(self, request: EngineRequest) -> list[Span]:
+        return self._model.family.spans_of(request)
 
     @torch.inference_mode()
     def prepare(self, request: EngineRequest) -> None:
@@ -216,7 +226,8 @@ class ModelRunner:
         lengths = [s.num_new_tokens for s in scheduled]
         query_start_loc = [0, *np.cumsum(lengths).tolist()]
         tables = [s.sequence.block_table for s in scheduled]
-        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled])
+        spans = [s.spans for s in scheduled]
+        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled], spans)
         plan = self._model.plan(layout, self._kv_cache)
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples and s.sequence.samples_tokens]
@@ -228,7 +239,8 @@ class ModelRunner:
         num_sampled = len(rows)
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + num_prompt_rows(s))
-        embeddings, deepstack = self._embed(scheduled, query_start_loc)
+        token_ids = self._gather_tokens(scheduled)
+        embeddings, deepstack = self._embed(token_ids, scheduled, query_start_loc)
         positions = self._make_positions(scheduled)
         sampled_rows = self._to_device(rows)
         hidden_rows, hidden = None, None
@@ -250,6 +262,7 @@ class ModelRunner:
                 deepstack=deepstack,
                 hidden_rows=hidden_rows,
                 hidden=hidden,
+                token_ids=token_ids,
             )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
@@ -265,19 +278,22 @@ class ModelRunner:
             tokens[i] = sampled_tokens
         return tokens
 
+    def _gather_tokens(self, scheduled: list[ScheduledSequence]) -> Tensor:  # [num_tokens]
+        token_ids: list[int] = []
+        for s in scheduled:
+            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
+            token_ids += s.draft_token_ids
+        return self._to_device(token_ids)
+
     def _embed(
-        self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
+        self, token_ids: Tensor, scheduled: list[ScheduledSequence], query_start_loc: list[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the input embeddings [num_tokens, hidden_size], with items at their placeholders.
 
         The second tensor holds deepstack features for the decoder's first layers:
         [num_levels, num_tokens, hidden_size], zero in all other rows; None if no item has any.
         """
-        token_ids: list[int] = []
-        for s in scheduled:
-            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
-            token_ids += s.draft_token_ids
-        rows = self._model.embed(self._to_device(token_ids))
+        rows = self._model.embed(token_ids)
         num_tokens, width = rows.shape
         levels: Tensor | None = None
         for s, first_row in zip(scheduled, query_start_loc, strict=False):

@@ -440,8 +440,8 @@ def run_core(
     steps_between: int,
     eos_token_ids: frozenset[int] = frozenset(),
     max_model_len: int = 64,
+    block_size: int = 4,
 ) -> tuple[dict[str, list[int]], CountingRunner]:
-    block_size = 4
     runner = CountingRunner(twins, num_blocks, block_size)
     order = random.Random(budget).sample(range(num_blocks), num_blocks)
     core = make_core(

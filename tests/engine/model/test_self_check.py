@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.models.language import LanguageAdapter
 from tests import llava
 from tests.models.test_generic import SPECS, TYPES, build
-from tests.quantized_checkpoints import FORMS, copy_quantized
+from tests.quantized_checkpoints import FORMS, Form, copy_quantized, mxfp4_experts
 from workers.engine.loader import load
 from workers.engine.model import check_folders
 from workers.engine.model.flat_model import FlatModel
@@ -69,9 +69,8 @@ def test_other_logits_are_refused(adapter: type[LanguageAdapter], dtype: torch.d
     ("model_type", "settings", "reason"),
     [
         ("doge", {"sliding_window": None}, "attention_mask of DogeAttention is not supported"),
-        ("flint", {}, "s_aux of FlintAttention is not supported"),
         ("hrm_text", {}, "for layer 2, but transformers' layer has no attention"),
-        ("jetmoe", {}, r"names 2 heads with keys of 16 .* layer has 4 heads with keys of 16"),
+        ("jetmoe", {}, r"names 2 heads of 16 .* layer has 4 heads of 16"),
         ("moshi", {}, r"a window of 7 tokens for layer 0.*a window of None"),
         ("nemotron", {}, "NemotronAttention does not get the engine's cache"),
     ],
@@ -98,11 +97,35 @@ def write_folder(folder: Path, model_type: str) -> None:
     model.float().save_pretrained(folder)
 
 
-@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "packed_int4"])
-def test_a_quantized_folder_of_a_generic_type_is_served(form: str, tmp_path: Path) -> None:
-    write_folder(tmp_path / "model", "cohere")
-    folder, twin = copy_quantized(tmp_path / "model", tmp_path, FORMS[form])
-    assert check_folders.examine(folder).stored_as == FORMS[form].label
+# The settings of the published gpt-oss.
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+EXPERTS = Form(MXFP4, mxfp4_experts, "MXFP4, groups of 32", ending="_proj")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "form"),
+    [
+        ("cohere", FORMS["fp8_blocks"]),
+        ("cohere", FORMS["awq"]),
+        ("cohere", FORMS["packed_int4"]),
+        ("gpt_oss", EXPERTS),
+    ],
+    ids=["fp8_blocks", "awq", "packed_int4", "gpt_oss"],
+)
+def test_a_quantized_folder_of_a_generic_type_is_served(
+    model_type: str, form: Form, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "model", model_type)
+    folder, twin = copy_quantized(tmp_path / "model", tmp_path, form)
+    assert check_folders.examine(folder).stored_as == form.label
     served, expected = (
         load(ModelConfig(str(path)), EngineConfig(num_blocks=64)).model.family.model.state_dict()
         for path in (folder, twin)

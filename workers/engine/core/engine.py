@@ -70,6 +70,7 @@ class EngineCore:
             max_model_len=max_model_len,
             new_drafter=new_drafter,
             check=runner.check,
+            find_spans=runner.spans_of,
             pooling=pooling,
         )
         self._pool = pool

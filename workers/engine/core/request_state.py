@@ -19,6 +19,7 @@ from workers.engine.core.sequence import (
     Pooling,
     SampledToken,
     Sequence,
+    Span,
 )
 from workers.engine.core.validation import (
     check_logged,
@@ -175,6 +176,8 @@ class RequestFactory:
     """Creates the drafter of each choice that may have drafts; see `_may_draft`."""
     check: Callable[[EngineRequest], int]
     """The runner's check, which returns the number of positions after the prompt."""
+    find_spans: Callable[[EngineRequest], list[Span]]
+    """The runner's spans of the prompt."""
     pooling: Pooling = LAST_TOKEN
 
     def create(self, request: EngineRequest) -> RequestState:
@@ -191,6 +194,7 @@ class RequestFactory:
         bad_words = tokenize_bad_words(params.bad_words, self.encode, self.vocab_size)
         # They are in the first log record, so a resumed request has already returned them.
         wants_prompt_logprobs = params.prompt_logprobs is not None and not request.logged
+        spans = self.find_spans(request)
         choices = []
         for index in range(params.n):
             sequence = Sequence(
@@ -206,6 +210,7 @@ class RequestFactory:
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
                 speech=request.speech,
                 pooling=self.pooling,
+                spans=spans,
             )
             detokenizer = self._new_detokenizer(params)
             choices.append(ChoiceState(sequence, detokenizer, self.eos_token_ids))

@@ -63,7 +63,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
     from shared.models.chat_templates import check_chat_templates
     from shared.vision.quantized import read_quantized
     from workers.engine.end_tokens import check_files
-    from workers.engine.model.support import check_supported, kv_shape
+    from workers.engine.model.support import check_supported, kv_shapes
     from workers.engine.pooling_files import read_pooling
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -89,7 +89,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         source,
         dtype=_dtype_of(config) or _dtype_of(text),
         max_position_embeddings=text.max_position_embeddings,
-        kv_values_per_token=2 * math.prod(kv_shape(text)),
+        kv_values_per_token=2 * sum(math.prod(shape) for shape in kv_shapes(text)),
         stored_as=None if quantized is None else quantized.label,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shared.models.language import LanguageAdapter
 from workers.engine.model.attention import ATTENTION, KVCache
 from workers.engine.model.step_plan import plan_step
-from workers.engine.model.support import kv_shape, layer_windows
+from workers.engine.model.support import kv_shapes, layer_windows
 
 
 class BatchLayout(NamedTuple):
@@ -24,6 +24,7 @@ class BatchLayout(NamedTuple):
     block_tables: Sequence[Sequence[int]]
     query_start_loc: Sequence[int]
     seq_lens: Sequence[int]
+    spans: Sequence[Sequence[tuple[int, int]]] = ()
 
 
 class StepInputs(NamedTuple):
@@ -41,6 +42,8 @@ class StepInputs(NamedTuple):
     """Rows whose final hidden states are needed; no logits are computed for them."""
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32
     """Output buffer for these states; None if `hidden_rows` is None."""
+    token_ids: Tensor | None = None  # [num_tokens]
+    """Tokens of the batch, for layers that use their ids besides the embeddings."""
 
 
 class DecoderModel(ABC):
@@ -88,15 +91,17 @@ class FlatModel(DecoderModel):
         self._windows = set(layer_windows(family.decoder.config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
         # The memory is zeroed: a masked NaN would still spoil the sum over the values.
-        zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
-        return [(zeros(), zeros()) for _ in range(num_layers)]
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        shapes = [
+            (num_blocks, block_size, *shape) for shape in kv_shapes(self.family.decoder.config)
+        ]
+        return [(zeros(shape), zeros(shape)) for shape in shapes]
 
     def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         return plan_step(
             *batch,
+            opens_full_layers=self.family.opens_full_layers,
             block_size=kv_cache[0][0].shape[1],
             dtype=self.dtype,
             device=self.device,
@@ -112,6 +117,7 @@ class FlatModel(DecoderModel):
                 step.deepstack,
                 plan=step.plan,
                 kv_cache=step.kv_cache,
+                **self.family.layer_inputs(step.token_ids),
             )
         return logits[0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
+# Settings that may differ between the layers of a generic family, in `per_layer_config`.
+UNEQUAL = frozenset({"head_dim", "num_key_value_heads"})
+
 # Rotary frequencies of these types depend on the longest sequence of a batch, so the answer to a
 # request would depend on the other requests.
 BATCH_ROPE = frozenset({"dynamic", "longrope"})
 
 # Model types with these prefixes have a state of a fixed size instead of keys and values per token.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
-
-# Model types with these prefixes have a learned logit in each softmax, which attends to nothing.
-SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 
 # Their heads give a score or a label for a text, which no endpoint returns.
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
@@ -58,12 +58,28 @@ def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def kv_shape(text_config: Any) -> tuple[int, int, int]:
-    """Return (num_layers, num_kv_heads, head_dim)."""
-    num_heads: int = text_config.num_attention_heads
-    num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
-    head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
-    return text_config.num_hidden_layers, num_kv_heads, head_dim
+class KVShape(NamedTuple):
+    """Keys of a token in one layer. Values have the same shape, and may be padded."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+def kv_shapes(text_config: Any) -> list[KVShape]:
+    """Return the shape of each layer's keys."""
+    kinds = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
+    return [_kv_shape(*layer) for layer in zip(text_config.per_layer_config, kinds, strict=False)]
+
+
+def _kv_shape(layer: Any, kind: str | None) -> KVShape:
+    num_heads: int = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):
+        return KVShape(num_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim)
+    num_kv_heads: int = getattr(layer, "num_key_value_heads", None) or num_heads
+    if layer.model_type == "mimo_v2_flash" and kind == "sliding_attention":
+        num_kv_heads *= 2
+    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+    return KVShape(num_kv_heads, head_dim)
 
 
 def _refusals(config: Any, text: Any) -> Iterator[str]:
@@ -75,14 +91,15 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
             yield f"is a classifier ({architecture}), such as a cross-encoder; decoders are served"
     if config.model_type.startswith(RECURRENT):
         yield "keeps a state instead of keys and values, which cannot be paged"
-    if text.is_heterogeneous:
-        yield "has layers with different settings (per_layer_config); the engine needs equal layers"
+    source = registry.find_source(config)
+    is_native = source == "native"
+    accepted = frozenset() if is_native else UNEQUAL
+    if unequal := set(text.per_layer_attributes or ()) - accepted:
+        yield f"has layers that differ in {', '.join(sorted(unequal))} (per_layer_config)"
     kinds = getattr(text, "layer_types", None) or []
     if other := set(kinds) - LAYER_KINDS:
         yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
-    source = registry.find_source(config)
     one_window = "one_window" in registry.find_decoder_traits(text)
-    is_native = source == "native"
     if is_native and getattr(text, "sliding_window", None) and not kinds and not one_window:
         # transformers' layers ignore the window, but its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
@@ -100,13 +117,11 @@ def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
     nested = getattr(text, "attn_config", None)
     if text.model_type == "bloom" or any(getattr(c, "alibi", False) for c in (text, nested)):
         yield "uses ALiBi, a bias on the scores that the engine's attention does not have"
-    if text.model_type.startswith(SINKS):
-        yield "uses attention sinks, which the engine's attention does not have"
-    if getattr(text, "kv_lora_rank", None):
-        yield "uses latent attention; the engine's cache has keys and values of one size"
     # transformers also uses bidirectional masks, even in a decoder, if `is_causal` is false.
     is_causal = all(getattr(section, "is_causal", True) for section in (config, text))
-    if getattr(text, "use_bidirectional_attention", None) or not is_causal:
+    # In Gemma 4, "vision" concerns the images, for which the language adapter has a rule.
+    both_directions = getattr(text, "use_bidirectional_attention", None)
+    if both_directions not in (None, False, "vision") or not is_causal:
         yield "uses bidirectional attention, in which a token's cache depends on later tokens"
 
 

@@ -99,7 +99,8 @@ class Processor:
         family = find_family(config)
         self._inputs = open_inputs(family, folder, config, model)
         self.placeholder_ids = {name: media.placeholder_id for name, media in self._inputs.items()}
-        self.tokenizer = PromptTokenizer(tokenizer, self.placeholder_ids.values())
+        around = {media.placeholder_id: media.layout.around for media in self._inputs.values()}
+        self.tokenizer = PromptTokenizer(tokenizer, self.placeholder_ids.values(), around)
         default = None if family is None else family.tool_format
         self._tool_parser = model.tool_parser or self.tokenizer.find_tool_format(default)
         longest: int = config.get_text_config().max_position_embeddings
