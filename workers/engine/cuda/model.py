@@ -42,12 +42,12 @@ class GpuModel(FlatModel):
         """`record` is passed to `DecodeGraphs`; by default it records CUDA graphs on CUDA only.
 
         With adapters, layers are not fused and graphs are not recorded: adapters wrap transformers'
-        modules and change with the batch.
+        modules and change with the batch. Recurrent layers are wrapped in the same way.
         """
         super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        self._adapted = adapted
-        self.is_fused = not adapted and fuse_layers(family.decoder, family.num_position_rows)
+        self._adapted = adapted or self.keeps_states
+        self.is_fused = not self._adapted and fuse_layers(family.decoder, family.num_position_rows)
         self._num_rows = bucket_sizes(max_num_seqs)[-1]
         self._max_model_len = max_model_len
         self._record = record
@@ -70,7 +70,7 @@ class GpuModel(FlatModel):
 
     @torch.inference_mode()
     def capture(self, kv_cache: KVCache) -> None:
-        """Record the graphs of decode steps over `kv_cache`, unless the model has adapters."""
+        """Record the graphs of decode steps over `kv_cache`, unless modules are wrapped."""
         if self._adapted:
             return
         record = self._record

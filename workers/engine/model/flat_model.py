@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from shared.models.language import LanguageAdapter
+from shared.models.states import ATTENTION_KINDS, layer_kinds, recurrent_layers
 from workers.engine.model.attention import ATTENTION, KVCache
+from workers.engine.model.states import NO_STATES, StatePool, StateStep
 from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import kv_shape, layer_windows
 
@@ -41,6 +43,8 @@ class StepInputs(NamedTuple):
     """Rows whose final hidden states are needed; no logits are computed for them."""
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32
     """Output buffer for these states; None if `hidden_rows` is None."""
+    states: StateStep = NO_STATES
+    """States of recurrent layers."""
 
 
 class DecoderModel(ABC):
@@ -56,6 +60,12 @@ class DecoderModel(ABC):
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.vocab_size = int(family.decoder.config.vocab_size)
+        self.keeps_states = bool(recurrent_layers(family.decoder.config))
+        """Whether the model has recurrent layers, with a state for each sequence."""
+
+    def new_states(self, num_slots: int) -> StatePool:
+        """Return a pool for the states of `num_slots` sequences."""
+        return StatePool(self.family.decoder, num_slots)
 
     @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -88,11 +98,15 @@ class FlatModel(DecoderModel):
         self._windows = set(layer_windows(family.decoder.config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        config = self.family.decoder.config
+        _, num_kv_heads, head_dim = kv_shape(config)
         # The memory is zeroed: a masked NaN would still spoil the sum over the values.
-        zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
-        return [(zeros(), zeros()) for _ in range(num_layers)]
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        shapes = [
+            (num_blocks, block_size, num_kv_heads * (kind in ATTENTION_KINDS), head_dim)
+            for kind in layer_kinds(config)
+        ]
+        return [(zeros(shape), zeros(shape)) for shape in shapes]
 
     def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         return plan_step(
@@ -104,7 +118,7 @@ class FlatModel(DecoderModel):
         )
 
     def forward(self, step: StepInputs) -> Tensor:
-        with _copied_hidden(self.family.decoder, step):
+        with _copied_hidden(self.family.decoder, step), step.states.applied():
             logits = self.family.forward(
                 step.embeddings[None],
                 step.positions,

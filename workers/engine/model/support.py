@@ -7,6 +7,7 @@ checked again when the model is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,21 @@ from transformers import PreTrainedConfig
 from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.generic_vision import find_obstacle
+from shared.models.states import (
+    ATTENTION_KINDS,
+    FEED_FORWARD_KINDS,
+    RECURRENT_KINDS,
+    find_state_shape,
+    layer_kinds,
+    recurrent_layers,
+)
 from shared.vision.quantized import read_quantized
 
 if TYPE_CHECKING:
     # `pagemill models` runs these checks in a process without torch.
     from workers.engine.model.step_plan import Window
 
-LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+LAYER_KINDS = ATTENTION_KINDS | RECURRENT_KINDS | FEED_FORWARD_KINDS
 
 # Rotary frequencies of these types depend on the longest sequence of a batch, so the answer to a
 # request would depend on the other requests.
@@ -30,6 +39,8 @@ BATCH_ROPE = frozenset({"dynamic", "longrope"})
 
 # Model types with these prefixes have a state of a fixed size instead of keys and values per token.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
+
+NO_LIMIT = (0.0, math.inf)
 
 # Model types with these prefixes have a learned logit in each softmax, which attends to nothing.
 SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
@@ -59,11 +70,12 @@ def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
 
 
 def kv_shape(text_config: Any) -> tuple[int, int, int]:
-    """Return (num_layers, num_kv_heads, head_dim)."""
+    """Return (num_layers, num_kv_heads, head_dim); only layers with attention are counted."""
     num_heads: int = text_config.num_attention_heads
     num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
     head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
-    return text_config.num_hidden_layers, num_kv_heads, head_dim
+    num_layers = sum(kind in ATTENTION_KINDS for kind in layer_kinds(text_config))
+    return num_layers, num_kv_heads, head_dim
 
 
 def _refusals(config: Any, text: Any) -> Iterator[str]:
@@ -77,13 +89,12 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
         yield "keeps a state instead of keys and values, which cannot be paged"
     if text.is_heterogeneous:
         yield "has layers with different settings (per_layer_config); the engine needs equal layers"
-    kinds = getattr(text, "layer_types", None) or []
-    if other := set(kinds) - LAYER_KINDS:
-        yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    yield from _layer_refusals(text)
     source = registry.find_source(config)
     one_window = "one_window" in registry.find_decoder_traits(text)
     is_native = source == "native"
-    if is_native and getattr(text, "sliding_window", None) and not kinds and not one_window:
+    has_kinds = bool(getattr(text, "layer_types", None))
+    if is_native and getattr(text, "sliding_window", None) and not has_kinds and not one_window:
         # transformers' layers ignore the window, but its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
     yield from _attention_refusals(config, text)
@@ -94,6 +105,19 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
             f"is of type {config.model_type!r}, for which the engine has no family:"
             f" {find_obstacle(config.model_type)}"
         )
+
+
+def _layer_refusals(text: Any) -> Iterator[str]:
+    if other := set(layer_kinds(text)) - LAYER_KINDS:
+        yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    if not recurrent_layers(text):
+        return
+    if not any(kind in ATTENTION_KINDS for kind in layer_kinds(text)):
+        yield "has no layer with attention; the engine counts memory in blocks of keys and values"
+    if find_state_shape(text) is None:
+        yield "keeps states of a form that the engine does not know"
+    if tuple(getattr(text, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
+        yield "limits time steps, which transformers does in chunks and not in single steps"
 
 
 def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
