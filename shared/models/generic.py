@@ -24,6 +24,7 @@ TESTED_TYPES = frozenset(
         "arcee",
         "axk1",
         "aria_text",
+        "bamba",
         "beam",
         "bitnet",
         "cohere",
@@ -40,6 +41,7 @@ TESTED_TYPES = frozenset(
         "ernie4_5_moe",
         "exaone4",
         "exaone_moe",
+        "falcon_h1",
         "flex_olmo",
         "flint",
         "gemma3n_text",
@@ -56,6 +58,7 @@ TESTED_TYPES = frozenset(
         "granite_swa",
         "granitemoe",
         "granitemoe_swa",
+        "granitemoehybrid",
         "granitemoeshared",
         "helium",
         "hunyuan_v1_dense",
@@ -67,6 +70,8 @@ TESTED_TYPES = frozenset(
         "jais2",
         "kolibri1",
         "laguna",
+        "lfm2",
+        "lfm2_moe",
         "mellum",
         "mimo_v2_flash",
         "minicpm3",
@@ -74,14 +79,19 @@ TESTED_TYPES = frozenset(
         "ministral",
         "ministral3",
         "nanochat",
+        "nemotron_h",
         "olmo",
         "olmo3",
+        "olmo_hybrid",
         "olmoe",
         "opt",
         "persimmon",
         "phi",
         "phi4_multimodal",
         "phimoe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
         "seed_oss",
         "solar_open",
         "starcoder2",
@@ -92,6 +102,9 @@ TESTED_TYPES = frozenset(
 """Model types whose answers a test compares with transformers'."""
 
 EXCHANGEABLE = "_supports_attention_backend = True"
+RECURRENT = "get_conv_state("
+"""Mark of hybrid models. All of them call a function of attention by its name, although most of
+their classes do not declare it."""
 FIXED_ATTENTION = "transformers' model of this type runs with no other attention function"
 
 
@@ -111,9 +124,14 @@ def find_obstacle(model_type: str) -> str | None:
         return "transformers has no causal language model of this type"
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "models of this type are encoders, in which a token depends on later tokens"
-    if EXCHANGEABLE not in read_source(class_name):
+    if not is_exchangeable(read_source(class_name)):
         return FIXED_ATTENTION
     return find_missing_package(model_type)
+
+
+def is_exchangeable(source: str) -> bool:
+    """Return whether transformers' model of this source runs with another attention function."""
+    return EXCHANGEABLE in source or (RECURRENT in source and "ALL_ATTENTION_FUNCTIONS" in source)
 
 
 def find_missing_package(model_type: str) -> str | None:

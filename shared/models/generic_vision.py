@@ -45,6 +45,8 @@ TESTED_IMAGE_TYPES = frozenset(
         "mistral3",
         "paddleocr_vl",
         "qianfan_ocr",
+        "qwen3_5",
+        "qwen3_5_moe",
         "smolvlm",
         "vipllava",
     }
@@ -95,7 +97,7 @@ def find_obstacle(model_type: str) -> str | None:
     if class_name is None:
         return generic.find_obstacle(model_type) or "it accepts only text"
     source = generic.read_source(class_name)
-    if generic.EXCHANGEABLE not in source:
+    if not generic.is_exchangeable(source):
         return generic.FIXED_ATTENTION
     if "def get_image_features(" not in source:
         return "transformers' model of this type does not encode images separately"

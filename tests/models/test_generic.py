@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from shared.models.generic import TESTED_TYPES
-from shared.models.registry import adapt, find_source
+from shared.models.registry import adapt
 from tests.engine.model.test_parity import (
     RandomSchedule,
     Twins,
@@ -290,9 +289,3 @@ def test_windows_are_shorter_than_the_prompts(model_type: str) -> None:
     # The window that the config names, if any, is the window of some layer.
     assert windows - {None} == {getattr(config, "sliding_window", None)} - {None}
     assert all(window is None or window < 20 for window in windows)
-
-
-def test_each_tested_type_has_a_spec() -> None:
-    assert set(SPECS) == TESTED_TYPES
-    sources = {find_source(AutoConfig.for_model(model_type)) for model_type in SPECS}
-    assert sources == {"generic"}

@@ -106,6 +106,15 @@ INTERNVL = {
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
+HYBRID_SIZES = {
+    "in_channels": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 48,
+}
 SIDES = {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}
 
 
@@ -128,6 +137,22 @@ def glm(module: str, name: str, **settings: Any) -> Spec:
         PLAIN_IDS | ids(**marks) | settings,
         marker=MARKED,
         sizes={"in_channels": 3},
+        tokens=PLAIN,
+    )
+
+
+def qwen3_5() -> Spec:
+    marks = {
+        "vision_start_token_id": "<|begin_of_image|>",
+        "vision_end_token_id": "<|end_of_image|>",
+    }
+    positions = rotary(2, 1, 1, partial_rotary_factor=0.5, mrope_interleaved=True)
+    return Spec(
+        ("qwen2_vl", "Qwen2VL", {"size": GRID_SIZE, "patch_size": PATCH}),
+        {},
+        PLAIN_IDS | ids(**marks) | positions,
+        marker=MARKED,
+        sizes=HYBRID_SIZES,
         tokens=PLAIN,
     )
 
@@ -348,6 +373,8 @@ SPECS = {
         sizes=SIDES,
         tokens=INTERNVL,
     ),
+    "qwen3_5": qwen3_5(),
+    "qwen3_5_moe": qwen3_5(),
     "smolvlm": Spec(
         ("smolvlm", "SmolVLM", EDGES),
         {"image_seq_len": 4},

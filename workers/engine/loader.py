@@ -13,7 +13,9 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.language import LanguageAdapter
+from shared.models.states import recurrent_layers
 from shared.models.tower import Tower, load_tower
+from shared.stage.hybrids import check_settings
 from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
@@ -92,6 +94,8 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_config = config.get_text_config(decoder=True)
     check_supported(config, folder)
+    if recurrent_layers(text_config):
+        check_settings(model, engine)
     pooling = read_pooling(folder, model.pooling)
     longest: int = text_config.max_position_embeddings
     max_model_len = min(longest, model.max_model_len or longest)
@@ -188,7 +192,7 @@ def _codes_of(config: PreTrainedConfig, vocab_size: int) -> range | None:
 def warm_up(model: DecoderModel, block_size: int) -> None:
     """Run a prefill of three tokens and a decode; raises if the paged attention lacks a feature."""
     num_blocks = -(-4 // block_size)
-    kv_cache = model.new_cache(num_blocks, block_size)
+    kv_cache, states = model.new_cache(num_blocks, block_size), model.new_states(1)
     for num_tokens, seq_len in ((3, 3), (1, 4)):
         layout = BatchLayout([range(num_blocks)], [0, num_tokens], [seq_len])
         positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
@@ -200,6 +204,7 @@ def warm_up(model: DecoderModel, block_size: int) -> None:
             kv_cache,
             torch.tensor([num_tokens - 1], device=model.device),
             token_ids=token_ids,
+            states=states.step([0, num_tokens], [seq_len], [0]),
         )
         model.forward(step)
 

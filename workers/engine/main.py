@@ -162,6 +162,7 @@ def build_core(
         engine.embedding_cache_mib * 2**20,
         on_encoded,
         loaded.adapters,
+        engine.max_num_seqs,
     )
     return EngineCore(
         runner,
@@ -185,6 +186,7 @@ def build_core(
         interactive_slowdown=engine.interactive_slowdown,
         pooling=loaded.pooling,
         kv_memory=runner,
+        keeps_states=loaded.model.keeps_states,
     )
 
 

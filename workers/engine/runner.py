@@ -62,11 +62,13 @@ class ModelRunner:
         embedding_cache_bytes: int = 0,
         on_encoded: Callable[[str, Tensor], None] | None = None,
         adapters: Adapters | None = None,
+        max_num_seqs: int = 1,
     ) -> None:
         """If `tower` is None, all items must come with embeddings.
 
         `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
-        [num_embeds, width], which it may store.
+        [num_embeds, width], which it may store. If the model has recurrent layers, it
+        stores the states of `max_num_seqs` sequences.
         """
         self.encoded_items = 0
         self._model = model
@@ -75,6 +77,7 @@ class ModelRunner:
         self._on_encoded = on_encoded
         self._adapters = adapters or Adapters()
         self._kv_cache = model.new_cache(num_blocks, block_size)
+        self._states = model.new_states(max_num_seqs)
         model.capture(self._kv_cache)
         self._prepared: dict[str, _RequestInputs] = {}
         # Keyed by mm_hash, which differs between tenants.
@@ -229,6 +232,8 @@ class ModelRunner:
         spans = [s.spans for s in scheduled]
         layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled], spans)
         plan = self._model.plan(layout, self._kv_cache)
+        slots = [s.sequence.state_slot for s in scheduled]
+        states = self._states.step(query_start_loc, layout.seq_lens, slots)
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples and s.sequence.samples_tokens]
         pooled = [i for i, s in enumerate(scheduled) if num_pooled_rows(s)]
@@ -263,6 +268,7 @@ class ModelRunner:
                 hidden_rows=hidden_rows,
                 hidden=hidden,
                 token_ids=token_ids,
+                states=states,
             )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
@@ -273,6 +279,7 @@ class ModelRunner:
         elif self._talker is not None and hidden is not None:
             chosen = [scheduled[i].sequence for i in sampling]
             sampled = self._talker.add_residuals(hidden, sampled, chosen)
+        states.commit()
         tokens: list[list[SampledToken]] = [[] for _ in scheduled]
         for i, sampled_tokens in zip(sampling, sampled, strict=True):
             tokens[i] = sampled_tokens

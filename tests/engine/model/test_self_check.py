@@ -12,7 +12,8 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models.language import LanguageAdapter
 from tests import llava
-from tests.models.test_generic import SPECS, TYPES, build
+from tests.models import test_generic, test_hybrids
+from tests.models.test_generic import build
 from tests.quantized_checkpoints import FORMS, Form, copy_quantized, mxfp4_experts
 from workers.engine.loader import load
 from workers.engine.model import check_folders
@@ -22,6 +23,9 @@ from workers.engine.model.self_check import check_against_whole
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+SPECS = test_generic.SPECS | test_hybrids.SPECS
+ALWAYS = test_generic.ALWAYS | {"qwen3_5_text"}
+TYPES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in SPECS]
 
 
 def check(model: Any, dtype: torch.dtype, adapter: Any = LanguageAdapter) -> None:
@@ -89,11 +93,12 @@ def test_a_window_that_a_layer_ignores_is_refused() -> None:
         check(model, torch.float32)
 
 
-def write_folder(folder: Path, model_type: str) -> None:
+def write_folder(folder: Path, model_type: str, **settings: Any) -> None:
     """Write a tiny model with a tokenizer."""
     tokenizer = llava.make_tokenizer()
     tokenizer.save_pretrained(folder)
-    model: Any = build(model_type, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    settings |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    model: Any = build(model_type, **settings)
     model.float().save_pretrained(folder)
 
 

@@ -56,10 +56,12 @@ class EngineCore:
         interactive_slowdown: float = 1.25,
         pooling: Pooling = LAST_TOKEN,
         kv_memory: KVMemory | None = None,
+        keeps_states: bool = False,
     ) -> None:
         """For `encode`, `new_drafter` and `pooling` see `RequestFactory`.
 
-        With `kv_memory`, blocks are exchanged with other engines.
+        With `kv_memory`, blocks are exchanged with other engines. If the model `keeps_states`,
+        sequences do not share prefixes.
         """
         self._runner = runner
         self._factory = RequestFactory(
@@ -83,6 +85,7 @@ class EngineCore:
             max_drafting_tokens,
             prefill_limit,
             interactive_slowdown,
+            keeps_states,
         )
         self.kv_exchange = KVExchange(pool, self._scheduler, runner, kv_memory)
         self._requests: dict[str, RequestState] = {}
@@ -297,7 +300,8 @@ class EngineCore:
     def _bisect_batch(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """Rerun the halves of a failed batch, recursively, to find the requests that fail alone.
 
-        Rerunning is safe: it writes the same keys and values and draws the same random numbers.
+        Rerunning is safe: it writes the same keys and values and draws the same random numbers, and
+        a failed step changes no states.
         """
         states = self._requests_of(batch)
         if len(states) == 1:

@@ -239,6 +239,8 @@ class Sequence:
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in the KV cache."""
         self.block_table: list[int] = []
+        self.state_slot = 0
+        """Slot of a running sequence in the pool of states, for a model with recurrent layers."""
         self.status = Status.WAITING
         self.priority = (0.0, 0)
         """Scheduling priority; lower values are scheduled first."""

@@ -43,12 +43,12 @@ class GpuModel(FlatModel):
         """`record` is passed to `DecodeGraphs`; by default it records CUDA graphs on CUDA only.
 
         With adapters, layers are not fused and graphs are not recorded: adapters wrap transformers'
-        modules and change with the batch.
+        modules and change with the batch. Recurrent layers are wrapped in the same way.
         """
         super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        self._adapted = adapted
-        self.is_fused = not adapted and fuse_layers(family.decoder, family.num_position_rows)
+        self._adapted = adapted or self.keeps_states
+        self.is_fused = not self._adapted and fuse_layers(family.decoder, family.num_position_rows)
         self._num_rows = bucket_sizes(max_num_seqs)[-1]
         self._max_model_len = max_model_len
         self._record = record
@@ -82,7 +82,8 @@ class GpuModel(FlatModel):
     def capture(self, kv_cache: KVCache) -> None:
         """Record the graphs of decode steps over `kv_cache`.
 
-        Nothing is recorded for a model with adapters, or with layers that use the ids of tokens.
+        Nothing is recorded for a model with wrapped modules, or with layers that use the ids of
+        tokens.
         """
         if self._adapted or self.family.uses_token_ids:
             return

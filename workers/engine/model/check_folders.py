@@ -29,6 +29,8 @@ class FolderReport(msgspec.Struct, frozen=True):
     max_position_embeddings: int = 0
     kv_values_per_token: int = 0
     """Keys and values of one token, in all layers."""
+    state_bytes_per_sequence: int = 0
+    """States of one sequence in all recurrent layers; 0 for a model without such layers."""
     stored_as: str | None = None
     """Format of quantized weights; None for floats."""
 
@@ -61,6 +63,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
     from shared.errors import ConfigError
     from shared.models import registry
     from shared.models.chat_templates import check_chat_templates
+    from shared.models.states import count_state_bytes
     from shared.vision.quantized import read_quantized
     from workers.engine.end_tokens import check_files
     from workers.engine.model.support import check_supported, kv_shapes
@@ -90,6 +93,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         dtype=_dtype_of(config) or _dtype_of(text),
         max_position_embeddings=text.max_position_embeddings,
         kv_values_per_token=2 * sum(math.prod(shape) for shape in kv_shapes(text)),
+        state_bytes_per_sequence=count_state_bytes(text),
         stored_as=None if quantized is None else quantized.label,
     )
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from shared.models.language import LanguageAdapter
+from shared.models.states import recurrent_layers
 from workers.engine.model.attention import ATTENTION, KVCache
+from workers.engine.model.states import NO_STATES, StatePool, StateStep
 from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import kv_shapes, layer_windows
 
@@ -44,6 +46,8 @@ class StepInputs(NamedTuple):
     """Output buffer for these states; None if `hidden_rows` is None."""
     token_ids: Tensor | None = None  # [num_tokens]
     """Tokens of the batch, for layers that use their ids besides the embeddings."""
+    states: StateStep = NO_STATES
+    """States of recurrent layers."""
 
 
 class DecoderModel(ABC):
@@ -59,6 +63,12 @@ class DecoderModel(ABC):
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.vocab_size = int(family.decoder.config.vocab_size)
+        self.keeps_states = bool(recurrent_layers(family.decoder.config))
+        """Whether the model has recurrent layers, with a state for each sequence."""
+
+    def new_states(self, num_slots: int) -> StatePool:
+        """Return a pool for the states of `num_slots` sequences."""
+        return StatePool(self.family.decoder, num_slots)
 
     @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -109,7 +119,7 @@ class FlatModel(DecoderModel):
         )
 
     def forward(self, step: StepInputs) -> Tensor:
-        with _copied_hidden(self.family.decoder, step):
+        with _copied_hidden(self.family.decoder, step), step.states.applied():
             logits = self.family.forward(
                 step.embeddings[None],
                 step.positions,

@@ -7,6 +7,7 @@ checked again when the model is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,13 +17,21 @@ from transformers import PreTrainedConfig
 from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.generic_vision import find_obstacle
+from shared.models.states import (
+    ATTENTION_KINDS,
+    FEED_FORWARD_KINDS,
+    RECURRENT_KINDS,
+    find_state_shape,
+    layer_kinds,
+    recurrent_layers,
+)
 from shared.vision.quantized import read_quantized
 
 if TYPE_CHECKING:
     # `pagemill models` runs these checks in a process without torch.
     from workers.engine.model.step_plan import Window
 
-LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+LAYER_KINDS = ATTENTION_KINDS | RECURRENT_KINDS | FEED_FORWARD_KINDS
 
 # Settings that may differ between the layers of a generic family, in `per_layer_config`.
 UNEQUAL = frozenset({"head_dim", "num_key_value_heads"})
@@ -33,6 +42,8 @@ BATCH_ROPE = frozenset({"dynamic", "longrope"})
 
 # Model types with these prefixes have a state of a fixed size instead of keys and values per token.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
+
+NO_LIMIT = (0.0, math.inf)
 
 # Their heads give a score or a label for a text, which no endpoint returns.
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
@@ -66,13 +77,15 @@ class KVShape(NamedTuple):
 
 
 def kv_shapes(text_config: Any) -> list[KVShape]:
-    """Return the shape of each layer's keys."""
-    kinds = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
-    return [_kv_shape(*layer) for layer in zip(text_config.per_layer_config, kinds, strict=False)]
+    """Return the shape of each layer's keys; layers without attention have none."""
+    layers = zip(text_config.per_layer_config, layer_kinds(text_config), strict=False)
+    return [_kv_shape(*layer) for layer in layers]
 
 
-def _kv_shape(layer: Any, kind: str | None) -> KVShape:
+def _kv_shape(layer: Any, kind: str) -> KVShape:
     num_heads: int = layer.num_attention_heads
+    if kind not in ATTENTION_KINDS:
+        return KVShape(0, 1)
     if getattr(layer, "kv_lora_rank", None):
         return KVShape(num_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim)
     num_kv_heads: int = getattr(layer, "num_key_value_heads", None) or num_heads
@@ -91,16 +104,15 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
             yield f"is a classifier ({architecture}), such as a cross-encoder; decoders are served"
     if config.model_type.startswith(RECURRENT):
         yield "keeps a state instead of keys and values, which cannot be paged"
+    yield from _layer_refusals(text)
     source = registry.find_source(config)
     is_native = source == "native"
     accepted = frozenset() if is_native else UNEQUAL
     if unequal := set(text.per_layer_attributes or ()) - accepted:
         yield f"has layers that differ in {', '.join(sorted(unequal))} (per_layer_config)"
-    kinds = getattr(text, "layer_types", None) or []
-    if other := set(kinds) - LAYER_KINDS:
-        yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
     one_window = "one_window" in registry.find_decoder_traits(text)
-    if is_native and getattr(text, "sliding_window", None) and not kinds and not one_window:
+    has_kinds = bool(getattr(text, "layer_types", None))
+    if is_native and getattr(text, "sliding_window", None) and not has_kinds and not one_window:
         # transformers' layers ignore the window, but its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
     yield from _attention_refusals(config, text)
@@ -111,6 +123,19 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
             f"is of type {config.model_type!r}, for which the engine has no family:"
             f" {find_obstacle(config.model_type)}"
         )
+
+
+def _layer_refusals(text: Any) -> Iterator[str]:
+    if other := set(layer_kinds(text)) - LAYER_KINDS:
+        yield f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    if not recurrent_layers(text):
+        return
+    if not any(kind in ATTENTION_KINDS for kind in layer_kinds(text)):
+        yield "has no layer with attention; the engine counts memory in blocks of keys and values"
+    if find_state_shape(text) is None:
+        yield "keeps states of a form that the engine does not know"
+    if tuple(getattr(text, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
+        yield "limits time steps, which transformers does in chunks and not in single steps"
 
 
 def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
