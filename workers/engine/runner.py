@@ -280,10 +280,8 @@ class ModelRunner:
             chosen = [scheduled[i].sequence for i in sampling]
             sampled = self._talker.add_residuals(hidden, sampled, chosen)
         states.commit()
-        tokens: list[list[SampledToken]] = [[] for _ in scheduled]
-        for i, sampled_tokens in zip(sampling, sampled, strict=True):
-            tokens[i] = sampled_tokens
-        return tokens
+        tokens = dict(zip(sampling, sampled, strict=True))
+        return [tokens.get(i, []) for i in range(len(scheduled))]
 
     def _gather_tokens(self, scheduled: list[ScheduledSequence]) -> Tensor:  # [num_tokens]
         token_ids: list[int] = []

@@ -192,6 +192,9 @@ class SampledToken(NamedTuple):
 class Sequence:
     """One choice of one request."""
 
+    state_slot = 0
+    """Slot of a running sequence in the pool of states, for a model with recurrent layers."""
+
     def __init__(
         self,
         request: EngineRequest,
@@ -239,8 +242,6 @@ class Sequence:
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in the KV cache."""
         self.block_table: list[int] = []
-        self.state_slot = 0
-        """Slot of a running sequence in the pool of states, for a model with recurrent layers."""
         self.status = Status.WAITING
         self.priority = (0.0, 0)
         """Scheduling priority; lower values are scheduled first."""
