@@ -85,6 +85,7 @@ ALLOWED = {
     "shared.bus.embedded_server": {"socket.socket", ".open"},
     "shared.bus.store_lock": {".open"},
     "shared.models.families.llava": {".read_bytes"},
+    "shared.models.families.whisper": {".read_bytes"},  # within the model's folder
     "shared.models.generic": {".read_text"},  # source of transformers
     "shared.models.frames": {".read_bytes"},  # within the model's folder
     "shared.models.generic_image": {".read_bytes"},  # within the model's folder

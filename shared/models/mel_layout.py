@@ -74,6 +74,10 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
         self.fingerprint = fingerprint(self._extractor)
         _check_settings(self._extractor, self._num_bins, folder)
 
+    def count(self, num_frames: int) -> int:
+        """Return the number of tokens of a sound in a prompt; 0 for a sound that is too short."""
+        return count_tokens(num_frames)
+
     def plan(self, probe: AudioProbe, sampling: FrameSampling, field: str) -> SamplePlan:
         num_samples = int(np.ceil(probe.seconds * SAMPLE_RATE))
         cuts = sampling.overflow == "cut"
@@ -81,7 +85,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
             raise self._too_long(probe.seconds, field)
         num_frames = -(-min(num_samples, self._window_len) // self._hop_len)
         limit = self._window_len if cuts else None
-        return SamplePlan(SAMPLE_RATE, count_tokens(num_frames), limit)
+        return SamplePlan(SAMPLE_RATE, self.count(num_frames), limit)
 
     def pack(
         self, parts: Iterator[Samples], plan: SamplePlan, field: str
@@ -101,7 +105,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
     def _count(self, samples: Samples, field: str) -> tuple[int, int]:
         """Return the numbers of frames and of embeddings. Raises InvalidMedia."""
         num_frames = -(-len(samples) // self._hop_len)
-        if (num_tokens := count_tokens(num_frames)) < 1:
+        if (num_tokens := self.count(num_frames)) < 1:
             raise InvalidMedia(
                 f"a sound of {len(samples)} samples at {SAMPLE_RATE} Hz is too short: the model"
                 f" needs at least {2 * self._hop_len + 1}",
@@ -125,7 +129,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
 
         Raises InvalidRequest for invalid features.
         """
-        num_tokens = count_tokens(num_frames)
+        num_tokens = self.count(num_frames)
         if features.ndim != 2 or features.shape[0] != self._num_bins or num_tokens < 1:
             raise InvalidRequest(
                 f"features {list(features.shape)} of {num_frames} frames do not describe a sound"

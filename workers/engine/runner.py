@@ -17,11 +17,13 @@ from torch import Tensor
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
 from shared.helpers.lru import ByteLRU
+from shared.models.language import AttendItems
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
 from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
 from workers.engine.model.talker import SpeechRows, Talker
@@ -55,11 +57,13 @@ class ModelRunner:
         embedding_cache_bytes: int = 0,
         on_encoded: Callable[[str, Tensor], None] | None = None,
         adapters: Adapters | None = None,
+        max_num_seqs: int = 1,
     ) -> None:
         """If `tower` is None, all items must come with embeddings.
 
         `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
-        [num_embeds, width], which it may store.
+        [num_embeds, width], which it may store. `max_num_seqs` limits the requests in a batch,
+        and with it the memory for their items, if the model has cross attention.
         """
         self.encoded_items = 0
         self._model = model
@@ -70,6 +74,9 @@ class ModelRunner:
         self._kv_cache = model.new_cache(num_blocks, block_size)
         model.capture(self._kv_cache)
         self._prepared: dict[str, _RequestInputs] = {}
+        self._attention: ItemAttention | None = None
+        if model.family.attends_items:
+            self._attention = ItemAttention(model.family, max_num_seqs)
         # Keyed by mm_hash, which differs between tenants.
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
@@ -118,6 +125,7 @@ class ModelRunner:
                 else (positions.prompt.numpy(), positions.delta)
             )
 
+    @torch.inference_mode()
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
         """Attach embeddings to a prepared request: its own, cached, or computed by the tower."""
         items = [request.items[index] for index in item_indexes]
@@ -131,10 +139,15 @@ class ModelRunner:
                 new[item.mm_hash] = item
         if new:
             embeddings |= self._run_tower(list(new.values()))
+        adapter = self._model.family.tower
         for item in items:
             embedding = embeddings[item.mm_hash]
-            assert len(embedding) == item.placeholder.num_embeds, "two contents have the same hash"
-            self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
+            is_own = adapter is None or len(embedding) == adapter.count(item.fields)
+            assert is_own, "two contents have the same hash"
+            if self._attention is not None:
+                self._attention.add(request.request_id, embedding)
+            else:
+                self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Return the embeddings of the items by mm_hash, each [num_embeds, width]."""
@@ -152,6 +165,8 @@ class ModelRunner:
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
+        if self._attention is not None:
+            self._attention.release(request_id)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -250,6 +265,7 @@ class ModelRunner:
                 deepstack=deepstack,
                 hidden_rows=hidden_rows,
                 hidden=hidden,
+                attend_items=self._attend_items(scheduled, query_start_loc),
             )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
@@ -264,6 +280,13 @@ class ModelRunner:
         for i, sampled_tokens in zip(sampling, sampled, strict=True):
             tokens[i] = sampled_tokens
         return tokens
+
+    def _attend_items(
+        self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
+    ) -> AttendItems | None:
+        if self._attention is None:
+            return None
+        return self._attention.plan([s.sequence.request_id for s in scheduled], query_start_loc)
 
     def _embed(
         self, scheduled: list[ScheduledSequence], query_start_loc: list[int]

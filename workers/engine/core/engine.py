@@ -29,6 +29,7 @@ from workers.engine.core.sequence import (
     ScheduledSequence,
     Sequence,
     SpokenText,
+    TokenMask,
 )
 from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepWork
 from workers.engine.core.step_runner import StepRunner
@@ -56,8 +57,9 @@ class EngineCore:
         interactive_slowdown: float = 1.25,
         pooling: Pooling = LAST_TOKEN,
         kv_memory: KVMemory | None = None,
+        new_rules: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
     ) -> None:
-        """For `encode`, `new_drafter` and `pooling` see `RequestFactory`.
+        """For `encode`, `new_drafter`, `pooling` and `new_rules` see `RequestFactory`.
 
         With `kv_memory`, blocks are exchanged with other engines.
         """
@@ -71,6 +73,7 @@ class EngineCore:
             new_drafter=new_drafter,
             check=runner.check,
             pooling=pooling,
+            new_rules=new_rules,
         )
         self._pool = pool
         self._scheduler = Scheduler(

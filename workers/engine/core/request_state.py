@@ -19,6 +19,7 @@ from workers.engine.core.sequence import (
     Pooling,
     SampledToken,
     Sequence,
+    TokenMask,
 )
 from workers.engine.core.validation import (
     check_logged,
@@ -176,6 +177,8 @@ class RequestFactory:
     check: Callable[[EngineRequest], int]
     """The runner's check, which returns the number of positions after the prompt."""
     pooling: Pooling = LAST_TOKEN
+    new_rules: Callable[[EngineRequest], TokenMask | None] = lambda request: None
+    """Creates the mask of the model's own rules for a choice; None if it has no rules."""
 
     def create(self, request: EngineRequest) -> RequestState:
         """Return the state of a new request. Raises a PagemillError if it cannot run here."""
@@ -193,6 +196,7 @@ class RequestFactory:
         wants_prompt_logprobs = params.prompt_logprobs is not None and not request.logged
         choices = []
         for index in range(params.n):
+            rules = self.new_rules(request)
             sequence = Sequence(
                 request=request,
                 choice=index,
@@ -201,8 +205,8 @@ class RequestFactory:
                 max_tokens=max_tokens,
                 end_token_ids=(*self.eos_token_ids, *params.stop_token_ids),
                 bad_words=bad_words,
-                token_mask=None if new_token_mask is None else new_token_mask(),
-                drafter=self.new_drafter() if _may_draft(request) else None,
+                token_mask=rules if new_token_mask is None else new_token_mask(),
+                drafter=self.new_drafter() if rules is None and _may_draft(request) else None,
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
                 speech=request.speech,
                 pooling=self.pooling,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shared.models.language import LanguageAdapter
+from shared.models.language import AttendItems, LanguageAdapter
 from workers.engine.model.attention import ATTENTION, KVCache
 from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import kv_shape, layer_windows
@@ -41,6 +41,8 @@ class StepInputs(NamedTuple):
     """Rows whose final hidden states are needed; no logits are computed for them."""
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32
     """Output buffer for these states; None if `hidden_rows` is None."""
+    attend_items: AttendItems | None = None
+    """Cross attention to the items of requests; None for a model without cross attention."""
 
 
 class DecoderModel(ABC):
@@ -85,10 +87,10 @@ class FlatModel(DecoderModel):
     def __init__(self, family: LanguageAdapter) -> None:
         super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        self._windows = set(layer_windows(family.decoder.config))
+        self._windows = set(layer_windows(family.decoder_config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
+        num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder_config)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         # The memory is zeroed: a masked NaN would still spoil the sum over the values.
         zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
@@ -104,14 +106,16 @@ class FlatModel(DecoderModel):
         )
 
     def forward(self, step: StepInputs) -> Tensor:
+        attention: dict[str, Any] = {"plan": step.plan, "kv_cache": step.kv_cache}
+        if step.attend_items is not None:
+            attention["attend_items"] = step.attend_items
         with _copied_hidden(self.family.decoder, step):
             logits = self.family.forward(
                 step.embeddings[None],
                 step.positions,
                 step.sampled_rows,
                 step.deepstack,
-                plan=step.plan,
-                kv_cache=step.kv_cache,
+                **attention,
             )
         return logits[0]
 

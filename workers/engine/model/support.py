@@ -7,6 +7,7 @@ checked again when the model is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,9 +67,24 @@ def kv_shape(text_config: Any) -> tuple[int, int, int]:
     return text_config.num_hidden_layers, num_kv_heads, head_dim
 
 
+def attends_items(config: PreTrainedConfig) -> bool:
+    """Return whether a model has cross attention that the engine serves."""
+    family = registry.find_family(config)
+    return family is not None and family.language.attends_items
+
+
+def num_item_values(config: Any) -> int:
+    """Return the number of keys and values of an item, if the model has cross attention, else 0."""
+    if not attends_items(config):
+        return 0
+    text_config = config.get_text_config(decoder=True)
+    return 2 * math.prod(kv_shape(text_config)) * int(config.max_source_positions)
+
+
 def _refusals(config: Any, text: Any) -> Iterator[str]:
     """Yield the reasons to refuse a model, from its config and its text config."""
-    if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
+    is_crossed = config.is_encoder_decoder or getattr(text, "cross_attention_layers", None)
+    if is_crossed and not attends_items(config):
         yield "uses cross attention, for which the engine has no cache"
     for architecture in getattr(config, "architectures", None) or []:
         if architecture.endswith(CLASSIFIERS):

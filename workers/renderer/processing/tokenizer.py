@@ -39,14 +39,18 @@ _TEMPLATE_ERRORS = (
 class PromptTokenizer:
     """A tokenizer with a chat template. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, placeholder_ids: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, placeholder_ids: Collection[int], *, is_complete: bool = False
+    ) -> None:
         """Wrap transformers' `tokenizer`.
 
         `placeholder_ids` are the placeholder tokens of media. The chat template of a model with
-        placeholders accepts messages as lists of parts.
+        placeholders accepts messages as lists of parts. If the template `is_complete`, it writes
+        all special tokens of a prompt.
         """
         self._tokenizer = tokenizer
         self._takes_parts = bool(placeholder_ids)
+        self._is_complete = is_complete
         self._takes_strings = not self._takes_parts or _writes_strings(tokenizer)
         self._reserved = _reserved_names(tokenizer)
         self._control_ids = {
@@ -148,6 +152,8 @@ class PromptTokenizer:
         model's processor adds them unless the template has written a BOS, unlike LLaVA's template.
         """
         bos: str | None = self._tokenizer.bos_token
+        if self._is_complete:
+            return False
         return self._takes_parts and not (bos and text.startswith(bos))
 
     def _control_token_error(self, prompt: Prompt) -> InvalidRequest:
