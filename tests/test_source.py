@@ -89,6 +89,7 @@ ALLOWED = {
     "shared.models.generic": {".read_text"},  # source of transformers
     "shared.models.frames": {".read_bytes"},  # within the model's folder
     "shared.models.generic_image": {".read_bytes"},  # within the model's folder
+    "shared.models.generic_sound": {".read_bytes"},  # within the model's folder
     "workers.renderer.processing.processor": {".read_text"},
     "workers.settings": {".read_text"},
     # Keys of the bus, and where they are.

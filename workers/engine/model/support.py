@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
 from shared.models import registry
-from shared.models.generic_vision import find_obstacle
+from shared.models.generic_hearing import find_obstacle
 from shared.vision.quantized import read_quantized
 
 if TYPE_CHECKING:
