@@ -32,7 +32,7 @@ PROCESSORS: dict[str, str] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
 """Names of the classes of processors by model type."""
 REPLACEMENT = "replacement"
 IMAGE_GRID = "image_grid_thw"
-_TEXT_FIELDS = frozenset(
+TEXT_FIELDS = frozenset(
     {
         "input_ids",
         "attention_mask",
@@ -46,7 +46,7 @@ _NEIGHBOURS = ("a", " ", "\n", ":")
 """Texts that may stand next to an image in a prompt."""
 _SAMPLE_SIZE = (48, 64)
 # Processors raise these for an image or a setting that they do not accept.
-_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 # transformers leaves this function without types.
 _load_tokenizer: Any = AutoTokenizer.from_pretrained
@@ -77,7 +77,7 @@ class GenericImageLayout(layout.ImageLayout):
         )
         try:
             _, replacement = self._run(sample_image())
-        except _ERRORS as error:
+        except ERRORS as error:
             raise ConfigError(
                 f"{folder}: the processor of {config.model_type!r} fails for an image: {error}",
                 field="path",
@@ -96,7 +96,7 @@ class GenericImageLayout(layout.ImageLayout):
         layout.check_aspect_ratio(media.image, field)
         try:
             arrays, replacement = self._run(media.image)
-        except _ERRORS as error:
+        except ERRORS as error:
             raise InvalidMedia(
                 f"the model's processor refuses the image: {error}", field=field
             ) from error
@@ -135,7 +135,7 @@ class GenericImageLayout(layout.ImageLayout):
             )
         (replaced,) = output["text_replacement_offsets"][0]
         arrays = {
-            name: np.asarray(array) for name, array in output.items() if name not in _TEXT_FIELDS
+            name: np.asarray(array) for name, array in output.items() if name not in TEXT_FIELDS
         }
         return arrays, replaced["replacement"]
 
@@ -186,8 +186,13 @@ class _Unused:
     patch_size = 14
 
 
-def open_processor(folder: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
-    """Return the processor of a model folder, and its own settings. Raises ConfigError."""
+def open_processor(
+    folder: Path, model_type: str, media_parts: Mapping[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the processor of a model folder, and its own settings. Raises ConfigError.
+
+    `media_parts` are the parts for media by their names, by default the image processor.
+    """
     try:
         kind = _find_processor(PROCESSORS[model_type])
         # transformers would check the classes of the parts, and write all of them to its log.
@@ -195,10 +200,10 @@ def open_processor(folder: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
         accepting: Any = type(kind.__name__, (kind,), changes)
         file = folder / "processor_config.json"
         settings = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
-        parts = {
-            "image_processor": layout.load_image_processor(folder, object),
-            "tokenizer": _load_tokenizer(folder, local_files_only=True),
+        media_parts = media_parts or {
+            "image_processor": layout.load_image_processor(folder, object)
         }
+        parts = {"tokenizer": _load_tokenizer(folder, local_files_only=True), **media_parts}
         names = kind.get_attributes()
         processor = accepting.from_args_and_dict(
             [parts.get(name) or _Unused() for name in names], settings

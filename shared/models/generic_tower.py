@@ -1,4 +1,4 @@
-"""Tower and language adapter of generic families: transformers' own modules, one image a call."""
+"""Towers and language adapter of generic families: transformers' modules, one medium a call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from shared.errors import ConfigError
 from shared.models.generic_image import IMAGE_GRID, REPLACEMENT, GenericImageLayout, sample_image
+from shared.models.generic_sound import GenericSoundLayout, sample_sound
 from shared.models.language import LanguageAdapter, MediaPrompt, PromptPositions
 from shared.models.lazy_module import LazyModule
-from shared.models.media import DecodedImage
+from shared.models.media import DecodedImage, SamplePlan
+from shared.models.mel_layout import SAMPLE_RATE
 from shared.models.tower_adapter import Fields, TowerAdapter, get_field, refuse
-from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.multimodal import AUDIO, IMAGE, Modality, PlaceholderRange
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +34,14 @@ MAX_MERGE = 8
 class GenericTower(TowerAdapter):
     """`get_image_features` of a model, for the fields of `GenericImageLayout`."""
 
-    metadata = (REPLACEMENT, IMAGE_GRID)
+    metadata: tuple[str, ...] = (REPLACEMENT, IMAGE_GRID)
+    token = "image_token_id"
+    """Name of the config's key with the token that an embedding replaces."""
+    getter = "get_image_features"
+    """Name of the method of transformers' model that returns the embeddings."""
+    medium: Modality = IMAGE
+    # transformers leaves the methods of this class without types.
+    auto_class: Any = AutoModelForImageTextToText
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -44,7 +53,7 @@ class GenericTower(TowerAdapter):
 
     def count(self, fields: Fields) -> int:
         replacement = get_field(fields, REPLACEMENT, torch.int64, (-1,))
-        count = int((replacement == self._config.image_token_id).sum())
+        count = int((replacement == getattr(self._config, self.token)).sum())
         if IMAGE_GRID in fields:
             grid = get_field(fields, IMAGE_GRID, torch.int64, (1, 3))
             if int(grid.min()) < 1 or float(grid.double().prod()) > MAX_MERGE**2 * count:
@@ -57,7 +66,7 @@ class GenericTower(TowerAdapter):
                 refuse(f"{name} holds values that are not finite")
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
-        return [self._encode_image(model, fields) for fields in batch]
+        return [self._encode_item(model, fields) for fields in batch]
 
     def sample(self) -> Fields:
         # torch may be hidden when this module is imported.
@@ -67,8 +76,8 @@ class GenericTower(TowerAdapter):
         fields, _ = layout.process(DecodedImage(sample_image(), "sample"), "sample")
         return {name: to_torch(tensor) for name, tensor in fields.items()}
 
-    def _encode_image(self, model: Any, fields: Fields) -> Tensor:
-        get_features = model.base_model.get_image_features
+    def _encode_item(self, model: Any, fields: Fields) -> Tensor:
+        get_features = getattr(model.base_model, self.getter)
         # As in `generate`, which drops the other fields of a processor.
         inputs = {
             name: fields[name].to(model.device)
@@ -82,19 +91,17 @@ class GenericTower(TowerAdapter):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            refuse(f"the model cannot encode the image: {error}")
+            refuse(f"the model cannot encode the {self.medium}: {error}")
         embedding = _join_rows(features.pooler_output)
-        if len(embedding) != self.count(fields):
-            refuse(f"the image has {len(embedding)} embeddings for {self.count(fields)} tokens")
+        if len(embedding) != (count := self.count(fields)):
+            refuse(f"the {self.medium} has {len(embedding)} embeddings for {count} tokens")
         return embedding
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of the modules for images, and of the others."""
-        # transformers leaves this function without types.
-        build: Any = AutoModelForImageTextToText.from_config
+        """Return the names of the modules for the medium, and of the others."""
         with torch.device("meta"):
-            model = build(self._config)
+            model = self.auto_class.from_config(self._config)
         decoder, prefix = model.get_decoder(), model.base_model_prefix
         towers: list[str] = []
         language = ["lm_head"]
@@ -108,6 +115,27 @@ class GenericTower(TowerAdapter):
                 field="models.path",
             )
         return tuple(towers), tuple(language)
+
+
+class GenericSoundTower(GenericTower):
+    """`get_audio_features` of a model, for the fields of `GenericSoundLayout`."""
+
+    metadata = (REPLACEMENT,)
+    token = "audio_token_id"
+    getter = "get_audio_features"
+    medium: Modality = AUDIO
+    auto_class: Any = AutoModelForSeq2SeqLM
+
+    def sample(self) -> Fields:
+        from shared.codec.tensors import to_torch
+
+        layout = GenericSoundLayout(Path(self._config.name_or_path), self._config)
+        fields, _ = layout.pack(iter([sample_sound()]), SamplePlan(SAMPLE_RATE, 0), "sample")
+        return {name: to_torch(tensor) for name, tensor in fields.items()}
+
+    def _encode_item(self, model: Any, fields: Fields) -> Tensor:
+        # Music Flamingo computes the times of the embeddings from the tokens.
+        return super()._encode_item(model, {**fields, "input_ids": fields[REPLACEMENT][None]})
 
 
 def _join_rows(features: Any) -> Tensor:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shared.errors import UnsupportedContent
-from shared.models.reach import check_reach
+from shared.models.reach import check_reach, count_positions
 from shared.models.tower_adapter import TowerAdapter, refuse
 from shared.protocol.multimodal import PlaceholderRange
 
@@ -51,12 +51,34 @@ class PromptPositions:
     delta: int
 
 
+class AttendItems(Protocol):
+    """Cross attention of a step: each token attends to the item of its request."""
+
+    def __call__(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Return the attention of `query` in a layer, [num_tokens, num_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Tokens that a model's answer must or must not have."""
+
+    beginning: tuple[tuple[int, ...], ...] = ()
+    """Tokens of which the answer has one at each of its first positions."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that never follow the beginning."""
+    suppressed_first: tuple[int, ...] = ()
+    """Tokens that do not follow it directly."""
+
+
 class LanguageAdapter:
     """Adapter of a plain decoder. Its positions are one row, the indexes of the tokens."""
 
     num_position_rows = 1
     opens_full_layers = True
     """Whether spans attend in both directions also in layers without a window."""
+    attends_items = False
+    """Whether all tokens attend to the embeddings of items (cross attention). The prompt then has
+    none of their rows."""
 
     def __init__(
         self,
@@ -79,10 +101,14 @@ class LanguageAdapter:
         return cast(PreTrainedModel, model.get_decoder())
 
     @property
+    def decoder_config(self) -> PreTrainedConfig:
+        """Config with the number and the shapes of the decoder's layers."""
+        return self.decoder.config
+
+    @property
     def _num_positions(self) -> int:
         """Number of positions of the decoder, which is the length of its rotary table."""
-        config: Any = self.decoder.config
-        return int(config.max_position_embeddings)
+        return count_positions(self.decoder_config)
 
     @property
     def input_embeddings(self) -> Any:
@@ -118,6 +144,17 @@ class LanguageAdapter:
         Other tokens attend to earlier ones only. Raises InvalidRequest.
         """
         return []
+
+    def rules_of(self, prompt: MediaPrompt) -> TokenRules | None:
+        """Return the rules for the answers to a prompt; None if all tokens are allowed."""
+        return None
+
+    def project(self, embedding: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of an item for the cross attention of each layer.
+
+        They are [num_embeds, num_heads, head_dim]. Only decoders with `attends_items` have them.
+        """
+        raise NotImplementedError
 
     def count_free_positions(self, prompt: MediaPrompt) -> int:
         """Return the number of rotary positions after a checked prompt.

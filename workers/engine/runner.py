@@ -17,6 +17,7 @@ from torch import Tensor
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
 from shared.helpers.lru import ByteLRU
+from shared.models.language import AttendItems
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
@@ -29,6 +30,7 @@ from workers.engine.core.sequence import (
     Span,
 )
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
 from workers.engine.model.talker import SpeechRows, Talker
@@ -67,8 +69,8 @@ class ModelRunner:
         """If `tower` is None, all items must come with embeddings.
 
         `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
-        [num_embeds, width], which it may store. If the model has recurrent layers, it
-        stores the states of `max_num_seqs` sequences.
+        [num_embeds, width], which it may store. `max_num_seqs` limits the requests in a batch,
+        and with it the memory for the states of recurrent layers and for items of cross attention.
         """
         self.encoded_items = 0
         self._model = model
@@ -80,6 +82,9 @@ class ModelRunner:
         self._states = model.new_states(max_num_seqs)
         model.capture(self._kv_cache)
         self._prepared: dict[str, _RequestInputs] = {}
+        self._attention: ItemAttention | None = None
+        if model.family.attends_items:
+            self._attention = ItemAttention(model.family, max_num_seqs)
         # Keyed by mm_hash, which differs between tenants.
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
@@ -131,6 +136,7 @@ class ModelRunner:
                 else (positions.prompt.numpy(), positions.delta)
             )
 
+    @torch.inference_mode()
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
         """Attach embeddings to a prepared request: its own, cached, or computed by the tower."""
         items = [request.items[index] for index in item_indexes]
@@ -144,10 +150,15 @@ class ModelRunner:
                 new[item.mm_hash] = item
         if new:
             embeddings |= self._run_tower(list(new.values()))
+        adapter = self._model.family.tower
         for item in items:
             embedding = embeddings[item.mm_hash]
-            assert len(embedding) == item.placeholder.num_embeds, "two contents have the same hash"
-            self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
+            is_own = adapter is None or len(embedding) == adapter.count(item.fields)
+            assert is_own, "two contents have the same hash"
+            if self._attention is not None:
+                self._attention.add(request.request_id, embedding)
+            else:
+                self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Return the embeddings of the items by mm_hash, each [num_embeds, width]."""
@@ -165,6 +176,8 @@ class ModelRunner:
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
+        if self._attention is not None:
+            self._attention.release(request_id)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -269,6 +282,7 @@ class ModelRunner:
                 hidden=hidden,
                 token_ids=token_ids,
                 states=states,
+                attend_items=self._attend_items(scheduled, query_start_loc),
             )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
@@ -289,6 +303,13 @@ class ModelRunner:
             token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
             token_ids += s.draft_token_ids
         return self._to_device(token_ids)
+
+    def _attend_items(
+        self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
+    ) -> AttendItems | None:
+        if self._attention is None:
+            return None
+        return self._attention.plan([s.sequence.request_id for s in scheduled], query_start_loc)
 
     def _embed(
         self, token_ids: Tensor, scheduled: list[ScheduledSequence], query_start_loc: list[int]

@@ -29,6 +29,7 @@ from workers.engine.core.sequence import (
     ScheduledSequence,
     Sequence,
     SpokenText,
+    TokenMask,
 )
 from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepWork
 from workers.engine.core.step_runner import StepRunner
@@ -57,8 +58,9 @@ class EngineCore:
         pooling: Pooling = LAST_TOKEN,
         kv_memory: KVMemory | None = None,
         keeps_states: bool = False,
+        new_rules: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
     ) -> None:
-        """For `encode`, `new_drafter` and `pooling` see `RequestFactory`.
+        """For `encode`, `new_drafter`, `pooling` and `new_rules` see `RequestFactory`.
 
         With `kv_memory`, blocks are exchanged with other engines. If the model `keeps_states`,
         sequences do not share prefixes.
@@ -74,6 +76,7 @@ class EngineCore:
             check=runner.check,
             find_spans=runner.spans_of,
             pooling=pooling,
+            new_rules=new_rules,
         )
         self._pool = pool
         self._scheduler = Scheduler(

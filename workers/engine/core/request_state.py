@@ -20,6 +20,7 @@ from workers.engine.core.sequence import (
     SampledToken,
     Sequence,
     Span,
+    TokenMask,
 )
 from workers.engine.core.validation import (
     check_logged,
@@ -179,6 +180,8 @@ class RequestFactory:
     find_spans: Callable[[EngineRequest], list[Span]]
     """The runner's spans of the prompt."""
     pooling: Pooling = LAST_TOKEN
+    new_rules: Callable[[EngineRequest], TokenMask | None] = lambda request: None
+    """Creates the mask of the model's own rules for a choice; None if it has no rules."""
 
     def create(self, request: EngineRequest) -> RequestState:
         """Return the state of a new request. Raises a PagemillError if it cannot run here."""
@@ -197,6 +200,7 @@ class RequestFactory:
         spans = self.find_spans(request)
         choices = []
         for index in range(params.n):
+            rules = self.new_rules(request)
             sequence = Sequence(
                 request=request,
                 choice=index,
@@ -205,8 +209,8 @@ class RequestFactory:
                 max_tokens=max_tokens,
                 end_token_ids=(*self.eos_token_ids, *params.stop_token_ids),
                 bad_words=bad_words,
-                token_mask=None if new_token_mask is None else new_token_mask(),
-                drafter=self.new_drafter() if _may_draft(request) else None,
+                token_mask=rules if new_token_mask is None else new_token_mask(),
+                drafter=self.new_drafter() if rules is None and _may_draft(request) else None,
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
                 speech=request.speech,
                 pooling=self.pooling,

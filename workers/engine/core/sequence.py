@@ -56,6 +56,8 @@ class Item:
     embedding: Any = None
     """Embedding computed by an encoder, [placeholder length, hidden_size] or wider; `fields` then
     hold only metadata."""
+    attended: bool = False
+    """Whether all tokens attend to the item, and not only tokens at and after its placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +151,16 @@ class EngineRequest:
     """If not 0, the last output holds the prompt's full blocks, in runs of about this size."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
-        """Return the indexes of the items whose placeholders overlap the tokens [start, stop)."""
+        """Return the indexes of the items on which the tokens [start, stop) depend directly.
+
+        Their placeholders overlap the tokens, or all tokens attend to them.
+        """
         ranges = [item.placeholder for item in self.items]
-        return [i for i, r in enumerate(ranges) if r.offset < stop and start < r.offset + r.length]
+        return [
+            i
+            for i, r in enumerate(ranges)
+            if self.items[i].attended or (r.offset < stop and start < r.offset + r.length)
+        ]
 
 
 class TokenMask(Protocol):

@@ -60,9 +60,9 @@ def make_prompt(model: FlatModel, num_tokens: int) -> CheckPrompt:
     positions = torch.arange(num_tokens).expand(family.num_position_rows, -1)
     image_inputs: dict[str, Tensor] = {}
     spans: list[tuple[int, int]] = []
-    if family.tower is not None:
-        config: Any = family.model.config
-        placeholder_id = config.image_token_id
+    config: Any = family.model.config
+    placeholder_id = getattr(config, "image_token_id", None)
+    if family.tower is not None and placeholder_id is not None:
         token_ids[token_ids == placeholder_id] = int(placeholder_id == 0)
         token_ids[IMAGE_SPAN] = placeholder_id
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)

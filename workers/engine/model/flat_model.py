@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shared.models.language import LanguageAdapter
+from shared.models.language import AttendItems, LanguageAdapter
 from shared.models.states import recurrent_layers
 from workers.engine.model.attention import ATTENTION, KVCache
 from workers.engine.model.states import NO_STATES, StatePool, StateStep
@@ -48,6 +48,8 @@ class StepInputs(NamedTuple):
     """Tokens of the batch, for layers that use their ids besides the embeddings."""
     states: StateStep = NO_STATES
     """States of recurrent layers."""
+    attend_items: AttendItems | None = None
+    """Cross attention to the items of requests; None for a model without cross attention."""
 
 
 class DecoderModel(ABC):
@@ -98,13 +100,13 @@ class FlatModel(DecoderModel):
     def __init__(self, family: LanguageAdapter) -> None:
         super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        self._windows = set(layer_windows(family.decoder.config))
+        self._windows = set(layer_windows(family.decoder_config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         # The memory is zeroed: a masked NaN would still spoil the sum over the values.
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         shapes = [
-            (num_blocks, block_size, *shape) for shape in kv_shapes(self.family.decoder.config)
+            (num_blocks, block_size, *shape) for shape in kv_shapes(self.family.decoder_config)
         ]
         return [(zeros(shape), zeros(shape)) for shape in shapes]
 
@@ -119,15 +121,17 @@ class FlatModel(DecoderModel):
         )
 
     def forward(self, step: StepInputs) -> Tensor:
+        attention: dict[str, Any] = {"plan": step.plan, "kv_cache": step.kv_cache}
+        attention |= self.family.layer_inputs(step.token_ids)
+        if step.attend_items is not None:
+            attention["attend_items"] = step.attend_items
         with _copied_hidden(self.family.decoder, step), step.states.applied():
             logits = self.family.forward(
                 step.embeddings[None],
                 step.positions,
                 step.sampled_rows,
                 step.deepstack,
-                plan=step.plan,
-                kv_cache=step.kv_cache,
-                **self.family.layer_inputs(step.token_ids),
+                **attention,
             )
         return logits[0]
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
 from shared.models import registry
-from shared.models.generic_vision import find_obstacle
+from shared.models.generic_hearing import find_obstacle
 from shared.models.states import (
     ATTENTION_KINDS,
     FEED_FORWARD_KINDS,
@@ -95,9 +95,29 @@ def _kv_shape(layer: Any, kind: str) -> KVShape:
     return KVShape(num_kv_heads, head_dim)
 
 
+def num_kv_values(text_config: Any) -> int:
+    """Return the number of keys and values of a token, in all layers."""
+    return 2 * sum(map(math.prod, kv_shapes(text_config)))
+
+
+def attends_items(config: PreTrainedConfig) -> bool:
+    """Return whether a model has cross attention that the engine serves."""
+    family = registry.find_family(config)
+    return family is not None and family.language.attends_items
+
+
+def num_item_values(config: Any) -> int:
+    """Return the number of keys and values of an item, if the model has cross attention, else 0."""
+    if not attends_items(config):
+        return 0
+    text_config = config.get_text_config(decoder=True)
+    return num_kv_values(text_config) * int(config.max_source_positions)
+
+
 def _refusals(config: Any, text: Any) -> Iterator[str]:
     """Yield the reasons to refuse a model, from its config and its text config."""
-    if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
+    is_crossed = config.is_encoder_decoder or getattr(text, "cross_attention_layers", None)
+    if is_crossed and not attends_items(config):
         yield "uses cross attention, for which the engine has no cache"
     for architecture in getattr(config, "architectures", None) or []:
         if architecture.endswith(CLASSIFIERS):

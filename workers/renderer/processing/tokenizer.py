@@ -44,15 +44,19 @@ class PromptTokenizer:
         tokenizer: Any,
         placeholder_ids: Collection[int],
         around: Mapping[int, tuple[str, str]],
+        *,
+        is_complete: bool = False,
     ) -> None:
         """Wrap transformers' `tokenizer`.
 
         `placeholder_ids` are the placeholder tokens of media. The chat template of a model with
         placeholders accepts messages as lists of parts. `around` are the texts before and after a
-        medium, by its placeholder token.
+        medium, by its placeholder token. If the template `is_complete`, it writes all special
+        tokens of a prompt.
         """
         self._tokenizer = tokenizer
         self._takes_parts = bool(placeholder_ids)
+        self._is_complete = is_complete
         self._takes_strings = not self._takes_parts or _writes_strings(tokenizer)
         self._reserved = _reserved_names(tokenizer)
         self._control_ids = {
@@ -160,6 +164,8 @@ class PromptTokenizer:
         model's processor adds them unless the template has written a BOS, unlike LLaVA's template.
         """
         bos: str | None = self._tokenizer.bos_token
+        if self._is_complete:
+            return False
         return self._takes_parts and not (bos and text.startswith(bos))
 
     def _control_token_error(self, prompt: Prompt) -> InvalidRequest:
