@@ -117,11 +117,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         report_on(weights)
     family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
-    source = registry.find_source(config)
-    if source != "native":
-        structlog.get_logger().info("generic_family", type=config.model_type, source=source)
-        set_step("comparing answers with transformers")
-        check_against_whole(FlatModel(family), block_size)
+    _check_generic(config, family, block_size, set_step)
     adapters = _load_adapters(family, model)
     with ThreadPoolExecutor(1) as executor:
         # Meanwhile the kernels copy the weights, without the GIL.
@@ -155,6 +151,18 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         codes=codes,
         num_item_slots=num_item_slots,
     )
+
+
+def _check_generic(
+    config: PreTrainedConfig, family: LanguageAdapter, block_size: int, set_step: SetStep
+) -> None:
+    """Compare the answers of a generic family with transformers'. Raises ConfigError."""
+    source = registry.find_source(config)
+    if source == "native":
+        return
+    structlog.get_logger().info("generic_family", type=config.model_type, source=source)
+    set_step("comparing answers with transformers")
+    check_against_whole(FlatModel(family), block_size)
 
 
 def _load_adapters(family: LanguageAdapter, model: ModelConfig) -> Adapters:

@@ -259,7 +259,6 @@ class ModelRunner:
             rows += range(first_row, first_row + num_prompt_rows(s))
         token_ids = self._gather_tokens(scheduled)
         embeddings, deepstack = self._embed(token_ids, scheduled, query_start_loc)
-        positions = self._make_positions(scheduled)
         sampled_rows = self._to_device(rows)
         hidden_rows, hidden = None, None
         if pooled:
@@ -273,7 +272,7 @@ class ModelRunner:
         logits = self._model.forward(
             StepInputs(
                 embeddings=embeddings,
-                positions=positions,
+                positions=self._make_positions(scheduled),
                 plan=plan,
                 kv_cache=self._kv_cache,
                 sampled_rows=sampled_rows,
