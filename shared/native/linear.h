@@ -56,15 +56,15 @@ inline __attribute__((always_inline)) void multiply_tile(
   __m512 low[kRows], high[kRows];
   for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm512_setzero_ps();
   for (int unit = 0; unit < units; ++unit) {
-    const __m512i weights_low = load_units(panel + size_t(unit) * kPanel);
-    const __m512i weights_high = load_units(panel + size_t(unit) * kPanel + kLanes);
+    const auto weights_low = Unit<T>::load(panel + size_t(unit) * kPanel);
+    const auto weights_high = Unit<T>::load(panel + size_t(unit) * kPanel + kLanes);
     if (ahead != nullptr) {
       _mm_prefetch(ahead + size_t(unit) * kPanel, _MM_HINT_T1);
       _mm_prefetch(ahead + size_t(unit) * kPanel + kLanes, _MM_HINT_T1);
     }
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
-      const __m512i inputs = _mm512_set1_epi32(int(rows[row * row_units + unit]));
+      const auto inputs = Unit<T>::repeat(rows[row * row_units + unit]);
       low[row] = Unit<T>::dot(low[row], inputs, weights_low);
       high[row] = Unit<T>::dot(high[row], inputs, weights_high);
     }

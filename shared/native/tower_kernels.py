@@ -185,6 +185,4 @@ def find_kernels(weight: Tensor) -> TowerKernels | None:
     loaded = library.load()
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or loaded is None:
         return None
-    if not loaded.pagemill_has_bf16():
-        return None
     return _make_kernels(loaded, torch.get_num_threads())

@@ -13,10 +13,7 @@ from shared.native import library, tower_kernels
 from shared.native.tower_kernels import TowerKernels
 from shared.vision.layers import rotate
 
-needs_kernels = pytest.mark.skipif(
-    (compiled := library.load()) is None or not compiled.pagemill_has_bf16(),
-    reason="no AVX-512 for bfloat16",
-)
+needs_kernels = pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
 # The sizes of existing towers, one below a register, and one with an odd number of units.
 HEAD_DIMS = [8, 16, 54, 64, 72, 80, 128]
 

@@ -87,8 +87,7 @@ def unsupported_reason(family: LanguageAdapter, block_size: int) -> str | None:
         return "its rotary embedding rotates only a part of each head"
     if block_size % TOKEN_GROUP:
         return f"blocks of {block_size} tokens are not multiples of {TOKEN_GROUP}"
-    loaded = library.load()
-    if loaded is None or (dtype == torch.bfloat16 and not loaded.pagemill_has_bf16()):
+    if library.load() is None:
         return "there are no kernels on this machine"
     return None
 
@@ -146,7 +145,6 @@ class NativeModel(DecoderModel):
             self._weights.head,
             num_threads,
         )
-        assert self._decoder
         on_collect(self, loaded.pagemill_delete, self._decoder)
 
     # -- DecoderModel -----------------------------------------------------------------------------
