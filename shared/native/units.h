@@ -55,6 +55,9 @@ struct Unit<float> {
   static Operand combine(__m256i low, __m256i high) {
     return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
   }
+  // The units, or the operand, of kSize floats for each of 16 outputs.
+  static __m512i units(const __m512* floats) { return _mm512_castps_si512(floats[0]); }
+  static Operand operand(const __m512* floats) { return floats[0]; }
   static __m512 dot(__m512 sum, Operand a, Operand b) { return _mm512_fmadd_ps(a, b, sum); }
   // Writes 16 numbers into 16 units, at the same position in each.
   static void place(uint32_t* units, const float* from, int) { _mm512_storeu_si512(units, _mm512_loadu_si512(from)); }
@@ -68,6 +71,7 @@ struct Unit<BF16> {
   using Operand = __m512i;
 
   static Operand from_units(__m512i units) { return units; }
+  static Operand operand(const __m512* floats) { return units(floats); }
   static __m512 dot(__m512 sum, Operand a, Operand b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
   }
@@ -81,11 +85,16 @@ struct Unit<BF16> {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(units, 16)),
             _mm512_castsi512_ps(_mm512_and_si512(units, _mm512_set1_epi32(int(0xffff0000))))};
   }
+  static Operand operand(const __m512* floats) { return {floats[0], floats[1]}; }
   static __m512 dot(__m512 sum, Operand a, Operand b) {
     return _mm512_fmadd_ps(a.second, b.second, _mm512_fmadd_ps(a.first, b.first, sum));
   }
 #endif
 
+  // The floats must be exact in bfloat16.
+  static __m512i units(const __m512* floats) {
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(floats[0]), 16), _mm512_castps_si512(floats[1]));
+  }
   static Operand load(const uint32_t* units) { return from_units(load_units(units)); }
   static Operand repeat(uint32_t unit) { return from_units(_mm512_set1_epi32(int(unit))); }
   static Operand combine(__m256i low, __m256i high) {

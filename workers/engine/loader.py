@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.language import LanguageAdapter
 from shared.models.tower import Tower, load_tower
+from shared.native import library
 from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
@@ -21,8 +22,9 @@ from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.end_tokens import check_endless, read_end_tokens
 from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
-from workers.engine.model.int8 import Int8Config, report_on
+from workers.engine.model.int8 import report_on
 from workers.engine.model.lora import Adapters, load_adapters
+from workers.engine.model.quantizer import QuantizedConfig
 from workers.engine.model.self_check import check_against_whole
 from workers.engine.model.support import check_supported
 from workers.engine.model.talker import Talker
@@ -102,10 +104,10 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
     set_step(READING)
-    quantization = Int8Config(dtype) if model.quantization else None
+    keeps = _keeps_numbers(text_config, model, engine)
+    quantization = QuantizedConfig(rounds=model.quantization is not None, keeps=keeps)
     weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
-    if quantization is not None:
-        report_on(weights)
+    report_on(weights)
     family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     source = registry.find_source(config)
@@ -143,6 +145,17 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         adapters=adapters,
         pooling=pooling,
         codes=codes,
+    )
+
+
+def _keeps_numbers(text_config: Any, model: ModelConfig, engine: EngineConfig) -> bool:
+    """Return whether quantized weights are kept: the C++ kernels read them, and torch does not."""
+    return (
+        torch.device(engine.device).type == "cpu"
+        and engine.kernels != "torch"
+        and not model.adapters
+        and "llama_like" in registry.find_decoder_traits(text_config)
+        and library.load() is not None
     )
 
 

@@ -28,7 +28,7 @@ from workers.engine.cuda.kernels.rotary import (
     write_cache,
 )
 from workers.engine.model.attention import check_arguments
-from workers.engine.model.int8 import Int8Linear
+from workers.engine.model.quantized_linear import QuantizedLinear
 from workers.engine.model.support import layer_windows
 
 ATTENTION = "pagemill_kernels"
@@ -144,7 +144,7 @@ def _is_silu(mlp: Any) -> bool:
 
 
 def _is_int8(mlp: Any) -> bool:
-    return isinstance(mlp.gate_proj, Int8Linear)
+    return isinstance(mlp.gate_proj, QuantizedLinear)
 
 
 def _concat_projections(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
