@@ -64,7 +64,7 @@ def test_quantized_weights_are_counted_by_their_values(
     file, lines = write_config([LocalModel("demo", folder)], Wishes(dtype="bfloat16"))
     assert "demo: weights 5.3 MB as bfloat16" in lines[0]
     label = "FP8, blocks of 48 x 40"
-    assert f"demo: weights are stored as {label}, and dequantized at the start" in lines
+    assert f"demo: weights are stored as {label}" in lines
     assert "quantization" not in yaml.safe_load(file.read_text())["models"]["demo"]
 
 

@@ -16,6 +16,7 @@ from shared.models.language import LanguageAdapter
 from shared.models.reach import count_positions
 from shared.models.states import recurrent_layers
 from shared.models.tower import Tower, load_tower
+from shared.native import library
 from shared.stage.hybrids import check_settings
 from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
@@ -24,9 +25,10 @@ from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.end_tokens import check_endless, read_end_tokens
 from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
-from workers.engine.model.int8 import Int8Config, report_on
+from workers.engine.model.int8 import report_on
 from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.lora import Adapters, load_adapters
+from workers.engine.model.quantizer import QuantizedConfig
 from workers.engine.model.self_check import check_against_whole
 from workers.engine.model.support import check_supported, num_item_values
 from workers.engine.model.talker import Talker
@@ -111,10 +113,10 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
     set_step(READING)
-    quantization = Int8Config(dtype) if model.quantization else None
+    keeps = _keeps_numbers(text_config, model, engine)
+    quantization = QuantizedConfig(rounds=model.quantization is not None, keeps=keeps)
     weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
-    if quantization is not None:
-        report_on(weights)
+    report_on(weights)
     family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     _check_generic(config, family, block_size, set_step)
@@ -150,6 +152,17 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         pooling=pooling,
         codes=codes,
         num_item_slots=num_item_slots,
+    )
+
+
+def _keeps_numbers(text_config: Any, model: ModelConfig, engine: EngineConfig) -> bool:
+    """Return whether quantized weights are kept: the C++ kernels read them, and torch does not."""
+    return (
+        torch.device(engine.device).type == "cpu"
+        and engine.kernels != "torch"
+        and not model.adapters
+        and "llama_like" in registry.find_decoder_traits(text_config)
+        and library.load() is not None
     )
 
 

@@ -81,7 +81,7 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
             stated = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
             lines.append(f"{model.name}: {stated} by default, from its {GENERATION_FILE}")
     lines += [
-        f"{model.name}: weights are stored as {report.stored_as}, and dequantized at the start"
+        f"{model.name}: weights are stored as {report.stored_as}"
         for model, report in zip(models, reports, strict=True)
         if report.stored_as is not None
     ]

@@ -29,7 +29,7 @@ from workers.engine.cuda.kernels.rotary import (
 )
 from workers.engine.model.attention import attention_of_layer as attend_in_torch
 from workers.engine.model.attention import check_arguments, pad_values
-from workers.engine.model.int8 import Int8Linear
+from workers.engine.model.quantized_linear import QuantizedLinear
 from workers.engine.model.step_plan import StepPlan
 from workers.engine.model.support import layer_windows
 
@@ -156,7 +156,7 @@ def _is_silu(mlp: Any) -> bool:
 
 
 def _is_int8(mlp: Any) -> bool:
-    return isinstance(mlp.gate_proj, Int8Linear)
+    return isinstance(mlp.gate_proj, QuantizedLinear)
 
 
 def _concat_projections(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
