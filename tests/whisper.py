@@ -54,8 +54,11 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def write_whisper(folder: Path, dtype: torch.dtype = torch.float64, **generation: Any) -> Any:
-    """Write a model folder, and return the model; `generation` changes generation_config.json."""
+def write_whisper(folder: Path, *, tied: bool = False, **generation: Any) -> Any:
+    """Write a model folder, and return the model; `generation` changes generation_config.json.
+
+    The checkpoints have a `tied` head, with which random weights repeat one token.
+    """
     make_tokenizer().save_pretrained(folder)
     transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(
         folder
@@ -77,10 +80,10 @@ def write_whisper(folder: Path, dtype: torch.dtype = torch.float64, **generation
         bos_token_id=IDS["<|endoftext|>"],
         eos_token_id=IDS["<|endoftext|>"],
         pad_token_id=IDS["<|endoftext|>"],
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
-    model = transformers.WhisperForConditionalGeneration(config).to(dtype)
+    model = transformers.WhisperForConditionalGeneration(config).double()
     model.eval().requires_grad_(False)
     widen(model, SEED)
     move_vectors(model)

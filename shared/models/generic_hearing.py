@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 from shared.models import generic, generic_vision
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.generic_image import PROCESSORS
-from shared.models.generic_sound import GenericSoundLayout
+from shared.models.generic_sound import open_sounds
 from shared.models.generic_tower import GenericLanguage, GenericSoundTower
 from shared.protocol.multimodal import AUDIO
 
@@ -46,7 +46,7 @@ def sound_family(model_type: str) -> ModelFamily | None:
     return ModelFamily(
         model_type,
         frozenset({model_type}),
-        media={AUDIO: MediaInput(GenericSoundLayout, placeholder="audio_token_id")},
+        media={AUDIO: MediaInput(open_sounds, placeholder="audio_token_id")},
         tower=GenericSoundTower,
         language=GenericLanguage,
         model_class=_CLASSES[model_type],

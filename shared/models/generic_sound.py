@@ -18,6 +18,7 @@ from shared.codec.vllm_kwargs import WireField
 from shared.errors import ConfigError, InvalidMedia, UnsupportedContent
 from shared.models.generic_image import ERRORS, REPLACEMENT, TEXT_FIELDS, open_processor
 from shared.models.layout import check_processor_file, fingerprint
+from shared.models.lazy_module import load_torch
 from shared.models.media import AudioProbe, SamplePlan
 from shared.models.mel_layout import SAMPLE_RATE, Samples, SoundLayout
 from shared.models.wire_pixels import to_numpy
@@ -39,6 +40,7 @@ class GenericSoundLayout(SoundLayout):
     metadata = (REPLACEMENT,)
 
     def __init__(self, folder: Path, config: Any) -> None:
+        load_torch()
         extractor = _load_extractor(folder)
         kinds = ("feature_extractor", "audio_processor")
         parts = dict.fromkeys(kinds, extractor)
@@ -55,9 +57,7 @@ class GenericSoundLayout(SoundLayout):
             sorted(settings.items()),
             (folder / "tokenizer.json").read_bytes(),
         )
-        # The check of a folder before its weights are downloaded has no torch.
-        if is_torch_available():
-            self._check(folder, config.model_type)
+        self._check(folder, config.model_type)
 
     def plan(self, probe: AudioProbe, sampling: FrameSampling, field: str) -> SamplePlan:
         # The processor counts the tokens. A sound is short enough for it.
@@ -144,6 +144,12 @@ class GenericSoundLayout(SoundLayout):
             )
 
 
+def open_sounds(folder: Path, config: Any) -> GenericSoundLayout | None:
+    """Open the layout of a model folder; None in the check of a folder, which has no torch."""
+    check_processor_file(folder)
+    return GenericSoundLayout(folder, config) if is_torch_available() else None
+
+
 def sample_sound() -> Samples:
     """Return a second of a sound that changes."""
     times = np.arange(SAMPLE_RATE, dtype=np.float32) / SAMPLE_RATE
@@ -151,7 +157,6 @@ def sample_sound() -> Samples:
 
 
 def _load_extractor(folder: Path) -> Any:
-    check_processor_file(folder)
     try:
         extractor = _load_feature_extractor(folder, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:

@@ -31,6 +31,11 @@ def test_a_large_model_gets_a_context_that_fits() -> None:
     assert tight.shares[0].max_model_len % 256 == 0
 
 
+def test_the_whole_context_of_a_model_is_not_rounded() -> None:
+    whisper = ModelNeeds("w", 39_000_000, 26_000, 448, "float32")
+    assert make_plan([whisper], 8 * GIB).shares[0].max_model_len == 448
+
+
 def test_weights_that_do_not_fit_are_refused_with_figures() -> None:
     with pytest.raises(ConfigError, match=rf"4400000000 bytes as bfloat16.* {4 * GIB} bytes"):
         make_plan([BILLIONS], 4 * GIB)

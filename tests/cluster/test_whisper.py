@@ -101,7 +101,7 @@ async def test_a_long_recording_is_written_down_in_pieces(
     assert len(pieces) > 2
     kwargs = {"language": "de", "prompt": "Ann, Jörg"}
     tokenizer = make_tokenizer()
-    texts = []
+    texts: list[str] = []
     for piece in pieces:
         token_ids = generate(folder / "whisper", model, Question(rounded(piece), kwargs))
         # Four tokens begin a text after another one.

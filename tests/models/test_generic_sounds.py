@@ -20,7 +20,6 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.models.family import Source
 from shared.models.generic_hearing import TESTED_SOUND_TYPES
 from shared.models.generic_sound import GenericSoundLayout
 from shared.models.registry import find_family
@@ -30,8 +29,8 @@ from tests.engine.model.test_parity import Case, Twins, from_afar, run_core
 from tests.models.rig import make_case
 from tests.models.sound_specs import NUM_BINS, SPECS, WINDOW_S, write_files, write_folder
 from tests.sounds import Samples, decoded, draw_sound, transformers
+from workers.cli.models.reports import check_folders
 from workers.engine.loader import load
-from workers.engine.model.check_folders import examine
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.support import check_supported
 from workers.renderer.processing.processor import Processor
@@ -256,7 +255,15 @@ def test_tokens_that_merge_with_texts_are_refused(tmp_path: Path) -> None:
         GenericSoundLayout(tmp_path, config)
 
 
-def test_pagemill_examines_a_folder(glm: Model) -> None:
-    report = examine(glm.folder)
-    generic: Source = "generic"
-    assert (report.reason, report.family, report.source) == (None, "glmasr", generic)
+def test_pagemill_examines_folders_without_torch(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in SPECS]
+    for folder in folders:
+        folder.mkdir()
+        write_files(folder, folder.name)
+    (tmp_path / "glmasr" / "preprocessor_config.json").unlink()
+    (tmp_path / "glmasr" / "processor_config.json").unlink()
+    reports = {report.family: report for report in check_folders(folders)}
+    assert {report.source for report in reports.values()} == {"generic"}
+    reasons = {name: report.reason for name, report in reports.items() if report.reason}
+    assert list(reasons) == ["glmasr"]
+    assert "has no preprocessor_config.json" in str(reasons["glmasr"])

@@ -352,6 +352,15 @@ def test_a_folder_sets_the_language_and_the_task(
     assert answers == {"x": expected[0].tolist()}
 
 
+def test_a_folder_may_have_a_tied_head(tmp_path: Path) -> None:
+    reference = write_whisper(tmp_path, tied=True)
+    config = ModelConfig(str(tmp_path), dtype="float64")
+    question = QUESTIONS["named"]
+    case = make_request(Processor(config), "x", question)
+    answers, _ = answers_of(load(config, EngineConfig(num_blocks=27)), [case.request])
+    assert answers == {"x": generate(tmp_path, reference, question)}
+
+
 def test_pagemill_examines_the_folder(model: Model, tmp_path: Path) -> None:
     report = examine(model.folder)
     assert (report.reason, report.family, report.source) == (None, "Whisper", "native")

@@ -143,7 +143,7 @@ def _choose_len(model: ModelNeeds, kv_bytes: int, budget: int) -> int:
             f" tokens need {MIN_MODEL_LEN * kv_bytes}",
             field="models",
         )
-    return length if length < STEP_TOKENS else length - length % STEP_TOKENS
+    return length if length == model.longest else length - length % STEP_TOKENS
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
