@@ -1,6 +1,6 @@
-"""Sounds of tiny models by real processes, with the tokens of transformers in float64.
+"""Transcripts of a tiny Whisper by real processes, with the tokens of transformers in float64.
 
-Whisper's engine is killed in the middle of an answer. GLM-ASR is a generic family.
+The engine is killed in the middle of an answer.
 """
 
 import asyncio
@@ -21,13 +21,10 @@ from shared.client import pin_media
 from shared.models.mel_layout import SAMPLE_RATE
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
-from shared.protocol.requests import AudioPart, AudioURL, GenerateRequest, Message, TextPart
+from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import SamplingParams
-from tests.cluster.conftest import answer
 from tests.cluster.processes import Processes, running, until_nothing_is_left, until_records
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
-from tests.models import test_generic_sounds
-from tests.models.sound_specs import write_folder
 from tests.models.test_whisper import Question, generate
 from tests.sounds import Samples, draw_sound
 from tests.whisper import WINDOW_S, make_tokenizer, write_whisper
@@ -45,9 +42,6 @@ models:
     path: whisper
     dtype: float64
     sampling_defaults: {{max_tokens: {MAX_TOKENS}}}
-  glm:
-    path: glm
-    dtype: float64
 engine: {{kv_cache_mib: 64}}
 delivery: {{ack_wait_s: 2.0, drain_s: 5.0, retry_delay_s: 0.1}}
 gateway: {{port: 0}}
@@ -56,7 +50,6 @@ WORKERS = {
     "coordinator": ["coordinator"],
     "renderer": ["renderer"],
     "engine": ["engine", "--model", "whisper"],
-    "engine of glm": ["engine", "--model", "glm"],
     "gateway": ["gateway"],
 }
 STEP_S = 0.03
@@ -79,13 +72,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("whisper")
     (folder / "pagemill.yaml").write_text(CONFIG)
     (folder / "whisper").mkdir()
-    (folder / "glm").mkdir()
     return folder, write_whisper(folder / "whisper")
 
 
 @pytest.fixture(scope="module")
 def processes(reference: tuple[Path, Any]) -> Iterator[Processes]:
-    write_folder(reference[0] / "glm", "glmasr")
     with running(reference[0], WORKERS, __name__) as started:
         yield started
 
@@ -119,8 +110,8 @@ async def test_a_long_recording_is_written_down_in_pieces(
         texts.append(f" {text}" if texts and text and not text[0].isspace() else text)
     transcribe: Any = api.audio.transcriptions.create
     file = ("a.flac", file_of(recording))
-    transcript = await transcribe(model="whisper", file=file, **kwargs)
-    assert transcript.text == "".join(texts).strip()
+    answer = await transcribe(model="whisper", file=file, **kwargs)
+    assert answer.text == "".join(texts).strip()
     with pytest.raises(APIStatusError, match="does not know the language ca"):
         await transcribe(model="whisper", file=file, language="ca")
 
@@ -153,18 +144,3 @@ async def test_an_engine_is_killed_in_the_middle_of_an_answer(
     start = [model.generation_config.decoder_start_token_id]
     assert start + tokens_of(records) == generate(folder / "whisper", model, Question(sound, {}))
     await until_nothing_is_left(bus)
-
-
-async def test_a_generic_family_hears(
-    reference: tuple[Path, Any], processes: Processes, bus: Bus
-) -> None:
-    folder, sound = reference[0] / "glm", rounded(draw_sound(5, 20_000))
-    heard = test_generic_sounds.open_model(folder, "glmasr")
-    _, expected = test_generic_sounds.generate(heard, "Hear?", sound)
-    url = await pin_media(bus, file_of(sound), "")
-    message = Message("user", [AudioPart(AudioURL(url)), TextPart("Hear?")])
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=test_generic_sounds.MAX_TOKENS, ignore_eos=True
-    )
-    records = await answer(bus, GenerateRequest("glm", [message], sampling_params=sampling))
-    assert tokens_of(records) == expected
