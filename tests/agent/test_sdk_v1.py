@@ -73,7 +73,9 @@ async def test_a_response_lists_and_calls_the_tools(bus: Bus, port: int, path: s
     assert (result.outcome, result.output) == ("result", "5")
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path", [PATHS[0], *(pytest.param(path, marks=pytest.mark.long) for path in PATHS[1:])]
+)
 async def test_calls_continue_after_a_restart_of_the_server(python: Path, path: str) -> None:
     """A new process does not know the session, and several calls find out at the same time."""
     client = McpClient(CONFIG)

@@ -171,7 +171,7 @@ async def test_follow_names_the_requests_of_several_prompts(
     await request_registry.register(bus, request_id, record, "gateway-1:1")
     code, _, err = await run(broker, "follow", request_id, "--wait", "0")
     assert code == 1
-    assert f"{request_id}-0 to {request_id}-2" in err
+    assert f"{request_id}~0 to {request_id}~2" in err
 
 
 async def test_cancel_says_that_a_request_is_cancelled(

@@ -70,7 +70,7 @@ async def filled(broker: EmbeddedServer, bus: Bus) -> Bus:
         await attempt(bus, f"again-{RUN}", "engine", "requeued")
         await registered(bus, f"waiting-{RUN}")
         await registered(bus, f"two-{RUN}", parts=2)
-        await finish(bus, f"two-{RUN}-1")
+        await finish(bus, f"two-{RUN}~1")
         await attempt(bus, "item_abc", "encoder")
         await attempt(bus, "resp_abc", "agent")
         await attempt(bus, f"direct-{RUN}", "coordinator")
@@ -108,7 +108,7 @@ async def test_each_state_is_reported_with_its_details(filled: Bus) -> None:
 async def test_parts_stand_for_their_request_and_items_and_responses_are_none(filled: Bus) -> None:
     rows = await listed(filled)
     assert f"two-{RUN}" not in rows
-    assert rows[f"two-{RUN}-1"].model == MODEL
+    assert rows[f"two-{RUN}~1"].model == MODEL
     assert not [name for name in rows if name.startswith(("item_", "resp_"))]
 
 
@@ -146,7 +146,7 @@ async def test_the_command_filters_and_limits(broker: EmbeddedServer, filled: Bu
     code, out, _ = await run(broker, "requests", "--model", MODEL, "--state", "finished", "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
-    assert {row["request_id"] for row in rows} == {f"done-{RUN}", f"two-{RUN}-1"}
+    assert {row["request_id"] for row in rows} == {f"done-{RUN}", f"two-{RUN}~1"}
     _, out, err = await run(broker, "requests", "--model", MODEL, "--limit", "1")
     assert len(out.splitlines()) == 2
     assert "more match: --limit shows them" in err

@@ -403,7 +403,7 @@ async def test_a_response_of_a_painter_is_its_image_although_workers_are_killed(
     tool: Any = {"type": "image_generation", "size": "12x8", "partial_images": 2}
     form: Any = {"model": "painter", "input": PROMPT, "tools": [tool]}
     begun = await api.responses.create(**form, background=True)
-    request_id = f"{begun.id}-i0-0"
+    request_id = f"{begun.id}~i0-0"
     for number, role in ((1, "agent"), (3, "dit"), (4, "agent")):
 
         async def has_steps(least: int = number) -> bool:
@@ -442,7 +442,7 @@ async def test_a_response_of_a_painter_is_cancelled_and_refused(
     begun = await api.responses.create(**form, background=True)
 
     async def has_begun() -> bool:
-        return bool(await steps_of(bus, f"{begun.id}-i0-0"))
+        return bool(await steps_of(bus, f"{begun.id}~i0-0"))
 
     await until(has_begun)
     cancelled = await api.responses.cancel(begun.id)

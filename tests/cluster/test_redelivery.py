@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import nats
 import pytest
+from nats.js.api import ConsumerInfo
 
 from ops.demo import IMAGES
 from ops.token_logs import read_log
@@ -65,6 +66,7 @@ def texts_of(kind: str, round_: int) -> dict[str, Any]:
         pytest.param(
             request_text("What can you do?", temperature=1.0, seed=11, n=2, **LONG),
             id="seeded, two choices",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             request_text("What can you do?", temperature=0.9, top_k=40, **LONG),
@@ -203,12 +205,16 @@ async def test_a_renderer_killed_while_it_processes_a_request(
     cluster: Cluster, client: Bus
 ) -> None:
     renderer = await cluster.pid(client, "renderer")
-    await wait_until_idle(cluster.url, "renderer")
-    # Stopped first, so that it certainly has the request and certainly has not passed it on.
-    os.kill(renderer, signal.SIGSTOP)
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
-    running = asyncio.create_task(answer(client, request))
-    await wait_until_in_hand(cluster.url, "renderer")
+    while True:
+        await wait_until_idle(cluster.url, "renderer")
+        # Stopped first, so that it has not passed the request on.
+        os.kill(renderer, signal.SIGSTOP)
+        running = asyncio.create_task(answer(client, request))
+        if await wait_until_queued(cluster.url, "renderer"):
+            break
+        os.kill(renderer, signal.SIGCONT)
+        await running
     os.kill(renderer, signal.SIGKILL)
     records = await running
     assert_gapless(records)
@@ -228,7 +234,7 @@ async def test_a_renderer_killed_with_an_unread_payload(cluster: Cluster, client
     os.kill(engine, signal.SIGSTOP)
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
     running = asyncio.create_task(answer(client, request))
-    await wait_until_in_hand(cluster.url, "engine")
+    await wait_until_queued(cluster.url, "engine")
     kill(renderer)
     os.kill(engine, signal.SIGCONT)
     records = await running
@@ -253,7 +259,7 @@ async def test_an_image_whose_url_has_changed_when_its_payload_is_lost(
     await wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)
     running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
-    await wait_until_in_hand(cluster.url, "engine")
+    await wait_until_queued(cluster.url, "engine")
     canary.answers["/a.png"] = send((IMAGES / "blue.png").read_bytes())
     kill(renderer)
     os.kill(engine, signal.SIGCONT)
@@ -285,8 +291,17 @@ async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
     assert stop_cluster(cluster) == 0
 
 
-async def wait_until_in_hand(url: str, role: str) -> None:
-    await _wait_for_count(url, role, lambda in_hand: in_hand > 0)
+async def wait_until_queued(url: str, role: str) -> bool:
+    """Wait until a stopped worker's queue has a request; return whether the worker has claimed it.
+
+    A worker whose last pull ends while it is stopped claims nothing.
+    """
+    info = await _wait_for(url, role, lambda queue: has_claimed(queue) or bool(queue.num_pending))
+    return has_claimed(info)
+
+
+def has_claimed(queue: ConsumerInfo) -> bool:
+    return bool(queue.num_ack_pending)
 
 
 async def wait_until_idle(url: str, role: str) -> None:
@@ -294,21 +309,21 @@ async def wait_until_idle(url: str, role: str) -> None:
 
     A stage acknowledges a request after its client has read the end.
     """
-    await _wait_for_count(url, role, lambda in_hand: in_hand == 0)
+    await _wait_for(url, role, lambda queue: not has_claimed(queue))
 
 
-async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool]) -> None:
+async def _wait_for(url: str, role: str, condition: Callable[[ConsumerInfo], bool]) -> ConsumerInfo:
     nc = await nats.connect(url, nkeys_seed=str(Login.of_operator(url).seed_file))
     deadline = time.monotonic() + 60
     try:
         while time.monotonic() < deadline:
-            info = await nc.jetstream().consumer_info(
+            info: ConsumerInfo = await nc.jetstream().consumer_info(
                 subjects.STAGES_STREAM, subjects.stage_consumer(role, "demo", "interactive")
             )
-            if condition(info.num_ack_pending or 0):
-                return
+            if condition(info):
+                return info
             await asyncio.sleep(0.02)
-        pytest.fail(f"the number of requests that {role} has in hand stayed the same")
+        pytest.fail(f"the queue of the {role} stayed the same: {info}")
     finally:
         await nc.close()
 

@@ -187,6 +187,7 @@ async def refusal(api: AsyncOpenAI, **changed: Any) -> openai.APIStatusError:
     return refused.value
 
 
+@pytest.mark.long
 async def test_a_text_that_is_too_long_to_speak_is_answered_in_text(
     bus: Bus, api: AsyncOpenAI
 ) -> None:

@@ -43,7 +43,7 @@ from shared.protocol.requests import (
 from shared.protocol.sampling import SamplingParams
 from tests.cluster.conftest import IMAGE_HOST, Cluster, kill, living, run
 from tests.cluster.streams import assert_gapless, read_amid_signal, tokens_of
-from tests.cluster.test_redelivery import wait_until_idle, wait_until_in_hand
+from tests.cluster.test_redelivery import wait_until_idle, wait_until_queued
 from tests.renderer.canary import Canary, send
 from tests.support.waiting import until
 from workers.engine.core.sequence import EngineRequest, Item
@@ -286,7 +286,7 @@ async def test_a_renderer_killed_after_a_video_costs_no_second_fetch(
     await wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)
     running = asyncio.create_task(answer(client, question(video)))
-    await wait_until_in_hand(cluster.url, "engine")
+    await wait_until_queued(cluster.url, "engine")
     # The URL has another clip by now.
     canary.answers["/clip.gif"] = send(clip(8, shift=9))
     kill(renderer)

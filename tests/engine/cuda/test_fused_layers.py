@@ -171,11 +171,10 @@ def serve(model: PreTrainedModel, device: torch.device, *, decodes: bool = True)
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3",
         "qwen2_vl",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("llama", "gemma2", "mistral", "qwen2", "qwen2_5_vl")
+            for name in ("qwen3", "llama", "gemma2", "mistral", "qwen2", "qwen2_5_vl")
         ),
     ],
 )
