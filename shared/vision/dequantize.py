@@ -69,9 +69,9 @@ class StoredWeight:
         Raises Contradiction.
         """
         dtype = self._files[self._weight.numbers].get_slice(self._weight.numbers).get_dtype()
-        kept = describe_numbers(self._weight, dtype, self._read)
-        self._is_kept = kept is not None
-        return kept
+        numbers = describe_numbers(self._weight, dtype, self._read)
+        self._is_kept = numbers is not None
+        return numbers
 
     def _read(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)

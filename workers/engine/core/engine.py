@@ -38,6 +38,11 @@ from workers.engine.core.step_runner import StepRunner
 class EngineCore:
     """Runs requests to completion, one step at a time. Not thread-safe."""
 
+    _num_steps = 0
+    _num_batched_tokens = 0
+    _num_item_tokens = 0
+    """Tokens of the items that the last step encoded."""
+
     def __init__(
         self,
         runner: StepRunner,
@@ -94,11 +99,7 @@ class EngineCore:
         self._requests: dict[str, RequestState] = {}
         self._deltas: dict[str, list[ChoiceDelta]] = {}
         """Deltas of this step by request id, returned at its end."""
-        self._num_steps = 0
-        self._num_batched_tokens = 0
         self._last_work = StepWork()
-        self._num_item_tokens = 0
-        """Tokens of the items that the last step encoded."""
         self._first_scheduled: list[str] = []
         """Requests that were prepared in the last step."""
 

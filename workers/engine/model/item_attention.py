@@ -71,14 +71,14 @@ class ItemAttention:
         """Return the reads of a step. A slot is read like a block that holds a whole sequence."""
         keys, _ = self._cache[0]
         num_keys = keys.shape[1]
-        seen = torch.zeros(1, num_keys, dtype=keys.dtype, device=keys.device)
+        mask = torch.zeros(1, num_keys, dtype=keys.dtype, device=keys.device)
         decodes, chunks = [], []
         for slot, start, stop in zip(slots, query_start_loc, query_start_loc[1:], strict=False):
             if stop - start == 1:
                 decodes.append((start, slot))
             else:
                 block = torch.tensor([slot], device=keys.device)
-                chunks.append(PrefillChunk(start, stop, block, num_keys, seen))
+                chunks.append(PrefillChunk(start, stop, block, num_keys, mask))
         groups = []
         if decodes:
             rows, blocks = torch.tensor(decodes, device=keys.device).T

@@ -37,23 +37,23 @@ class QuantizedLinear(nn.Module):
     found_shape: torch.Size | None = None
     """Shape of the weights that were read, if it is not the layer's."""
 
-    def __init__(self, linear: nn.Linear, kept: KeptNumbers | None = None) -> None:
+    def __init__(self, linear: nn.Linear, numbers: KeptNumbers | None = None) -> None:
         """Make a layer in the shape of `linear`, which may be on the meta device.
 
-        Its numbers are of the form of `kept`; by default the layer has rounded weights.
+        Its numbers are of the form of `numbers`; by default the layer has rounded weights.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.is_rounded = kept is None
-        dtype = torch.int8 if kept is None else kept.dtype
-        self.group_size = linear.in_features if kept is None else kept.group_size
+        self.is_rounded = numbers is None
+        dtype = torch.int8 if numbers is None else numbers.dtype
+        self.group_size = linear.in_features if numbers is None else numbers.group_size
         num_bytes = self.in_features // (2 if dtype == torch.uint8 else 1)
         num_groups = -(-self.in_features // self.group_size)
         empty = partial(linear.weight.new_empty, requires_grad=False)
         self.register_buffer("weight", empty((self.out_features, num_bytes), dtype=dtype))
         for name in ("scale", "zero"):
-            is_stored = name == "scale" or (kept is not None and kept.zero is not None)
+            is_stored = name == "scale" or (numbers is not None and numbers.zero is not None)
             shape = (self.out_features, num_groups)
             self.register_buffer(name, empty(shape, dtype=torch.float32) if is_stored else None)
 

@@ -69,11 +69,11 @@ class Quantizer(HfQuantizer):
             if owner not in linears or not isinstance(stored, StoredWeight):
                 continue
             with torch.device("cpu"):  # transformers makes the model on the meta device.
-                kept = stored.keep()
-            if kept is None:
+                numbers = stored.keep()
+            if numbers is None:
                 continue
-            model.set_submodule(owner, QuantizedLinear(linears[owner], kept))
-            for part, values in (("scale", kept.scale), ("zero", kept.zero)):
+            model.set_submodule(owner, QuantizedLinear(linears[owner], numbers))
+            for part, values in (("scale", numbers.scale), ("zero", numbers.zero)):
                 if values is not None:
                     weights[f"{stored_name.removesuffix('.weight')}.{part}"] = values
 

@@ -24,7 +24,6 @@ CACHE_NAMES = ("cache_params", "past_key_values")
 """Names of the argument by which transformers' layers take their cache."""
 
 
-@dataclass(slots=True)
 class LayerStates:
     """States of one layer, of all slots of the pool or of the sequences of one call.
 
@@ -32,8 +31,9 @@ class LayerStates:
     zeros, which have the effect of no earlier token.
     """
 
-    conv: Tensor  # [num_sequences, num_channels, length]
-    recurrent: Tensor | None = None  # [num_sequences, num_heads, ...]
+    def __init__(self, conv: Tensor, recurrent: Tensor | None = None) -> None:
+        self.conv = conv  # [num_sequences, num_channels, length]
+        self.recurrent = recurrent  # [num_sequences, num_heads, ...]
 
     def tensors(self) -> list[Tensor]:
         return [self.conv] if self.recurrent is None else [self.conv, self.recurrent]
