@@ -153,9 +153,8 @@ class LaneOrderMachine(RuleBasedStateMachine):
         if first is not self.first:
             running = [s for s in self.alive if s.status is Status.RUNNING and s is not first]
             self.first = first
-            # One token of one of them at a time, at the very worst, once it is paid for. The first
-            # may wait until a token of a cancelled sequence is paid for.
-            num_tokens = 1 + full_len(first) + sum(map(full_len, running))
+            # One token of one of them at a time, at the very worst, once it is paid for.
+            num_tokens = full_len(first) + sum(map(full_len, running))
             self.due = self.num_steps + SLOWEST_TOKEN * num_tokens
         assert self.num_steps < self.due
 
