@@ -16,7 +16,7 @@ FP8_SCALE = 256
 
 
 class Format(enum.IntEnum):
-    """How a matrix is stored. The values equal the ones in numbers.h."""
+    """Number format of a matrix. The values equal the ones in numbers.h."""
 
     FULL = 0
     INT8 = 1

@@ -25,7 +25,7 @@ _NUMBER_TYPES = {
     ("I32", 4): torch.uint8,
 }
 MIN_GROUP = 32
-"""Sizes of groups whose numbers are kept are multiples of this one."""
+"""Groups of kept numbers have a multiple of this size."""
 MIDDLE = 8
 """The 4-bit number for 0, unless a group has another zero."""
 # No integer holds more numbers than this, and chunks do not divide integers.
@@ -111,7 +111,7 @@ def dequantize(
 
 
 class KeptNumbers(NamedTuple):
-    """Form of a weight [out, in] whose numbers are kept: a value is `(number - zero) * scale`."""
+    """Form of a weight [out, in] of kept numbers: a value is `(number - zero) * scale`."""
 
     dtype: torch.dtype
     """Type of the numbers; uint8 for two 4-bit numbers of adjacent inputs in each byte, the first

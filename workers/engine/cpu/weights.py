@@ -54,7 +54,7 @@ class Source(NamedTuple):
         return form, group_size
 
     def parts(self, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield each field of `Matrix` with the rows to pack, whose items are 1 or 4 bytes."""
+        """Yield each field of `Matrix` with the rows to pack, in items of 1 or 4 bytes."""
         form, _ = self.form
         if form == Format.FULL:
             weights = [_values(module, dtype).detach().contiguous() for module in self.modules]
