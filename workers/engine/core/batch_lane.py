@@ -4,7 +4,8 @@ A step with interactive sequences takes at most `slowdown` times as long as it w
 the batch lane, by the measured time of a step. The difference is the allowance of the batch lane in
 this step. Decodes of the batch lane use it first, then its prompts and items. A step in which an
 interactive prompt begins has nothing of the batch lane: the prompt fills the step, so other tokens
-would have their full price, at the expense of a first token.
+would have their full price, at the expense of a first token. It has the work for which the batch
+lane has saved enough, because places may only become free in such steps.
 
 Some work is indivisible: one decode, the encoding of an item, and on a GPU any tokens of a prompt
 next to decodes. While such work exceeds the allowance, the batch lane saves what is left of the
@@ -64,7 +65,10 @@ class BatchLane:
         self._is_closed = False
         """Whether the batch lane has no part in this step."""
         self._unpaid_s = 0.0
-        """Time by which the next indivisible work would exceed the limit."""
+        """Time by which the next indivisible work exceeds the limit. It stays through steps in
+        which no batch sequence may have tokens, because the budget or the places are used up."""
+        self._has_candidates = False
+        """Whether a batch sequence may have tokens in this step."""
         self._awaits_item = False
         """Whether a sequence cannot continue without an item that would exceed the limit."""
 
@@ -90,8 +94,8 @@ class BatchLane:
         self._num_decodes = interactive.num_decodes
         self._num_prompt_tokens = interactive.num_prompt_tokens
         self._num_batch_tokens = 0
-        self._items_s = self._unpaid_s = 0.0
-        self._has_items = self._awaits_item = self._is_closed = False
+        self._items_s = 0.0
+        self._has_items = self._awaits_item = self._is_closed = self._has_candidates = False
         if not self.has_interactive:
             self.begin_alone()
             return
@@ -102,14 +106,15 @@ class BatchLane:
             self._limit_s = self._slowdown * alone_s + min(0.0, self._saved_s)
             if interactive.num_prompt_tokens:
                 self._first_steps_s.append(alone_s)
-                self._is_closed = not had_prompts
+                is_paid = 0 < self._unpaid_s <= self._saved_s
+                self._is_closed = not had_prompts and not is_paid
 
     def begin_alone(self) -> None:
         """Set the limits of a step without interactive sequences, which may have been planned."""
         self._num_decodes -= self._interactive.num_decodes
         self._num_prompt_tokens -= self._interactive.num_prompt_tokens
         self._interactive = NOTHING
-        self._saved_s = 0.0
+        self._saved_s = self._unpaid_s = 0.0
         self._awaits_item = self._is_closed = False
         self._limit_s = math.inf
         if not self._cost.is_known:
@@ -143,9 +148,14 @@ class BatchLane:
         num_tokens = sequence.num_uncomputed_tokens - num_cached
         if math.isinf(self._limit_s):
             return num_tokens
-        if self._is_closed:
-            return 0
-        items = sequence.items_ahead(num_cached)
+        if not self._has_candidates:
+            self._has_candidates, self._unpaid_s = True, 0.0
+        # A step without the batch lane also records the time of the work that waits.
+        num_left = self._num_fitting(num_tokens, sequence.items_ahead(num_cached))
+        return 0 if self._is_closed else num_left
+
+    def _num_fitting(self, num_tokens: int, items: list[tuple[int, int]]) -> int:
+        """Return how many of the tokens of a sequence with these items fit."""
         if self._awaits_item and (items or (num_tokens > 1 and self.has_interactive)):
             return 0
         if not items:
@@ -193,9 +203,10 @@ class BatchLane:
             begun_s = self._step_s(StepWork(0, 1))
             unit = max(1, self._max_more(2 * begun_s - self._step_s(), is_prompt))
         unpaid_s = self._step_s(StepWork(0, unit) if is_prompt else StepWork(1)) - limit_s
+        # Also if it is paid for: the work may have to wait for a place or for blocks.
+        self._unpaid_s = max(self._unpaid_s, unpaid_s)
         if unpaid_s <= self._saved_s:
             return max(unit, self._max_more(limit_s + self._saved_s, is_prompt))
-        self._unpaid_s = max(self._unpaid_s, unpaid_s)
         return 0
 
     def _max_more(self, limit_s: float, is_prompt: bool) -> int:

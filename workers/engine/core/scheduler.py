@@ -256,13 +256,13 @@ class Scheduler:
         for sequence in self._waiting[:]:
             if min(step.budget, step.prompt_tokens) <= 0:
                 return
-            is_full = len(self._running) + num_skipped == self._max_num_seqs
-            if is_full and not self._preempt_for(sequence, step):
-                return
             if not step.can_start(sequence) or sequence.request_id in passed_over:
                 # Later choices wait for the first one, whose log probabilities are logged first.
                 passed_over.add(sequence.request_id)
                 continue
+            is_full = len(self._running) + num_skipped == self._max_num_seqs
+            if is_full and not self._preempt_for(sequence, step):
+                return
             match = self.prefix_cache.match_prefix(sequence)
             if not step.can_start(sequence, match.num_tokens):
                 # An item comes next. A start without tokens would lose the copy of a block.
