@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shared.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError
@@ -13,6 +14,7 @@ from tests.models.test_hybrids import ALWAYS, SPECS
 from workers.engine.loader import load
 from workers.engine.main import build_core
 from workers.engine.model import check_folders
+from workers.engine.model.quantized_linear import QuantizedLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,6 +37,14 @@ def test_a_hybrid_is_served_and_its_states_are_counted(folder: Path) -> None:
     loaded = load(ModelConfig(str(folder)), engine)
     assert loaded.model.keeps_states
     assert build_core(loaded, engine).stats().num_blocks == 64
+
+
+def test_the_linear_layers_of_a_hybrid_become_int8(folder: Path) -> None:
+    model = ModelConfig(str(folder), dtype="bfloat16", quantization="int8")
+    decoder: Any = load(model, EngineConfig(num_blocks=64)).model.family.decoder
+    recurrent = decoder.layers[0].linear_attn
+    assert isinstance(recurrent.in_proj_qkv, QuantizedLinear)
+    assert recurrent.conv1d.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,11 @@ class Quantizer(HfQuantizer):
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
         layers = getattr(decoder, "layers", nn.ModuleList())
         if config.rounds:
-            for weight in layers.parameters():
+            for module in layers.modules():
+                if isinstance(module, nn.Conv1d):  # Part of a recurrent layer, which stays a float.
+                    continue
                 # transformers stores the experts of a layer, and so most weights, in one tensor.
-                if weight.dim() > 2:
+                if any(weight.dim() > 2 for weight in module.parameters(recurse=False)):
                     _refuse(f"the experts of {model.config.model_type!r} are not linear layers")
             if not any(map(_is_linear, layers.modules())):
                 _refuse(f"the layers of {model.config.model_type!r} are not linear layers of torch")
