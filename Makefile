@@ -128,7 +128,7 @@ bench-peers: .venv/dev  ## us against engines installed in PEERS, see install.sh
 	$(BIN)/python -m ops.bench.peers --peers $(PEERS) --out $(PEERS)/figures.jsonl
 	$(BIN)/python -m ops.bench.peers.plot $(PEERS)/figures.jsonl
 
-bench-int8: .venv/dev  ## int8 weights against full ones, MODEL a folder; 5 minutes
+bench-int8: .venv/dev  ## weights of 8 and 4 bits against full ones, MODEL a folder; 5 minutes
 	$(BIN)/python -m ops.bench.int8 $(MODEL)
 
 bench-lanes: .venv/dev  ## both lanes of an engine next to each other, by engine.interactive_slowdown; 8 minutes

@@ -12,6 +12,7 @@ from workers.engine.core.sequence import (
     SampledToken,
     ScheduledSequence,
     Sequence,
+    Span,
 )
 
 CONTENT_BYTES = hashlib.sha256().digest_size
@@ -84,6 +85,9 @@ class FakeRunner:
 
     def check(self, request: EngineRequest) -> int:
         return self.num_free_positions
+
+    def spans_of(self, request: EngineRequest) -> list[Span]:
+        return []
 
     def prepare(self, request: EngineRequest) -> None:
         assert request.request_id not in self._prepared, "prepared twice"

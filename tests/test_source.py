@@ -85,9 +85,11 @@ ALLOWED = {
     "shared.bus.embedded_server": {"socket.socket", ".open"},
     "shared.bus.store_lock": {".open"},
     "shared.models.families.llava": {".read_bytes"},
+    "shared.models.families.whisper": {".read_bytes"},  # within the model's folder
     "shared.models.generic": {".read_text"},  # source of transformers
     "shared.models.frames": {".read_bytes"},  # within the model's folder
     "shared.models.generic_image": {".read_bytes"},  # within the model's folder
+    "shared.models.generic_sound": {".read_bytes"},  # within the model's folder
     "workers.renderer.processing.processor": {".read_text"},
     "workers.settings": {".read_text"},
     # Keys of the bus, and where they are.

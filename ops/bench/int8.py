@@ -1,10 +1,11 @@
-"""Compare int8 weights with full ones: the same model, the same texts, the same run.
+"""Compare weights of 8 and 4 bits with full ones: the same model, the same texts, the same run.
 
+The int4 weights are a folder that this script writes: groups of 64 inputs, rounded to the nearest.
 Accuracy is measured at every token of the texts, against the model in float32: the share of tokens
 with the same likeliest successor, the mean Kullback-Leibler divergence, and the ratio of
-perplexities. The row of bfloat16 shows the effect of that type alone. Speed is relative to the
-first row of the second table, each at its best of several turns. Peak memory is measured in a
-process that only loads the weights.
+perplexities. The row of bfloat16 shows the effect of that type alone. Tokens per second are at the
+best of several turns, with the ratio to the first row. Peak memory is measured in a process that
+only loads the weights.
 
     python -m ops.bench.models smollm2 FOLDER
     python -m ops.bench.int8 FOLDER [--text FILE ...]
@@ -12,9 +13,12 @@ process that only loads the weights.
 
 import argparse
 import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -30,6 +35,7 @@ from ops.harness.machine import peak_bytes
 from ops.harness.tables import print_table
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.native.choices import KernelSetting
+from workers.engine.cpu.decoder import NativeModel
 from workers.engine.loader import LoadedModel, load
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 
@@ -49,6 +55,8 @@ NUM_REPEATS = 3
 NUM_DECODED = 24
 NUM_STREAMS = (1, 4, 16)
 BLOCK_SIZE = 16
+INT4_FOLDER = "int4"
+GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,12 @@ class Variant:
     dtype: Any
     quantization: Any = None
     kernels: KernelSetting = "measured"
+    is_int4: bool = False
 
     def load(self, folder: Path) -> LoadedModel:
+        path = folder.parent / INT4_FOLDER if self.is_int4 else folder
         model = ModelConfig(
-            path=str(folder), dtype=self.dtype, quantization=self.quantization, max_model_len=1024
+            path=str(path), dtype=self.dtype, quantization=self.quantization, max_model_len=1024
         )
         return load(model, EngineConfig(kernels=self.kernels, block_size=BLOCK_SIZE))
 
@@ -71,7 +81,46 @@ VARIANTS = (
     Variant("bfloat16 on torch", "bfloat16", kernels="torch"),
     Variant("int8, bfloat16", "bfloat16", "int8"),
     Variant("int8, float32", "float32", "int8"),
+    Variant("int4, bfloat16", "bfloat16", is_int4=True),
 )
+
+
+def write_int4(folder: Path, target: Path) -> None:
+    """Copy a model, with the linear layers of its decoder in int4, as compressed-tensors packs it.
+
+    Symmetric integers lose more than the ones of AWQ or GPTQ, but take the same time and memory.
+    """
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            shutil.copy(file, target)
+    weights: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        for name, weight in load_file(file).items():
+            if ".layers." in name and "visual" not in name and name.endswith("proj.weight"):
+                owner = name.removesuffix(".weight")
+                weights |= {f"{owner}.{part}": t for part, t in _round_int4(weight).items()}
+            else:
+                weights[name] = weight
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    numbers = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers}},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
+def _round_int4(weight: Tensor) -> dict[str, Tensor]:
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scale = groups.abs().amax(-1) / 7.5
+    codes = (groups / scale[..., None].clamp_min(1e-12) + 8).round().clamp(0, 15).flatten(1)
+    words = codes.to(torch.int64).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    packed = words.sum(-1).to(torch.uint32).view(torch.int32)
+    return {"weight_packed": packed, "weight_scale": scale}
 
 
 @torch.inference_mode()
@@ -134,11 +183,23 @@ def prefill(model: DecoderModel, window: Tensor) -> float:
     return time.perf_counter() - start_s
 
 
-def time_in_turns(loaded: list[LoadedModel], run: Callable[[DecoderModel], float]) -> list[str]:
-    """Return the speed of each model relative to the first one."""
+def time_in_turns(
+    loaded: list[LoadedModel], num_tokens: int, run: Callable[[DecoderModel], float]
+) -> list[str]:
+    """Return the tokens per second of each model, and their ratio to the first one's.
+
+    `run` returns the seconds that `num_tokens` take.
+    """
     turns = [[run(each.model) for each in loaded] for _ in range(NUM_REPEATS)]
     best = [min(times) for times in zip(*turns, strict=True)]
-    return [f"{best[0] / seconds:.2f}" for seconds in best]
+    return [f"{num_tokens / seconds:,.1f} ({best[0] / seconds:.2f})" for seconds in best]
+
+
+def count_weight_bytes(model: DecoderModel) -> int:
+    """Return the memory of the weights of a model, without a vision tower."""
+    whole: Any = model.family.model
+    num_bytes: int = sum(t.nbytes for t in (*whole.parameters(), *whole.buffers()))
+    return num_bytes + (model.weights.num_bytes if isinstance(model, NativeModel) else 0)
 
 
 def measure_peak(folder: Path, variant: Variant) -> int:
@@ -162,6 +223,7 @@ def _parts(text: str) -> list[str]:
 
 
 def report(folder: Path, files: list[Path]) -> None:
+    """Print the tables of a model in a folder next to `INT4_FOLDER`."""
     windows = read_windows(folder, files)
     base = BASE.load(folder)
     loaded = [variant.load(folder) for variant in VARIANTS]
@@ -172,12 +234,14 @@ def report(folder: Path, files: list[Path]) -> None:
         accuracy.append((name, f"{100 * same:.1f} %", f"{divergence:.5f}", f"{ratio:.4f}"))
     title = f"{len(windows)} texts, {sum(map(len, windows))} tokens"
     print_table(title, ("weights", "same top-1", "mean KL", "perplexity ratio"), accuracy)
-    cells = [time_in_turns(loaded, partial(decode, num_streams=n)) for n in NUM_STREAMS]
+    cells = [time_in_turns(loaded, n, partial(decode, num_streams=n)) for n in NUM_STREAMS]
     window = torch.ones(512, dtype=torch.int64)
-    cells.append(time_in_turns(loaded, partial(prefill, window=window)))
+    cells.append(time_in_turns(loaded, len(window), partial(prefill, window=window)))
+    cells.append([f"{count_weight_bytes(each.model) / 1e6:,.0f}" for each in loaded])
     cells.append([f"{measure_peak(folder, variant) / 1e6:,.0f}" for variant in VARIANTS])
-    columns = ("weights", *(f"decode, {n} at once" for n in NUM_STREAMS), "prefill", "peak MB")
-    print_table("speed and memory", columns, zip(names, *cells, strict=True))
+    decodes = (f"decode, {n} at once" for n in NUM_STREAMS)
+    columns = ("weights", *decodes, "prefill", "weights MB", "peak MB")
+    print_table("tokens per second, and memory", columns, zip(names, *cells, strict=True))
 
 
 def main() -> None:
@@ -187,7 +251,11 @@ def main() -> None:
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is None:
-        report(options.model, options.text)
+        with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+            folder = Path(name) / "model"
+            folder.symlink_to(options.model.absolute())
+            write_int4(options.model, Path(name) / INT4_FOLDER)
+            report(folder, options.text)
         return
     (variant,) = (variant for variant in VARIANTS if variant.name == options.only)
     with contextlib.redirect_stdout(sys.stderr):

@@ -35,7 +35,7 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.code_output import CodeOutput, awaited_frames
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
-from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
+from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence, Span
 from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.renderer.processing.prompt import SizedMedia, expand
 
@@ -98,6 +98,9 @@ class FakeRunner:
 
     def check(self, request: EngineRequest) -> int:
         return MAX_MODEL_LEN - len(request.prompt_token_ids)
+
+    def spans_of(self, request: EngineRequest) -> list[Span]:
+        return []
 
     def prepare(self, request: EngineRequest) -> None:
         digest = hashlib.blake2b(digest_size=8)

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from ops.docs.tables import table, with_blocks
 from shared.models import registry
 from shared.models.family import ModelFamily
+from shared.protocol.multimodal import AUDIO, IMAGE
 
 FILE = Path(__file__).parents[2] / "docs" / "guide" / "models.md"
 HEAD = ["family", "`model_type`", "in", "out", "how", "quantized", "parity", "trained weights"]
@@ -33,10 +34,8 @@ def pages() -> dict[Path, str]:
 def _rows() -> list[list[str]]:
     families = registry.list_families()
     rows = [_row(f.name, f.model_types, f) for f in families if f.source == "native"]
-    for kind in ("text", "image"):
-        generic = [
-            f for f in families if f.source != "native" and bool(f.media) == (kind != "text")
-        ]
+    for kind in ("text", IMAGE, AUDIO):
+        generic = [f for f in families if f.source != "native" and (*f.media, "text")[0] == kind]
         model_types = frozenset().union(*(family.model_types for family in generic))
         rows.append(_row(f"further {kind} models", model_types, generic[0]))
         untested = replace(generic[0], source="generic, untested")

@@ -58,6 +58,7 @@ class Model:
     window: int | None = None
     softcap: float | None = None
     dtype: torch.dtype = torch.bfloat16
+    has_sinks: bool = False
 
 
 MODELS = {
@@ -72,6 +73,7 @@ MODELS = {
     "LLaVA-1.5-7B": Model(32, 32, 128, 4096, 11008),
     "Gemma-2-9B": Model(16, 8, 256, 3584, 14336, window=4096, softcap=50.0),
     "Gemma-3-4B": Model(8, 4, 256, 2560, 10240, window=1024),
+    "gpt-oss-20b": Model(64, 8, 64, 2880, 2880, window=128, has_sinks=True),
     "Phi-3-mini": Model(32, 32, 96, 3072, 8192, window=2047),
     "Mistral-7B-v0.1": Model(32, 8, 128, 4096, 14336, window=4096),
     "Qwen2-VL-2B-fp16": Model(12, 2, 128, 1536, 8960, 3, dtype=torch.float16),
@@ -186,7 +188,8 @@ def compile_attention(model: Model, compiler: Compiler, all_splits: bool) -> Non
         num_rows = model.num_heads + 2 * model.num_kv_heads
         qkv = torch.zeros(num_seqs * num_new, num_rows, model.head_dim, dtype=model.dtype)
         query, scale = qkv[:, : model.num_heads], model.head_dim**-0.5
-        paged_attention(query, cache, cache, plan, scale, model.window, model.softcap)
+        sinks = qkv[0, : model.num_heads, 0].contiguous() if model.has_sinks else None
+        paged_attention(query, cache, cache, plan, scale, model.window, model.softcap, sinks)
 
     batches: dict[int, int] = {}
     for number in BUCKETS:

@@ -70,6 +70,9 @@ class NullFamily:
     def count_free_positions(self, request: EngineRequest) -> int:
         return MAX_NEW
 
+    def spans_of(self, request: EngineRequest) -> list[tuple[int, int]]:
+        return []
+
 
 class NullModel(DecoderModel):
     """Decoder that plans as a GPU model does, sleeps, and returns rows of a fixed table."""
@@ -89,7 +92,9 @@ class NullModel(DecoderModel):
 
     def plan(self, batch: BatchLayout, kv_cache: KVCache) -> KernelPlan:
         return plan_for_kernels(
-            *batch,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
             block_size=BLOCK_SIZE,
             num_kv_heads=4,
             queries_per_tile=18,

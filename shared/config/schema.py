@@ -88,8 +88,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     batch."""
     quantization: Literal["int8"] | None = None
     """`int8` rounds the linear layers of the decoder to 8 bits while they are read, with one scale
-    per output channel. All other weights keep `dtype`, which must be `bfloat16` or `float32`. The
-    matrix products are fast only with `bfloat16`."""
+    per output channel. All other weights keep `dtype`, which must be `bfloat16` or `float32`.
+    Without the C++ kernels, the matrix products are fast only with `bfloat16`."""
     max_model_len: Positive | None = None
     """Limit on prompt and answer together, in tokens; by default the model's own limit."""
     max_images: Annotated[int, Meta(ge=0)] = 8

@@ -71,6 +71,9 @@ class ModelFamily:
     """Vocoder in the model folders; None if they have none."""
     talker: TalkerKind | None = None
     """Talker in the model folders; None if they have none."""
+    chat_template: Callable[[Path], str] | None = None
+    """Returns the chat template of a model folder without one, or raises ConfigError; None if the
+    folder must have one."""
     tool_format: ToolFormat | None = None
     """Format of tool calls for chat templates without the mark of a format."""
     source: Source = "native"

@@ -32,7 +32,7 @@ PROCESSORS: dict[str, str] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
 """Names of the classes of processors by model type."""
 REPLACEMENT = "replacement"
 IMAGE_GRID = "image_grid_thw"
-_TEXT_FIELDS = frozenset(
+TEXT_FIELDS = frozenset(
     {
         "input_ids",
         "attention_mask",
@@ -46,7 +46,7 @@ _NEIGHBOURS = ("a", " ", "\n", ":")
 """Texts that may stand next to an image in a prompt."""
 _SAMPLE_SIZE = (48, 64)
 # Processors raise these for an image or a setting that they do not accept.
-_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 # transformers leaves this function without types.
 _load_tokenizer: Any = AutoTokenizer.from_pretrained
@@ -77,22 +77,31 @@ class GenericImageLayout(layout.ImageLayout):
         )
         try:
             _, replacement = self._run(sample_image())
-        except _ERRORS as error:
+        except ERRORS as error:
             raise ConfigError(
                 f"{folder}: the processor of {config.model_type!r} fails for an image: {error}",
                 field="path",
             ) from error
-        self._check_tokens(folder, replacement)
+        if getattr(self._processor.image_processor, "do_pan_and_scan", None):
+            raise ConfigError(
+                f"{folder}: the processor adds crops of an image (do_pan_and_scan), which is not"
+                " supported",
+                field="path",
+            )
+        before, text, after = _split_space(replacement)
+        self.around = before, after
+        self._check_tokens(folder, before + self._marker + after, text, replacement)
 
     def process(self, media: DecodedImage, field: str) -> tuple[dict[str, TensorData], int]:
         layout.check_aspect_ratio(media.image, field)
         try:
             arrays, replacement = self._run(media.image)
-        except _ERRORS as error:
+        except ERRORS as error:
             raise InvalidMedia(
                 f"the model's processor refuses the image: {error}", field=field
             ) from error
-        token_ids = self._encode(replacement)
+        _, text, _ = _split_space(replacement)
+        token_ids = self._encode(text)
         fields = {name: from_numpy(array) for name, array in arrays.items()}
         fields[REPLACEMENT] = from_numpy(np.array(token_ids))
         return fields, sum(token_id in self.embed_ids for token_id in token_ids)
@@ -126,7 +135,7 @@ class GenericImageLayout(layout.ImageLayout):
             )
         (replaced,) = output["text_replacement_offsets"][0]
         arrays = {
-            name: np.asarray(array) for name, array in output.items() if name not in _TEXT_FIELDS
+            name: np.asarray(array) for name, array in output.items() if name not in TEXT_FIELDS
         }
         return arrays, replaced["replacement"]
 
@@ -135,9 +144,9 @@ class GenericImageLayout(layout.ImageLayout):
             token_ids: list[int] = self._processor.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
-    def _check_tokens(self, folder: Path, replacement: str) -> None:
+    def _check_tokens(self, folder: Path, marker: str, image: str, replacement: str) -> None:
         """Raise ConfigError unless an image has the same tokens in any text."""
-        token_ids = self._encode(replacement)
+        token_ids = self._encode(image)
         if not set(token_ids) & set(self.embed_ids):
             raise ConfigError(
                 f"{folder}: the processor writes no token {self.embed_ids[0]}, which config.json"
@@ -146,13 +155,20 @@ class GenericImageLayout(layout.ImageLayout):
             )
         for text in _NEIGHBOURS:
             expanded: list[int] = []
-            for token_id in self._encode(text + self._marker + text):
+            for token_id in self._encode(text + marker + text):
                 expanded += token_ids if token_id == self.marker_id else [token_id]
             if expanded != self._encode(text + replacement + text):
                 raise ConfigError(
                     f"{folder}: the tokenizer merges the text of an image with the text next to it",
                     field="path",
                 )
+
+
+def _split_space(text: str) -> tuple[str, str, str]:
+    """Return the white space before a text, the text, and the white space after it."""
+    start = len(text) - len(text.lstrip())
+    stop = len(text.rstrip())
+    return text[:start], text[start:stop], text[stop:]
 
 
 def sample_image() -> Image.Image:
@@ -170,8 +186,13 @@ class _Unused:
     patch_size = 14
 
 
-def open_processor(folder: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
-    """Return the processor of a model folder, and its own settings. Raises ConfigError."""
+def open_processor(
+    folder: Path, model_type: str, media_parts: Mapping[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the processor of a model folder, and its own settings. Raises ConfigError.
+
+    `media_parts` are the parts for media by their names, by default the image processor.
+    """
     try:
         kind = _find_processor(PROCESSORS[model_type])
         # transformers would check the classes of the parts, and write all of them to its log.
@@ -179,10 +200,10 @@ def open_processor(folder: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
         accepting: Any = type(kind.__name__, (kind,), changes)
         file = folder / "processor_config.json"
         settings = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
-        parts = {
-            "image_processor": layout.load_image_processor(folder, object),
-            "tokenizer": _load_tokenizer(folder, local_files_only=True),
+        media_parts = media_parts or {
+            "image_processor": layout.load_image_processor(folder, object)
         }
+        parts = {"tokenizer": _load_tokenizer(folder, local_files_only=True), **media_parts}
         names = kind.get_attributes()
         processor = accepting.from_args_and_dict(
             [parts.get(name) or _Unused() for name in names], settings

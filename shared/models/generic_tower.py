@@ -1,21 +1,25 @@
-"""Tower and language adapter of generic families: transformers' own modules, one image a call."""
+"""Towers and language adapter of generic families: transformers' modules, one medium a call."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from shared.errors import ConfigError
 from shared.models.generic_image import IMAGE_GRID, REPLACEMENT, GenericImageLayout, sample_image
+from shared.models.generic_sound import GenericSoundLayout, sample_sound
 from shared.models.language import LanguageAdapter, MediaPrompt, PromptPositions
 from shared.models.lazy_module import LazyModule
-from shared.models.media import DecodedImage
+from shared.models.media import DecodedImage, SamplePlan
+from shared.models.mel_layout import SAMPLE_RATE
 from shared.models.tower_adapter import Fields, TowerAdapter, get_field, refuse
+from shared.protocol.multimodal import AUDIO, IMAGE, Modality, PlaceholderRange
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +34,14 @@ MAX_MERGE = 8
 class GenericTower(TowerAdapter):
     """`get_image_features` of a model, for the fields of `GenericImageLayout`."""
 
-    metadata = (REPLACEMENT, IMAGE_GRID)
+    metadata: tuple[str, ...] = (REPLACEMENT, IMAGE_GRID)
+    token = "image_token_id"
+    """Name of the config's key with the token that an embedding replaces."""
+    getter = "get_image_features"
+    """Name of the method of transformers' model that returns the embeddings."""
+    medium: Modality = IMAGE
+    # transformers leaves the methods of this class without types.
+    auto_class: Any = AutoModelForImageTextToText
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -42,7 +53,7 @@ class GenericTower(TowerAdapter):
 
     def count(self, fields: Fields) -> int:
         replacement = get_field(fields, REPLACEMENT, torch.int64, (-1,))
-        count = int((replacement == self._config.image_token_id).sum())
+        count = int((replacement == getattr(self._config, self.token)).sum())
         if IMAGE_GRID in fields:
             grid = get_field(fields, IMAGE_GRID, torch.int64, (1, 3))
             if int(grid.min()) < 1 or float(grid.double().prod()) > MAX_MERGE**2 * count:
@@ -55,7 +66,7 @@ class GenericTower(TowerAdapter):
                 refuse(f"{name} holds values that are not finite")
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
-        return [self._encode_image(model, fields) for fields in batch]
+        return [self._encode_item(model, fields) for fields in batch]
 
     def sample(self) -> Fields:
         # torch may be hidden when this module is imported.
@@ -65,8 +76,8 @@ class GenericTower(TowerAdapter):
         fields, _ = layout.process(DecodedImage(sample_image(), "sample"), "sample")
         return {name: to_torch(tensor) for name, tensor in fields.items()}
 
-    def _encode_image(self, model: Any, fields: Fields) -> Tensor:
-        get_features = model.base_model.get_image_features
+    def _encode_item(self, model: Any, fields: Fields) -> Tensor:
+        get_features = getattr(model.base_model, self.getter)
         # As in `generate`, which drops the other fields of a processor.
         inputs = {
             name: fields[name].to(model.device)
@@ -80,19 +91,17 @@ class GenericTower(TowerAdapter):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            refuse(f"the model cannot encode the image: {error}")
+            refuse(f"the model cannot encode the {self.medium}: {error}")
         embedding = _join_rows(features.pooler_output)
-        if len(embedding) != self.count(fields):
-            refuse(f"the image has {len(embedding)} embeddings for {self.count(fields)} tokens")
+        if len(embedding) != (count := self.count(fields)):
+            refuse(f"the {self.medium} has {len(embedding)} embeddings for {count} tokens")
         return embedding
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of the modules for images, and of the others."""
-        # transformers leaves this function without types.
-        build: Any = AutoModelForImageTextToText.from_config
+        """Return the names of the modules for the medium, and of the others."""
         with torch.device("meta"):
-            model = build(self._config)
+            model = self.auto_class.from_config(self._config)
         decoder, prefix = model.get_decoder(), model.base_model_prefix
         towers: list[str] = []
         language = ["lm_head"]
@@ -106,6 +115,27 @@ class GenericTower(TowerAdapter):
                 field="models.path",
             )
         return tuple(towers), tuple(language)
+
+
+class GenericSoundTower(GenericTower):
+    """`get_audio_features` of a model, for the fields of `GenericSoundLayout`."""
+
+    metadata = (REPLACEMENT,)
+    token = "audio_token_id"
+    getter = "get_audio_features"
+    medium: Modality = AUDIO
+    auto_class: Any = AutoModelForSeq2SeqLM
+
+    def sample(self) -> Fields:
+        from shared.codec.tensors import to_torch
+
+        layout = GenericSoundLayout(Path(self._config.name_or_path), self._config)
+        fields, _ = layout.pack(iter([sample_sound()]), SamplePlan(SAMPLE_RATE, 0), "sample")
+        return {name: to_torch(tensor) for name, tensor in fields.items()}
+
+    def _encode_item(self, model: Any, fields: Fields) -> Tensor:
+        # Music Flamingo computes the times of the embeddings from the tokens.
+        return super()._encode_item(model, {**fields, "input_ids": fields[REPLACEMENT][None]})
 
 
 def _join_rows(features: Any) -> Tensor:
@@ -148,3 +178,49 @@ class GenericLanguage(LanguageAdapter):
             # The rule finds images by the text between them.
             refuse(f"the model has no positions for images without text between them: {error}")
         return PromptPositions(positions[:, 0], int(delta[0]))
+
+
+class SpanLanguage(GenericLanguage):
+    """The decoder of a model in which the tokens of an image attend to each other."""
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        for item in sorted(prompt.items, key=lambda item: item.placeholder.offset):
+            runs = _embed_runs(item.placeholder)
+            if spans and spans[-1][1] == runs[0][0]:
+                # They would attend to each other, and the hash of a block covers one image.
+                refuse("the model needs text between two images")
+            spans += runs
+        return spans
+
+
+def _embed_runs(placeholder: PlaceholderRange) -> list[tuple[int, int]]:
+    """Return the runs of consecutive tokens [start, stop) that embeddings replace."""
+    runs = []
+    numbered = enumerate(placeholder.embed_indexes(), placeholder.offset)
+    for _, run in itertools.groupby(numbered, lambda pair: pair[1] - pair[0]):
+        indexes = [placeholder.offset + index for _, index in run]
+        runs.append((indexes[0], indexes[-1] + 1))
+    return runs
+
+
+class WindowSpanLanguage(SpanLanguage):
+    """The decoder of Gemma 4: only layers with windows attend in both directions in a span.
+
+    All layers of the smaller models are causal. Layers that use the ids of tokens get the padding
+    token in the place of an image.
+    """
+
+    opens_full_layers = False
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        config: Any = self.decoder.config
+        return super().spans_of(prompt) if config.use_bidirectional_attention else []
+
+    def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:
+        if token_ids is not None:
+            config: Any = self.model.config
+            media = [config.image_token_id, config.video_token_id, config.audio_token_id]
+            is_medium = torch.isin(token_ids, token_ids.new_tensor(media))
+            token_ids = token_ids.masked_fill(is_medium, config.text_config.pad_token_id)
+        return super().layer_inputs(token_ids)

@@ -12,7 +12,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from shared.models import generic
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.generic_image import PROCESSORS, GenericImageLayout
-from shared.models.generic_tower import GenericLanguage, GenericTower
+from shared.models.generic_tower import (
+    GenericLanguage,
+    GenericTower,
+    SpanLanguage,
+    WindowSpanLanguage,
+)
 from shared.protocol.multimodal import IMAGE
 
 # transformers does not declare this table as public.
@@ -25,6 +30,8 @@ TESTED_IMAGE_TYPES = frozenset(
         "aria",
         "aya_vision",
         "exaone4_5",
+        "gemma3",
+        "gemma4",
         "glm46v",
         "glm4v",
         "glm4v_moe",
@@ -38,15 +45,23 @@ TESTED_IMAGE_TYPES = frozenset(
         "mistral3",
         "paddleocr_vl",
         "qianfan_ocr",
+        "qwen3_5",
+        "qwen3_5_moe",
         "smolvlm",
         "vipllava",
     }
 )
 """Model types whose answers about images a test compares with transformers'."""
 
+_LANGUAGES: dict[str, type[GenericLanguage]] = {
+    "gemma3": SpanLanguage,
+    "gemma4": WindowSpanLanguage,
+}
+"""Language adapters of types for which the obstacles do not hold."""
+
 _OBSTACLES = {
     "def create_masks_for_generate(": (
-        "the tokens of an image attend to later tokens of it, and the engine's attention is causal"
+        "it has a mask of its own, such as for images whose tokens attend to later ones"
     ),
     "deepstack": "features of images are added in later layers (DeepStack)",
     "per_layer_inputs": "its layers use the ids of tokens besides the embeddings",
@@ -67,7 +82,7 @@ def image_family(model_type: str) -> ModelFamily | None:
         frozenset({model_type}),
         media={IMAGE: MediaInput(GenericImageLayout, placeholder="image_token_id")},
         tower=GenericTower,
-        language=GenericLanguage,
+        language=_LANGUAGES.get(model_type, GenericLanguage),
         source="generic" if model_type in TESTED_IMAGE_TYPES else "generic, untested",
     )
 
@@ -82,12 +97,14 @@ def find_obstacle(model_type: str) -> str | None:
     if class_name is None:
         return generic.find_obstacle(model_type) or "it accepts only text"
     source = generic.read_source(class_name)
-    if generic.EXCHANGEABLE not in source:
+    if not generic.is_exchangeable(source):
         return generic.FIXED_ATTENTION
     if "def get_image_features(" not in source:
         return "transformers' model of this type does not encode images separately"
+    if missing := generic.find_missing_package(model_type):
+        return missing
     for mark, obstacle in _OBSTACLES.items():
-        if mark in source:
+        if mark in source and model_type not in _LANGUAGES:
             return obstacle
     processor = PROCESSORS.get(model_type)
     if processor is None or "def replace_image_token(" not in generic.read_source(processor):

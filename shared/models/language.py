@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shared.errors import UnsupportedContent
-from shared.models.reach import check_reach
+from shared.models.reach import check_reach, count_positions
 from shared.models.tower_adapter import TowerAdapter, refuse
 from shared.protocol.multimodal import PlaceholderRange
 
@@ -51,10 +51,34 @@ class PromptPositions:
     delta: int
 
 
+class AttendItems(Protocol):
+    """Cross attention of a step: each token attends to the item of its request."""
+
+    def __call__(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Return the attention of `query` in a layer, [num_tokens, num_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Tokens that a model's answer must or must not have."""
+
+    beginning: tuple[tuple[int, ...], ...] = ()
+    """Tokens of which the answer has one at each of its first positions."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that never follow the beginning."""
+    suppressed_first: tuple[int, ...] = ()
+    """Tokens that do not follow it directly."""
+
+
 class LanguageAdapter:
     """Adapter of a plain decoder. Its positions are one row, the indexes of the tokens."""
 
     num_position_rows = 1
+    opens_full_layers = True
+    """Whether spans attend in both directions also in layers without a window."""
+    attends_items = False
+    """Whether all tokens attend to the embeddings of items (cross attention). The prompt then has
+    none of their rows."""
 
     def __init__(
         self,
@@ -77,10 +101,14 @@ class LanguageAdapter:
         return cast(PreTrainedModel, model.get_decoder())
 
     @property
+    def decoder_config(self) -> PreTrainedConfig:
+        """Config with the number and the shapes of the decoder's layers."""
+        return self.decoder.config
+
+    @property
     def _num_positions(self) -> int:
         """Number of positions of the decoder, which is the length of its rotary table."""
-        config: Any = self.decoder.config
-        return int(config.max_position_embeddings)
+        return count_positions(self.decoder_config)
 
     @property
     def input_embeddings(self) -> Any:
@@ -110,6 +138,24 @@ class LanguageAdapter:
         """Return the positions of a prompt with items; None if they are the tokens' indexes."""
         return None
 
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        """Return the runs [start, stop) of tokens that attend to each other in both directions.
+
+        Other tokens attend to earlier ones only. Raises InvalidRequest.
+        """
+        return []
+
+    def rules_of(self, prompt: MediaPrompt) -> TokenRules | None:
+        """Return the rules for the answers to a prompt; None if all tokens are allowed."""
+        return None
+
+    def project(self, embedding: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of an item for the cross attention of each layer.
+
+        They are [num_embeds, num_heads, head_dim]. Only decoders with `attends_items` have them.
+        """
+        raise NotImplementedError
+
     def count_free_positions(self, prompt: MediaPrompt) -> int:
         """Return the number of rotary positions after a checked prompt.
 
@@ -122,6 +168,19 @@ class LanguageAdapter:
         check_reach(int(located.prompt.max()), limit, "the prompt's items reach", "items")
         return limit - length - located.delta
 
+    @property
+    def uses_token_ids(self) -> bool:
+        """Whether layers use the ids of tokens besides the embeddings."""
+        return bool(getattr(self.decoder.config, "hidden_size_per_layer_input", None))
+
+    def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:  # [num_tokens]
+        """Return the arguments of `forward` for layers that use the ids of tokens."""
+        if not self.uses_token_ids:
+            return {}
+        assert token_ids is not None
+        decoder: Any = self.decoder
+        return {"per_layer_inputs": decoder.get_per_layer_inputs(token_ids[None])}
+
     def forward(
         self,
         embeddings: Tensor,  # [1, num_tokens, hidden_size]
@@ -132,7 +191,7 @@ class LanguageAdapter:
     ) -> Tensor:  # logits, [1, num_sampled, vocab_size]
         """Run the model with its own head, because some families scale or limit their logits there.
 
-        `attention` is passed to the attention of every layer.
+        `attention` is passed to the attention of every layer, except for `layer_inputs`.
         """
         assert deepstack is None, "this family has no further levels of features"
         model: Any = self.model

@@ -44,6 +44,9 @@ class Layout(ABC):
     """Tokens that embeddings replace, if there may be text among the tokens of an item."""
     marker_id: int | None = None
     """Token that a chat template writes for an item; None for the placeholder token."""
+    around: tuple[str, str] = ("", "")
+    """White space before and after the tokens of an item, which the tokenizer may merge with the
+    text next to it."""
 
     def place(
         self, metadata: Mapping[str, TensorData], encode: Callable[[str], list[int]]

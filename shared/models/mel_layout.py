@@ -51,7 +51,46 @@ def count_tokens(num_frames: int) -> int:
     return ((num_frames - 1) // 2 + 1) // 2
 
 
-class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
+class SoundLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
+    """Fields of sounds that are not longer than a window."""
+
+    def limit(self, probe: AudioProbe, sampling: FrameSampling, field: str) -> int | None:
+        """Return the number of samples at which the request cuts the sound.
+
+        Raises MediaTooLarge for a longer sound that the request does not cut.
+        """
+        if sampling.overflow == "cut":
+            return self._num_window_samples
+        if int(np.ceil(probe.seconds * SAMPLE_RATE)) > self._num_window_samples:
+            raise self._too_long(probe.seconds, field)
+        return None
+
+    def collect(self, parts: Iterator[Samples], plan: SamplePlan, field: str) -> Samples:
+        """Return all samples up to the window's length. The header may have declared fewer."""
+        pieces, num_samples = [], 0
+        for piece in parts:
+            pieces.append(piece)
+            num_samples += len(piece)
+            if num_samples > self._num_window_samples:
+                if plan.max_samples is None:
+                    raise self._too_long(num_samples / SAMPLE_RATE, field)
+                break
+        samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+        return samples[: self._num_window_samples]
+
+    @property
+    def _num_window_samples(self) -> int:
+        return int(self.window_s * SAMPLE_RATE)
+
+    def _too_long(self, seconds: float, field: str) -> MediaTooLarge:
+        return MediaTooLarge(
+            f"a sound of {seconds:.2f} seconds is over this model's limit of {self.window_s:g}"
+            " seconds; with overflow 'cut' of an audio_url, the model uses the beginning",
+            field=field,
+        )
+
+
+class MelLayout(SoundLayout):
     """Features of one sound.
 
     input_features float32 [num_bins, num_frames and up to NUM_FRAMES_BEHIND more]
@@ -74,19 +113,20 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
         self.fingerprint = fingerprint(self._extractor)
         _check_settings(self._extractor, self._num_bins, folder)
 
+    def count(self, num_frames: int) -> int:
+        """Return the number of tokens of a sound in a prompt; 0 for a sound that is too short."""
+        return count_tokens(num_frames)
+
     def plan(self, probe: AudioProbe, sampling: FrameSampling, field: str) -> SamplePlan:
-        num_samples = int(np.ceil(probe.seconds * SAMPLE_RATE))
-        cuts = sampling.overflow == "cut"
-        if num_samples > self._window_len and not cuts:
-            raise self._too_long(probe.seconds, field)
-        num_frames = -(-min(num_samples, self._window_len) // self._hop_len)
-        limit = self._window_len if cuts else None
-        return SamplePlan(SAMPLE_RATE, count_tokens(num_frames), limit)
+        limit = self.limit(probe, sampling, field)
+        num_samples = min(int(np.ceil(probe.seconds * SAMPLE_RATE)), self._window_len)
+        num_frames = -(-num_samples // self._hop_len)
+        return SamplePlan(SAMPLE_RATE, self.count(num_frames), limit)
 
     def pack(
         self, parts: Iterator[Samples], plan: SamplePlan, field: str
     ) -> tuple[dict[str, TensorData], int]:
-        samples = self._collect(parts, plan, field)
+        samples = self.collect(parts, plan, field)
         num_frames, num_tokens = self._count(samples, field)
         features = self._extract(samples, num_frames)
         return self._fields_of(features, num_frames), num_tokens
@@ -95,13 +135,13 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
         self, parts: Iterator[Samples], plan: SamplePlan, field: str
     ) -> tuple[dict[str, TensorData], int]:
         # The header of a sound may be wrong, and some formats declare more samples than they have.
-        num_frames, num_tokens = self._count(self._collect(parts, plan, field), field)
+        num_frames, num_tokens = self._count(self.collect(parts, plan, field), field)
         return {"audio_frames": from_numpy(np.array(num_frames, np.int64))}, num_tokens
 
     def _count(self, samples: Samples, field: str) -> tuple[int, int]:
         """Return the numbers of frames and of embeddings. Raises InvalidMedia."""
         num_frames = -(-len(samples) // self._hop_len)
-        if (num_tokens := count_tokens(num_frames)) < 1:
+        if (num_tokens := self.count(num_frames)) < 1:
             raise InvalidMedia(
                 f"a sound of {len(samples)} samples at {SAMPLE_RATE} Hz is too short: the model"
                 f" needs at least {2 * self._hop_len + 1}",
@@ -125,7 +165,7 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
 
         Raises InvalidRequest for invalid features.
         """
-        num_tokens = count_tokens(num_frames)
+        num_tokens = self.count(num_frames)
         if features.ndim != 2 or features.shape[0] != self._num_bins or num_tokens < 1:
             raise InvalidRequest(
                 f"features {list(features.shape)} of {num_frames} frames do not describe a sound"
@@ -154,19 +194,6 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
             "audio_frames": from_numpy(np.array(num_frames, np.int64)),
         }
 
-    def _collect(self, parts: Iterator[Samples], plan: SamplePlan, field: str) -> Samples:
-        """Return all samples up to the window's length. The header may have declared fewer."""
-        pieces, num_samples = [], 0
-        for piece in parts:
-            pieces.append(piece)
-            num_samples += len(piece)
-            if num_samples > self._window_len:
-                if plan.max_samples is None:
-                    raise self._too_long(num_samples / SAMPLE_RATE, field)
-                break
-        samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
-        return samples[: self._window_len]
-
     def _extract(self, samples: Samples, num_frames: int) -> NDArray[np.float32]:
         """Return the features [num_bins, at least num_frames + NUM_FRAMES_BEHIND]."""
         # The last kept frame extends into the next frame.
@@ -182,13 +209,6 @@ class MelLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
         levels = (torch.maximum(levels, levels.max() - 8.0) + 4.0) / 4.0
         features: NDArray[np.float32] = levels[0].numpy()
         return features
-
-    def _too_long(self, seconds: float, field: str) -> MediaTooLarge:
-        return MediaTooLarge(
-            f"a sound of {seconds:.2f} seconds is over this model's limit of {self.window_s:g}"
-            " seconds; with overflow 'cut' of an audio_url, the model uses the beginning",
-            field=field,
-        )
 
 
 def _load_extractor(folder: Path) -> Any:

@@ -15,6 +15,13 @@ def positions_per_second(config: Any) -> float:
     return float(config.vision_config.tokens_per_second if rate is None else rate)
 
 
+def count_positions(text_config: Any) -> int:
+    """Return the number of positions of a decoder."""
+    # Encoder-decoder models name the positions of both parts.
+    names = ("max_position_embeddings", "max_target_positions")
+    return int(next(getattr(text_config, name) for name in names if hasattr(text_config, name)))
+
+
 def check_reach(largest: int, num_positions: int, subject: str, field: str) -> None:
     """Raise InvalidRequest, naming `field`, if a model has no position `largest`."""
     if largest >= num_positions:

@@ -17,6 +17,7 @@ from transformers import (
 from shared.models import families
 from shared.models.family import DecoderTrait, ModelFamily, Source
 from shared.models.generic import TESTED_TYPES, generic_family
+from shared.models.generic_hearing import TESTED_SOUND_TYPES, sound_family
 from shared.models.generic_vision import TESTED_IMAGE_TYPES, image_family
 from shared.models.language import LanguageAdapter
 from shared.models.tower_adapter import TowerAdapter
@@ -39,7 +40,10 @@ def find_family(config: PreTrainedConfig) -> ModelFamily | None:
     """Return the declared or the generic family of a model; None for an unsupported type."""
     _discover()
     model_type = config.model_type
-    return _families.get(model_type) or image_family(model_type) or generic_family(model_type)
+    if (family := _families.get(model_type)) is not None:
+        return family
+    generic = (image_family, sound_family, generic_family)
+    return next(filter(None, (find(model_type) for find in generic)), None)
 
 
 def find_source(config: PreTrainedConfig) -> Source | None:
@@ -55,7 +59,11 @@ def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait
 
 def list_families() -> list[ModelFamily]:
     """Return the declared families and the generic ones of tested types, by name."""
-    generic = [*map(generic_family, TESTED_TYPES), *map(image_family, TESTED_IMAGE_TYPES)]
+    generic = [
+        *map(generic_family, TESTED_TYPES),
+        *map(image_family, TESTED_IMAGE_TYPES),
+        *map(sound_family, TESTED_SOUND_TYPES),
+    ]
     return sorted([*_declared(), *filter(None, generic)], key=lambda family: family.name)
 
 

@@ -89,9 +89,10 @@ struct Scratch {
   TileAttention<T> tiles;
 };
 
-inline __m512i load_two(const uint32_t* low, const uint32_t* high) {
-  const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
-  return _mm512_inserti64x4(first, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)), 1);
+template <class T>
+inline typename Unit<T>::Operand load_two(const uint32_t* low, const uint32_t* high) {
+  return Unit<T>::combine(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
 }
 
 // Computes the scores of all rows with the 32 tokens of four groups, and prefetches the keys of `ahead`
@@ -102,8 +103,8 @@ inline void score_tile(const uint32_t* const* queries, const uint32_t* const* gr
   __m512 low[kRows], high[kRows];
   for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm512_setzero_ps();
   for (int unit = 0; unit < units; ++unit) {
-    const __m512i keys_low = load_two(groups[0] + unit * kGroup, groups[1] + unit * kGroup);
-    const __m512i keys_high = load_two(groups[2] + unit * kGroup, groups[3] + unit * kGroup);
+    const auto keys_low = load_two<T>(groups[0] + unit * kGroup, groups[1] + unit * kGroup);
+    const auto keys_high = load_two<T>(groups[2] + unit * kGroup, groups[3] + unit * kGroup);
     // Each unit takes half a cache line of each group.
     const int line = unit / 2 * 2 * kGroup, one = unit % 2;
     _mm_prefetch(ahead[one] + line, _MM_HINT_T0);
@@ -112,7 +113,7 @@ inline void score_tile(const uint32_t* const* queries, const uint32_t* const* gr
     _mm_prefetch(later[2 + one] + line, _MM_HINT_T1);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
-      const __m512i query = _mm512_set1_epi32(int(queries[row][unit]));
+      const auto query = Unit<T>::repeat(queries[row][unit]);
       low[row] = Unit<T>::dot(low[row], query, keys_low);
       high[row] = Unit<T>::dot(high[row], query, keys_high);
     }
@@ -136,13 +137,13 @@ inline void value_tile(const T* probs, size_t width, const uint32_t* const* grou
     const uint32_t* ahead = groups[group + 4 < num_groups ? group + 4 : group] + dim;
     for (int unit = 0; unit < units; ++unit) {
       const uint32_t* values = groups[group] + size_t(unit) * value_dim + dim;
-      const __m512i values_low = load_units(values);
-      const __m512i values_high = load_units(values + kLanes);
+      const auto values_low = Unit<T>::load(values);
+      const auto values_high = Unit<T>::load(values + kLanes);
       _mm_prefetch(ahead + size_t(unit) * value_dim, _MM_HINT_T0);
       _mm_prefetch(ahead + size_t(unit) * value_dim + kLanes, _MM_HINT_T0);
 #pragma GCC unroll 12
       for (int row = 0; row < kRows; ++row) {
-        const __m512i weight = _mm512_set1_epi32(int(weights[row * row_units + group * units + unit]));
+        const auto weight = Unit<T>::repeat(weights[row * row_units + group * units + unit]);
         low[row] = Unit<T>::dot(low[row], weight, values_low);
         high[row] = Unit<T>::dot(high[row], weight, values_high);
       }

@@ -74,9 +74,15 @@ class Measurement(Struct, frozen=True):
     option: Option
 
 
-def decoder_product(num_inputs: int, num_outputs: int, has_tiles: bool) -> Operation:
-    """Return a decoder's product. torch is no option, because it needs a second copy of weights."""
-    return _decoder_operation(f"product {num_inputs} x {num_outputs}", has_tiles)
+def decoder_product(
+    num_inputs: int, num_outputs: int, has_tiles: bool, numbers: str = ""
+) -> Operation:
+    """Return a decoder's product with full weights, or with `numbers` such as `int8`.
+
+    torch is no option, because it needs a second copy of weights.
+    """
+    name = " ".join(filter(None, ("product", numbers, f"{num_inputs} x {num_outputs}")))
+    return _decoder_operation(name, has_tiles)
 
 
 def decoder_attention(head_dim: int, has_tiles: bool) -> Operation:

@@ -5,25 +5,14 @@
 
 namespace pagemill {
 
-template <class T>
-void pack_for(const void* source, int num_outputs, int num_inputs, int first_output, int stride, void* panels) {
-  pack(static_cast<const T*>(source), num_outputs, num_inputs, first_output, stride, static_cast<uint32_t*>(panels));
-}
+template void multiply_format<float>(const Tiles&, bool, const InputRows&, const Linear&, int, float (*)[kPanel]);
+template void multiply_format<BF16>(const Tiles&, bool, const InputRows&, const Linear&, int, float (*)[kPanel]);
 
 }  // namespace pagemill
 
 using pagemill::BF16;
 
 extern "C" {
-
-// Whether the library was compiled with bfloat16 instructions.
-int pagemill_has_bf16() {
-#ifdef __AVX512BF16__
-  return 1;
-#else
-  return 0;
-#endif
-}
 
 // Whether products in bfloat16 can run on tiles.
 int pagemill_has_tiles() { return pagemill::Tiles().ready(); }
@@ -38,24 +27,21 @@ void* pagemill_allocate(size_t num_bytes) {
 
 void pagemill_free(void* memory, size_t num_bytes) { munmap(memory, num_bytes); }
 
-void pagemill_pack(int is_bf16, const void* source, int num_outputs, int num_inputs, int first_output, int stride,
+// Packs units of one byte or four bytes, as linear.h describes.
+void pagemill_pack(int unit_bytes, const void* source, int num_outputs, int num_units, int first_output, int stride,
                    void* panels) {
-#ifdef __AVX512BF16__
-  if (is_bf16) return pagemill::pack_for<BF16>(source, num_outputs, num_inputs, first_output, stride, panels);
-#endif
-  pagemill::pack_for<float>(source, num_outputs, num_inputs, first_output, stride, panels);
+  const auto pack = [&]<class Item>(const Item* from) {
+    pagemill::pack(from, num_outputs, num_units, first_output, stride, static_cast<Item*>(panels));
+  };
+  if (unit_bytes == 1) return pack(static_cast<const uint8_t*>(source));
+  pack(static_cast<const uint32_t*>(source));
 }
 
-// Creates a decoder; null if the processor cannot multiply the type. Memory that the structs point to
-// must outlive the decoder.
+// Creates a decoder. Memory that the structs point to must outlive it.
 void* pagemill_decoder(const pagemill::Config* config, const pagemill::LayerWeights* layers, const float* final_norm,
-                       const uint32_t* head, int num_threads) {
-  pagemill::DecoderBase* decoder = nullptr;
-  if (!config->is_bf16) decoder = new pagemill::Decoder<float>(*config, layers, final_norm, head, num_threads);
-#ifdef __AVX512BF16__
-  if (config->is_bf16) decoder = new pagemill::Decoder<BF16>(*config, layers, final_norm, head, num_threads);
-#endif
-  return decoder;
+                       const pagemill::Matrix* head, int num_threads) {
+  if (config->is_bf16) return new pagemill::Decoder<BF16>(*config, layers, final_norm, *head, num_threads);
+  return new pagemill::Decoder<float>(*config, layers, final_norm, *head, num_threads);
 }
 
 void pagemill_forward(void* decoder, const pagemill::Step* step) {

@@ -12,7 +12,7 @@
 namespace pagemill {
 
 struct LayerWeights {
-  const uint32_t *qkv, *out, *gate_up, *down;
+  Matrix qkv, out, gate_up, down;
   const float *qkv_bias, *out_bias;  // may be null
   const float *input_norm, *post_norm;
   const float *query_norm, *key_norm;  // per head; may be null
@@ -62,7 +62,7 @@ struct DecoderBase {
 template <class T>
 class Decoder : public DecoderBase {
  public:
-  Decoder(const Config& config, const LayerWeights* layers, const float* final_norm, const uint32_t* head, int num_threads)
+  Decoder(const Config& config, const LayerWeights* layers, const float* final_norm, const Matrix& head, int num_threads)
       : config_(config),
         layers_(layers, layers + config.num_layers),
         final_norm_(final_norm),
@@ -79,8 +79,8 @@ class Decoder : public DecoderBase {
   }
 
  private:
-  static Linear linear(const uint32_t* panels, int num_inputs, int num_outputs, int min_tile_rows) {
-    return {panels, num_inputs / Unit<T>::kSize, padded(num_outputs, kPanel) / kPanel, num_outputs, min_tile_rows};
+  static Linear linear(const Matrix& weights, int num_inputs, int num_outputs, int min_tile_rows) {
+    return {weights, num_inputs / Unit<T>::kSize, padded(num_outputs, kPanel) / kPanel, num_outputs, min_tile_rows};
   }
 
   // Nine per layer, and five before and after the layers.

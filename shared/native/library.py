@@ -142,7 +142,6 @@ def pointers(*tensors: Any) -> list[int | None]:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     signatures = {
-        "pagemill_has_bf16": (integer, []),
         "pagemill_has_tiles": (integer, []),
         "pagemill_allocate": (pointer, [size]),
         "pagemill_free": (None, [pointer, size]),

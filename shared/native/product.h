@@ -10,7 +10,7 @@ enum class Activation : int32_t { kNone, kQuickGelu, kGelu, kGeluTanh, kSilu };
 
 struct Product {
   const void* x;           // [num_rows, num_inputs]
-  const uint32_t* panels;  // packed [num_outputs, num_inputs]
+  Matrix weights;          // [num_outputs, num_inputs]
   const float* bias;       // [num_outputs, rounded up to whole panels]
   void* y;                 // [num_rows, num_outputs]
   int32_t num_rows, num_inputs, num_outputs;
@@ -59,7 +59,7 @@ void multiply_product(Member member, const Product& product) {
   const int units = product.num_inputs / Unit<T>::kSize;
   // The last of several blocks may have fewer than 16 rows, and no memory after them.
   const int min_tile_rows = product.num_rows < kTileSide ? product.min_tile_rows : std::max(product.min_tile_rows, kTileSide);
-  const Linear linear{product.panels, units, padded(product.num_outputs, kPanel) / kPanel, product.num_outputs,
+  const Linear linear{product.weights, units, padded(product.num_outputs, kPanel) / kPanel, product.num_outputs,
                       min_tile_rows};
   const auto* x = static_cast<const T*>(product.x);
   auto* y = static_cast<T*>(product.y);

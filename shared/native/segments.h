@@ -76,6 +76,8 @@ class SegmentAttention {
  private:
   // Rows per item: enough to outweigh the cost of claiming it.
   static constexpr int kItemRows = 8 * kTileRows;
+  // The panel to prefetch.
+  static constexpr const FullPanel<T>* kNothing = nullptr;
   // Units of 32 tokens in one dimension.
   static constexpr int kPanelUnits = kPanel / Unit<T>::kSize;
 
@@ -158,9 +160,9 @@ class SegmentAttention {
     const auto* queries = reinterpret_cast<const uint32_t*>(scratch.queries.data());
     const __m512 scale = _mm512_set1_ps(segments_.scale);
     for (int group = 0; group < segment.num_groups; ++group) {
-      const uint32_t* panel = keys(segment, head) + size_t(group) * kPanel * units_;
+      const FullPanel<T> panel{keys(segment, head) + size_t(group) * kPanel * units_};
       float* to = &scratch.scores[group * kPanel];
-      multiply_rows<T>(num_rows, queries, key_units_, panel, key_units_, nullptr, [&](int row, __m512 low, __m512 high) {
+      multiply_rows<T>(num_rows, queries, key_units_, panel, key_units_, kNothing, [&](int row, __m512 low, __m512 high) {
         store16(to + size_t(row) * width, _mm512_mul_ps(low, scale));
         store16(to + size_t(row) * width + kLanes, _mm512_mul_ps(high, scale));
       });
@@ -174,8 +176,8 @@ class SegmentAttention {
     const size_t token_size = size_t(segments_.num_heads) * segments_.head_dim;
     T* output = static_cast<T*>(segments_.output) + (segment.first_row + first_row) * token_size + head * segments_.head_dim;
     for (int dim = 0; dim < segments_.head_dim; dim += kPanel) {
-      const uint32_t* panel = values(segment, head) + size_t(dim) * row_units;
-      multiply_rows<T>(num_rows, probs, row_units, panel, row_units, nullptr, [&](int row, __m512 low, __m512 high) {
+      const FullPanel<T> panel{values(segment, head) + size_t(dim) * row_units};
+      multiply_rows<T>(num_rows, probs, row_units, panel, row_units, kNothing, [&](int row, __m512 low, __m512 high) {
         const __m512 factor = _mm512_set1_ps(factors[row]);
         T* to = output + row * token_size + dim;
         store32(to, segments_.head_dim - dim, _mm512_mul_ps(low, factor), _mm512_mul_ps(high, factor));

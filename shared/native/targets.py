@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 SOURCES = ("decoder.cpp", "tower.cpp")
 HEADERS = (
     "decoder.h", "attention.h", "segments.h", "product.h", "linear.h",
-    "tile_attention.h", "tiles.h", "units.h", "threads.h",
+    "numbers.h", "tile_attention.h", "tiles.h", "units.h", "threads.h",
 )  # fmt: skip
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 300.0

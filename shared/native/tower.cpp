@@ -51,26 +51,20 @@ extern "C" {
 void* pagemill_shared_team(int num_threads) { return new SharedTeam(num_threads); }
 
 void pagemill_attend(void* shared_team, const pagemill::Segments* segments) {
-#ifdef __AVX512BF16__
   auto* team = static_cast<SharedTeam*>(shared_team);
   pagemill::SegmentAttention<BF16> attention(*segments, team->team.size());
   team->run(pagemill::kSegmentPhases, [&](pagemill::Member member) { attention.run(member); });
-#endif
 }
 
 void pagemill_attend_cached(void* shared_team, const pagemill::CachedAttention* call) {
-#ifdef __AVX512BF16__
   static_cast<SharedTeam*>(shared_team)->run(1, [&](pagemill::Member member) {
     member.each(1, [&](int) { pagemill::attend_cached<BF16>(member.tiles(), *call); });
   });
-#endif
 }
 
 void pagemill_multiply(void* shared_team, const pagemill::Product* product) {
-#ifdef __AVX512BF16__
   static_cast<SharedTeam*>(shared_team)->run(1, [&](pagemill::Member member) {
     pagemill::multiply_product<BF16>(member, *product);
   });
-#endif
 }
 }

@@ -6,16 +6,14 @@ import math
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared.native import library
 from shared.native.choices import NEVER
+from shared.native.matrices import PANEL, Matrix, PackedMatrix, pack_rows
 from shared.native.measuring import MachineKey
 
 MAX_HEAD_DIM = 512
-PANEL = 32
-"""Number of outputs that are packed together."""
 TILE_ROWS = 16
 """Number of rows that a tile reads."""
 TOKEN_GROUP = 8
@@ -45,7 +43,9 @@ class _CachedAttention(ctypes.Structure):
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("x", "panels", "bias", "y")),
+        ("x", _POINTER),
+        ("weights", Matrix),
+        *((name, _POINTER) for name in ("bias", "y")),
         *((name, _INT) for name in ("num_rows", "num_inputs", "num_outputs", "activation")),
         ("min_tile_rows", _INT),
     )
@@ -140,7 +140,7 @@ class TowerKernels:
     def multiply(
         self,
         x: Tensor,  # [..., num_inputs]
-        panels: Tensor,  # from `pack_weight`
+        weights: PackedMatrix,
         bias: Tensor,  # [num_outputs, rounded up to whole panels], float32
         num_outputs: int,
         activation: str = "none",
@@ -150,30 +150,29 @@ class TowerKernels:
 
         Tiles read 16 rows, so fewer rows use vectors unless `x` is part of a larger tensor.
         """
-        num_panels, num_units = panels.shape[:2]
-        assert x.dtype == panels.dtype == torch.bfloat16
-        assert x.shape[-1] == 2 * num_units
+        num_inputs = weights.num_inputs
+        assert x.dtype == torch.bfloat16
+        assert x.shape[-1] == num_inputs
         assert bias.dtype == torch.float32
-        assert len(bias) == num_panels * PANEL >= num_outputs
+        assert len(bias) == len(weights.panels) * PANEL >= num_outputs
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], num_outputs, dtype=torch.bfloat16)
-        sizes = (math.prod(x.shape[:-1]), 2 * num_units, num_outputs)
+        sizes = (math.prod(x.shape[:-1]), num_inputs, num_outputs)
         if x.untyped_storage().nbytes() < 2 * (x.storage_offset() + TILE_ROWS * x.shape[-1]):
             min_tile_rows = NEVER
-        pointers = library.pointers(x, panels, bias, y)
-        product = _Product(*pointers, *sizes, ACTIVATIONS.index(activation), min_tile_rows)
+        source, *pointers = library.pointers(x, bias, y)
+        activation_index = ACTIVATIONS.index(activation)
+        product = _Product(
+            source, weights.addresses, *pointers, *sizes, activation_index, min_tile_rows
+        )
         self._library.pagemill_multiply(self._pool, ctypes.byref(product))
         return y
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Pack weights [num_outputs, num_inputs] as linear.h expects them.
-
-    The result is [num_panels, num_inputs / 2, 32, 2].
-    """
-    num_outputs, num_inputs = weight.shape
-    padded = F.pad(weight.detach(), (0, 0, 0, -num_outputs % PANEL))
-    return padded.view(-1, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()
+    """Pack full weights [num_outputs, num_inputs]; return [num_panels, num_inputs / 2, 32, 2]."""
+    pairs = pack_rows(weight.detach().contiguous().view(torch.int32))
+    return pairs.view(torch.bfloat16).view(*pairs.shape, 2)
 
 
 # One thread pool for all towers of the process.
@@ -184,7 +183,5 @@ def find_kernels(weight: Tensor) -> TowerKernels | None:
     """Return the kernels for products of weights like this one; None if torch must run them."""
     loaded = library.load()
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or loaded is None:
-        return None
-    if not loaded.pagemill_has_bf16():
         return None
     return _make_kernels(loaded, torch.get_num_threads())

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from shared.native import choices
 from shared.native.choices import NEVER, Implementation
+from shared.native.matrices import PANEL, Format, PackedMatrix
 from shared.native.measuring import Run, Trial
-from shared.native.tower_kernels import PANEL, TILE_ROWS, TOKEN_GROUP, TowerKernels, pack_weight
+from shared.native.tower_kernels import TILE_ROWS, TOKEN_GROUP, TowerKernels, pack_weight
 
 MAX_WEIGHTS = 2**19
 """Limit on weights. Larger products are tried with fewer outputs: the time is proportional."""
@@ -25,9 +26,35 @@ CONTEXT = 512
 TorchAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
 
 
-def decoder_product(kernels: TowerKernels, num_inputs: int, num_outputs: int) -> Trial:
-    operation = choices.decoder_product(num_inputs, num_outputs, kernels.has_tiles)
-    return Trial(operation, lambda: _product(kernels, operation.rows, num_inputs, num_outputs))
+def decoder_product(
+    kernels: TowerKernels,
+    num_inputs: int,
+    num_outputs: int,
+    number: Format = Format.FULL,
+    group_size: int = 0,
+) -> Trial:
+    """Return the trial of a decoder's product. Numbers have a scale for each group of inputs."""
+    numbers = "" if number == Format.FULL else f"{number.name.lower()} by {group_size}"
+    operation = choices.decoder_product(num_inputs, num_outputs, kernels.has_tiles, numbers)
+
+    def prepare() -> Run:
+        if number == Format.FULL:
+            return _product(kernels, operation.rows, num_inputs, num_outputs)
+        num_panels = _num_panels(num_inputs, num_outputs)
+        num_bytes, num_groups = num_inputs // number.inputs_per_byte, -(-num_inputs // group_size)
+        scales = torch.ones(num_panels, num_groups, PANEL)
+        panels = torch.ones(num_panels, num_bytes, PANEL, dtype=torch.uint8)
+        weights = PackedMatrix(panels, number, group_size, scales, torch.zeros_like(scales))
+        x = torch.ones(max(*operation.rows, TILE_ROWS), num_inputs, dtype=torch.bfloat16)
+        bias = torch.zeros(num_panels * PANEL)
+
+        def run(implementation: Implementation, rows: int) -> Tensor:
+            min_tile_rows = _min_tile_rows(implementation)
+            return kernels.multiply(x[:rows], weights, bias, len(bias), min_tile_rows=min_tile_rows)
+
+        return run
+
+    return Trial(operation, prepare)
 
 
 def decoder_attention(kernels: TowerKernels, head_dim: int) -> Trial:
@@ -97,11 +124,11 @@ def _product(
     activation: str = "none",
     in_torch: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Run:
-    num_panels = max(MAX_WEIGHTS // num_inputs // PANEL, 1)
-    num_outputs = min(num_outputs, num_panels * PANEL)
+    num_outputs = min(num_outputs, _num_panels(num_inputs, num_outputs) * PANEL)
     inputs = torch.ones(max(*rows, TILE_ROWS), num_inputs, dtype=torch.bfloat16)
     weight = torch.full((num_outputs, num_inputs), 1 / num_inputs, dtype=torch.bfloat16)
-    panels, bias = pack_weight(weight), torch.zeros(-(-num_outputs // PANEL) * PANEL)
+    packed = PackedMatrix(pack_weight(weight))
+    bias = torch.zeros(-(-num_outputs // PANEL) * PANEL)
     torch_bias = torch.zeros(num_outputs, dtype=torch.bfloat16)
 
     def run(implementation: Implementation, rows: int) -> Tensor:
@@ -109,9 +136,13 @@ def _product(
         if implementation == "torch":
             return in_torch(F.linear(x, weight, torch_bias))
         min_tile_rows = _min_tile_rows(implementation)
-        return kernels.multiply(x, panels, bias, num_outputs, activation, min_tile_rows)
+        return kernels.multiply(x, packed, bias, num_outputs, activation, min_tile_rows)
 
     return run
+
+
+def _num_panels(num_inputs: int, num_outputs: int) -> int:
+    return min(max(MAX_WEIGHTS // num_inputs // PANEL, 1), -(-num_outputs // PANEL))
 
 
 def _min_tile_rows(implementation: Implementation) -> int:

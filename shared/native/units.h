@@ -1,6 +1,7 @@
 // Units of four bytes, in which the kernels read numbers: one float, or two bfloat16 that are adjacent
-// along the summed dimension. A vector register holds 16 units, and one instruction adds all their
-// products. The other files do not depend on the type.
+// along the summed dimension. A vector register holds 16 units. One instruction adds all their products,
+// except for bfloat16 on a processor without AVX-512 BF16, which converts them to floats. The other files
+// do not depend on the type.
 #pragma once
 
 #include <immintrin.h>
@@ -38,25 +39,66 @@ inline void from_float(float value, BF16& out) {
 inline __m512 load16(const float* from) { return _mm512_loadu_ps(from); }
 inline void store16(float* to, __m512 values) { _mm512_storeu_ps(to, values); }
 
+inline __m512i load_units(const uint32_t* from) { return _mm512_loadu_si512(from); }
+
+// An `Operand` is 16 units in the form in which `dot` reads them.
 template <class T>
 struct Unit;
 
 template <>
 struct Unit<float> {
   static constexpr int kSize = 1;
-  static __m512 dot(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+  using Operand = __m512;
+
+  static Operand load(const uint32_t* units) { return _mm512_castsi512_ps(load_units(units)); }
+  static Operand repeat(uint32_t unit) { return _mm512_castsi512_ps(_mm512_set1_epi32(int(unit))); }
+  static Operand combine(__m256i low, __m256i high) {
+    return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
   }
+  // The units, or the operand, of kSize floats for each of 16 outputs.
+  static __m512i units(const __m512* floats) { return _mm512_castps_si512(floats[0]); }
+  static Operand operand(const __m512* floats) { return floats[0]; }
+  static __m512 dot(__m512 sum, Operand a, Operand b) { return _mm512_fmadd_ps(a, b, sum); }
   // Writes 16 numbers into 16 units, at the same position in each.
   static void place(uint32_t* units, const float* from, int) { _mm512_storeu_si512(units, _mm512_loadu_si512(from)); }
 };
 
-#ifdef __AVX512BF16__
 template <>
 struct Unit<BF16> {
   static constexpr int kSize = 2;
-  static __m512 dot(__m512 sum, __m512i a, __m512i b) {
+
+#ifdef __AVX512BF16__
+  using Operand = __m512i;
+
+  static Operand from_units(__m512i units) { return units; }
+  static Operand operand(const __m512* floats) { return units(floats); }
+  static __m512 dot(__m512 sum, Operand a, Operand b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+#else
+  // A bfloat16 is the upper half of a float.
+  struct Operand {
+    __m512 first, second;
+  };
+
+  static Operand from_units(__m512i units) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(units, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(units, _mm512_set1_epi32(int(0xffff0000))))};
+  }
+  static Operand operand(const __m512* floats) { return {floats[0], floats[1]}; }
+  static __m512 dot(__m512 sum, Operand a, Operand b) {
+    return _mm512_fmadd_ps(a.second, b.second, _mm512_fmadd_ps(a.first, b.first, sum));
+  }
+#endif
+
+  // The floats must be exact in bfloat16.
+  static __m512i units(const __m512* floats) {
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(floats[0]), 16), _mm512_castps_si512(floats[1]));
+  }
+  static Operand load(const uint32_t* units) { return from_units(load_units(units)); }
+  static Operand repeat(uint32_t unit) { return from_units(_mm512_set1_epi32(int(unit))); }
+  static Operand combine(__m256i low, __m256i high) {
+    return from_units(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
   }
   static void place(uint32_t* units, const BF16* from, int place) {
     const __m512i numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -65,24 +107,37 @@ struct Unit<BF16> {
   }
 };
 
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline __m256i round16(__m512 values) {
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(values);
+#else
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+#endif
+}
+
 inline __m512 load16(const BF16* from) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
-inline void store16(BF16* to, __m512 values) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
-}
-#endif
+inline void store16(BF16* to, __m512 values) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round16(values)); }
 
 inline void store_all(float* to, __m512 low, __m512 high) {
   store16(to, low);
   store16(to + kLanes, high);
 }
-#ifdef __AVX512BF16__
 inline void store_all(BF16* to, __m512 low, __m512 high) {
+#ifdef __AVX512BF16__
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-}
+#else
+  store16(to, low);
+  store16(to + kLanes, high);
 #endif
+}
 
 // Stores the first `count` of 32 numbers. It avoids the stack where possible: a load that spans two
 // recent stores stalls until both have completed.
@@ -104,8 +159,6 @@ inline void convert(const float* from, int count, T* to) {
   for (; i + kLanes <= count; i += kLanes) store16(to + i, load16(from + i));
   for (; i < count; ++i) from_float(from[i], to[i]);
 }
-
-inline __m512i load_units(const uint32_t* from) { return _mm512_loadu_si512(from); }
 
 // e^x for x <= 0 within 2 ulp; 0 for x below -87, where e^x is subnormal. The method follows expf of
 // Cephes: x = n ln 2 + r, and a polynomial of degree 5 for e^r.

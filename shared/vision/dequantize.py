@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,6 +18,16 @@ from shared.vision.weight_files import list_model_files
 CHUNK_LEN = 1 << 20
 # Values of the 4-bit floats with a sign, two bits of exponent and one of mantissa.
 _E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+# Types in which numbers are kept, by their type in safetensors and the bits of packed numbers.
+_NUMBER_TYPES = {
+    ("I8", 0): torch.int8,
+    ("F8_E4M3", 0): torch.float8_e4m3fn,
+    ("I32", 4): torch.uint8,
+}
+MIN_GROUP = 32
+"""Groups of kept numbers have a multiple of this size."""
+MIDDLE = 8
+"""The 4-bit number for 0, unless a group has another zero."""
 # No integer holds more numbers than this, and chunks do not divide integers.
 MAX_PACKED = 32
 
@@ -35,20 +45,33 @@ def open_weights(folder: Path, quantized: Quantized, dtype: torch.dtype) -> dict
         name: file.get_slice(name) for name, file in files.items() if name not in quantized.claimed
     }
     for weight in quantized.weights:
-        weights[weight.name] = _LazyWeight(weight, files, dtype)
+        weights[weight.name] = StoredWeight(weight, files, dtype)
     return weights
 
 
-class _LazyWeight:
+class StoredWeight:
     """A quantized weight of a file, in the form in which transformers reads unquantized ones."""
 
     def __init__(
         self, weight: QuantizedWeight, files: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         self._weight, self._files, self._dtype = weight, files, dtype
+        self._is_kept = False
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
+        if self._is_kept:
+            return read_numbers(self._weight, self._read)
         return dequantize(self._weight, self._read, self._dtype)
+
+    def keep(self) -> "KeptNumbers | None":
+        """Return the numbers instead of the values from now on, if products can read their form.
+
+        Raises Contradiction.
+        """
+        dtype = self._files[self._weight.numbers].get_slice(self._weight.numbers).get_dtype()
+        numbers = describe_numbers(self._weight, dtype, self._read)
+        self._is_kept = numbers is not None
+        return numbers
 
     def _read(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -64,15 +87,7 @@ def dequantize(
     """
     exact = torch.promote_types(dtype, torch.float32)
     *stack, rows, columns = _stored_shape(weight)
-    high, wide = weight.block
-    grid = (math.prod(stack), -(-rows // high), -(-columns // wide))
-    scales = _read_scales(read(weight.scales)).to(exact).reshape(grid)
-    zeros = torch.tensor(weight.zero, dtype=exact).expand(grid)
-    if weight.zeros is not None:
-        stored = read(weight.zeros)
-        if weight.zero_packing is not None:
-            stored = _unpack(stored, weight.zero_packing, weight.zero)[: grid[1], : grid[2]]
-        zeros = stored.to(exact).reshape(grid)
+    scales, zeros = _read_grids(weight, read, exact)
     row_groups, column_groups = _read_groups(weight, rows, columns, read)
 
     def spread(values: Tensor, part: slice) -> Tensor:
@@ -83,7 +98,7 @@ def dequantize(
     targets = matrices.mT if weight.is_transposed else matrices
     numbers = read(weight.numbers).flatten(len(stack) + 1)
     numbers = numbers.view(-1, *numbers.shape[-2:])
-    step = max(1, CHUNK_LEN // columns // MAX_PACKED) * MAX_PACKED
+    step = _rows_at_once(columns)
     for target, matrix, scale, zero in zip(targets, numbers, scales, zeros, strict=True):
         for first in range(0, rows, step):
             part = slice(first, min(first + step, rows))
@@ -93,6 +108,89 @@ def dequantize(
             if not target[part].isfinite().all():
                 raise Contradiction(f"{weight.name} has values that are not finite in {dtype}")
     return values
+
+
+class KeptNumbers(NamedTuple):
+    """Form of a weight [out, in] of kept numbers: a value is `(number - zero) * scale`."""
+
+    dtype: torch.dtype
+    """Type of the numbers; uint8 for two 4-bit numbers of adjacent inputs in each byte, the first
+    one in the lower bits. They stand for values from -MIDDLE."""
+    group_size: int
+    """Number of inputs that share a scale."""
+    scale: Tensor  # [out, num_groups] float32
+    zero: Tensor | None  # the same
+
+
+def describe_numbers(
+    weight: QuantizedWeight, dtype: str, read: Callable[[str], Tensor]
+) -> KeptNumbers | None:
+    """Return the form of numbers of this type, in safetensors' words; None for other forms.
+
+    Raises Contradiction.
+    """
+    form = _NUMBER_TYPES.get((dtype, 0 if weight.packing is None else weight.packing.bits))
+    if form is None or len(weight.shape) != 2 or weight.is_e2m1:
+        return None
+    num_outputs, num_inputs = weight.shape
+    high, wide = reversed(weight.block) if weight.is_transposed else weight.block
+    group_size = min(wide, num_inputs)
+    if num_inputs % 2 or (group_size < num_inputs and group_size % MIN_GROUP):
+        return None
+    if weight.groups is not None and not weight.is_ordered:
+        return None
+    rows, columns = _stored_shape(weight)
+    _read_groups(weight, rows, columns, read)
+    scale, zero = (
+        (grid.mT if weight.is_transposed else grid)[0].repeat_interleave(high, 0)[:num_outputs]
+        for grid in _read_grids(weight, read, torch.float32)
+    )
+    if form == torch.uint8:
+        zero = zero - MIDDLE
+    elif weight.zeros is not None:
+        return None
+    if not (scale.isfinite().all() and zero.isfinite().all()):
+        return None
+    return KeptNumbers(form, group_size, scale.contiguous(), zero if zero.any() else None)
+
+
+def read_numbers(weight: QuantizedWeight, read: Callable[[str], Tensor]) -> Tensor:
+    """Return the numbers of a weight in the form that `describe_numbers` states."""
+    matrix = read(weight.numbers)
+    if weight.packing is None:
+        if matrix.dtype == torch.float8_e4m3fn and (matrix.view(torch.uint8) & 127 == 127).any():
+            raise Contradiction(f"{weight.name} has values that are not finite")
+        return matrix
+    rows, columns = _stored_shape(weight)
+    numbers = torch.empty(rows, columns, dtype=torch.uint8)
+    step = _rows_at_once(columns)
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        numbers[part] = _read_numbers(weight, matrix, part)
+    if weight.is_transposed:
+        numbers = numbers.mT.contiguous()
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
+
+
+def _read_grids(
+    weight: QuantizedWeight, read: Callable[[str], Tensor], exact: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the scales and zeros of the blocks [stack, blocks of rows, blocks of columns]."""
+    *stack, rows, columns = _stored_shape(weight)
+    high, wide = weight.block
+    grid = (math.prod(stack), -(-rows // high), -(-columns // wide))
+    scales = _read_scales(read(weight.scales)).to(exact).reshape(grid)
+    zeros = torch.tensor(weight.zero, dtype=exact).expand(grid)
+    if weight.zeros is not None:
+        stored = read(weight.zeros)
+        if weight.zero_packing is not None:
+            stored = _unpack(stored, weight.zero_packing, weight.zero)[: grid[1], : grid[2]]
+        zeros = stored.to(exact).reshape(grid)
+    return scales, zeros
+
+
+def _rows_at_once(columns: int) -> int:
+    return max(1, CHUNK_LEN // columns // MAX_PACKED) * MAX_PACKED
 
 
 def _stored_shape(weight: QuantizedWeight) -> list[int]:

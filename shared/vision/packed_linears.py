@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shared.native import measuring, tower_kernels, trials
 from shared.native.choices import KernelSetting, Option
+from shared.native.matrices import PANEL, PackedMatrix
 from shared.native.measuring import Trial
 from shared.native.tower_kernels import TowerKernels
 
@@ -132,12 +133,12 @@ class PackedLinear(nn.Module):
         self._min_tile_rows = min_tile_rows
         # transformers reads the type and the device of a `weight`.
         self.weight = tower_kernels.pack_weight(linear.weight)
-        self._bias = F.pad(bias, (0, -num_outputs % tower_kernels.PANEL))
+        self._bias = F.pad(bias, (0, -num_outputs % PANEL))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., num_inputs] -> [..., num_outputs]
         return self._kernels.multiply(
             x,
-            self.weight,
+            PackedMatrix(self.weight),
             self._bias,
             self._num_outputs,
             self._activation,

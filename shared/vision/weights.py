@@ -28,23 +28,48 @@ from shared.vision.formats import Contradiction
 from shared.vision.quantized import SETTINGS, Quantized, find_quantized_tensor, read_quantized
 
 
+class Quantization(QuantizationConfigMixin):
+    """Setting of a quantizer of transformers, which replaces layers before their weights are read.
+
+    It is used if it `rounds` full weights, or if the folder has quantized weights.
+    """
+
+    weights: dict[str, Any]
+    """Weights of the folder by name, if it has quantized ones. Until they are read, a quantizer
+    may add entries, and may keep the numbers of a `StoredWeight`."""
+
+    def __init__(self, method: str, *, rounds: bool) -> None:
+        self.quant_method: Any = method
+        self.rounds = rounds
+        self.weights = {}
+
+    # transformers copies the settings of a model, but open files cannot be copied.
+    def __deepcopy__(self, memo: object) -> "Quantization":
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method, "rounds": self.rounds}
+
+
 def load_weights(
     model_class: Any,
     folder: Path,
     dtype: torch.dtype,
     device: str,
     without: Sequence[str] = (),
-    quantization: QuantizationConfigMixin | None = None,
+    quantization: Quantization | None = None,
     part: tuple[str, PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
     """Load a model for inference. Raises ConfigError.
 
     `without` names submodules that become None, and their weights are not read. `quantization` is
     applied to each tensor as it is read. To load a part of a model, `part` has the prefix of its
-    weights and its config. Weights that the folder has in a quantized format get their values.
+    weights and its config. Weights that the folder has in a quantized format get their values,
+    unless `quantization` keeps their numbers.
     """
     options: dict[str, Any] = {}
-    if quantization is not None:
+    quantized = read_quantized(folder)
+    if quantization is not None and (quantization.rounds or quantized is not None):
         # A None would override the setting in config.json.
         options["quantization_config"] = quantization
     if part is not None:
@@ -54,7 +79,6 @@ def load_weights(
         # The products of stacked experts exist only for smaller types.
         options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    quantized = read_quantized(folder)
     if quantized is not None:
         options["config"] = _without_quantization(folder, options.get("config"))
         if model_class is AutoModelForCausalLM:  # It cannot load weights without a folder.
@@ -66,11 +90,13 @@ def load_weights(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **(options | _open_source(folder, quantized, dtype)),
+            **(options | _open_source(folder, quantized, dtype, quantization)),
         )
     except (OSError, ValueError, SafetensorError, Contradiction) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
-    _refuse(folder, find_quantized_tensor(folder, model, _renamer_of(model), quantized))
+    # The conversions that were used for this model; transformers has no public name for them.
+    rename = renamer_of(model, model._weight_conversions)
+    _refuse(folder, find_quantized_tensor(folder, model, rename, quantized))
     # transformers fills weights that are missing, or have another shape, with random numbers.
     for name, shape, required in sorted(report["mismatched_keys"]):
         raise ConfigError(
@@ -85,11 +111,18 @@ def load_weights(
     return loaded
 
 
-def _open_source(folder: Path, quantized: Quantized | None, dtype: torch.dtype) -> dict[str, Any]:
+def _open_source(
+    folder: Path,
+    quantized: Quantized | None,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+) -> dict[str, Any]:
     """Return the options with which transformers reads the weights of a folder."""
     if quantized is None:
         return {"pretrained_model_name_or_path": folder}
     weights = open_weights(folder, quantized, dtype)
+    if quantization is not None:
+        quantization.weights = weights
     return {"pretrained_model_name_or_path": None, "state_dict": weights}
 
 
@@ -102,13 +135,11 @@ def _without_quantization(folder: Path, config: PreTrainedConfig | None) -> PreT
     return config
 
 
-def _renamer_of(model: Any) -> Callable[[str], str]:
-    """Return the function that transformers has applied to the names of the tensors in the files.
+def renamer_of(model: Any, conversions: Sequence[Any]) -> Callable[[str], str]:
+    """Return the function that transformers applies to the names of the tensors in the files.
 
     It changes the names of older checkpoints, and joins the experts of a layer.
     """
-    # The conversions that were used for this model; transformers has no public name for them.
-    conversions = model._weight_conversions
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     state = model.state_dict()

@@ -4,9 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
+from shared.errors import ConfigError
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, write_config
@@ -62,7 +64,7 @@ def test_quantized_weights_are_counted_by_their_values(
     file, lines = write_config([LocalModel("demo", folder)], Wishes(dtype="bfloat16"))
     assert "demo: weights 5.3 MB as bfloat16" in lines[0]
     label = "FP8, blocks of 48 x 40"
-    assert f"demo: weights are stored as {label}, and dequantized at the start" in lines
+    assert f"demo: weights are stored as {label}" in lines
     assert "quantization" not in yaml.safe_load(file.read_text())["models"]["demo"]
 
 
@@ -80,3 +82,22 @@ def test_the_sampling_defaults_of_the_folder_are_written_and_printed(
     assert entry["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
     assert "demo: temperature 0.6, top_k 20 by default, from its generation_config.json" in lines
     assert load_config(file).models["demo"].sampling_defaults == entry["sampling_defaults"]
+
+
+def test_fewer_sequences_are_written_for_the_states_of_a_hybrid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generated, "available_bytes", lambda: 4 * 2**30)
+    (report,) = check_folders([DEMO_MODEL])
+    report = msgspec.structs.replace(report, state_bytes_per_sequence=50 * 2**20)
+    monkeypatch.setattr(generated, "check_folders", lambda _: [report])
+    models = [LocalModel("demo", DEMO_MODEL)]
+    file, _ = write_config(models, Wishes())
+    num_seqs = load_config(file).engine.max_num_seqs
+    assert 1 <= num_seqs < 64
+    monkeypatch.setenv("PAGEMILL_ENGINE__MAX_NUM_SEQS", str(num_seqs))
+    assert "max_num_seqs" not in yaml.safe_load(write_config(models, Wishes())[0].read_text())
+    monkeypatch.setenv("PAGEMILL_ENGINE__MAX_NUM_SEQS", str(num_seqs + 1))
+    with pytest.raises(ConfigError, match=f"states of {num_seqs} sequences fit"):
+        write_config(models, Wishes())

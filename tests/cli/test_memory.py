@@ -1,5 +1,6 @@
 """The plan of memory for models that `pagemill up` is given by name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def test_a_large_model_gets_a_context_that_fits() -> None:
     tight = make_plan([BILLIONS], 4_400_000_000 + RESERVE_BYTES + GIB // 2)
     assert 512 <= tight.shares[0].max_model_len < 32768
     assert tight.shares[0].max_model_len % 256 == 0
+
+
+def test_the_whole_context_of_a_model_is_not_rounded() -> None:
+    whisper = ModelNeeds("w", 39_000_000, 26_000, 448, "float32")
+    assert make_plan([whisper], 8 * GIB).shares[0].max_model_len == 448
 
 
 def test_weights_that_do_not_fit_are_refused_with_figures() -> None:
@@ -68,6 +74,22 @@ def test_what_is_set_is_kept() -> None:
     short = ModelNeeds("w", 1000, 10_000, 4096, "float32")
     length = make_plan([short], 4 * GIB, kv_cache_mib=100).shares[0].max_model_len
     assert length == int(100 * 2**20 / (40_000 * KV_MARGIN)) // 256 * 256
+
+
+def test_states_take_memory_before_the_cache() -> None:
+    # Like Qwen3.5 2B, with 50 MiB of states for a sequence.
+    hybrid = replace(BILLIONS, kv_values_per_token=6 * 2 * 2 * 256, state_bytes=50 * 2**20)
+    plan = make_plan([hybrid], 32 * GIB)
+    assert plan.max_num_seqs == 64
+    assert "states of 64 sequences 6.7 GB, of " in plan.lines()[0]
+    tight = make_plan([hybrid], 8 * GIB)
+    rest = 8 * GIB - RESERVE_BYTES - 4_400_000_000
+    assert tight.max_num_seqs == rest // 4 // (2 * hybrid.state_bytes) < 64
+    states = tight.shares[0].states_bytes
+    assert states + tight.kv_cache_mib * 2**20 <= rest // 2 + 2**20
+    assert make_plan([BILLIONS], 8 * GIB).max_num_seqs == 64
+    with pytest.raises(ConfigError, match="the states of one sequence need 104857600 bytes"):
+        make_plan([hybrid], 4_400_000_000 + RESERVE_BYTES + GIB // 4)
 
 
 def test_several_models_share_the_memory() -> None:

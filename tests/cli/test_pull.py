@@ -79,10 +79,10 @@ NO_BROKER = ("--nats", "nats://127.0.0.1:9")
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    unsupported = {**FILES, "config.json": b'{"model_type": "whisper"}'}
+    unsupported = {**FILES, "config.json": b'{"model_type": "t5"}'}
     models: dict[str, Mapping[str, bytes]] = {
         NAME: FILES,
-        "org/whisper": unsupported,
+        "org/t5": unsupported,
         "org/pickled": {"a.bin": b"x"},
         "org/cls": FILES | CLS,
         **{f"org/{name}": FILES | files for name, files in QUANTIZED.items()},
@@ -358,15 +358,15 @@ def test_up_pulls_no_model_that_it_cannot_serve(hub: Hub, tmp_path: Path) -> Non
     assert f"{WEIGHTS}: 5.3 MB" in done.stderr
     assert "lower --max-model-len" in done.stderr
     hub.requests.clear()
-    done = run(hub, tmp_path, "up", "org/whisper", "--pull")
+    done = run(hub, tmp_path, "up", "org/t5", "--pull")
     assert done.returncode == 78
-    assert "org/whisper is refused" in done.stderr
+    assert "org/t5 is refused" in done.stderr
     assert {path for _, path, _ in hub.requests} == {"config.json"}
 
 
 def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:
     for run_it in (run_alone, run):
-        done = run_it(hub, tmp_path, "pull", "org/whisper")
+        done = run_it(hub, tmp_path, "pull", "org/t5")
         assert done.returncode == 1
         assert "weights were not downloaded: uses cross attention" in done.stderr
         assert hub.downloads("config.json") == [None]
@@ -480,9 +480,9 @@ def test_a_slow_transfer_is_never_silent(hub: Hub, tmp_path: Path) -> None:
 
 def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: Path) -> None:
     assert run(hub, tmp_path, "pull", NAME).returncode == 0
-    whisper = tmp_path / "hf" / "hub" / "models--org--whisper" / "snapshots" / COMMIT
-    shutil.copytree(snapshot(tmp_path), whisper)
-    (whisper / "config.json").write_bytes(b'{"model_type": "whisper"}')
+    t5 = tmp_path / "hf" / "hub" / "models--org--t5" / "snapshots" / COMMIT
+    shutil.copytree(snapshot(tmp_path), t5)
+    (t5 / "config.json").write_bytes(b'{"model_type": "t5"}')
     partial = tmp_path / "hf" / "hub" / "models--org--partial" / "snapshots" / COMMIT
     shutil.copytree(snapshot(tmp_path), partial)
     (partial / "tokenizer.json").unlink()
@@ -495,13 +495,13 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
             json.loads, run(hub, tmp_path, "models", "--json", *NO_BROKER).stdout.splitlines()
         )
     }
-    assert rows.keys() == {"demo", NAME, "org/partial", "org/whisper"}
+    assert rows.keys() == {"demo", NAME, "org/partial", "org/t5"}
     assert rows["demo"]["state"] == "configured"
     size = sum(len(FILES[name]) for name in SERVED)
     here = {"name": NAME, "family": "Qwen2-VL", "how": "native", "size_bytes": size}
     assert rows[NAME] == here | {"state": "here", "path": str(snapshot(tmp_path))}
-    assert rows["org/whisper"]["state"] == "refused"
-    assert "cross attention" in rows["org/whisper"]["reason"]
+    assert rows["org/t5"]["state"] == "refused"
+    assert "cross attention" in rows["org/t5"]["reason"]
 
 
 def test_models_refuses_a_pooling_that_is_not_configured(tmp_path: Path) -> None:
@@ -542,9 +542,9 @@ def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
         assert done.returncode == 78, done.stderr
         assert message in done.stderr
     assert hub.requests == []
-    folder = tmp_path / "whisper"
+    folder = tmp_path / "t5"
     shutil.copytree(DEMO, folder)
-    (folder / "config.json").write_bytes(b'{"model_type": "whisper"}')
+    (folder / "config.json").write_bytes(b'{"model_type": "t5"}')
     quantized = tmp_path / "quantized"
     shutil.copytree(DEMO, quantized)
     (quantized / "config.json").write_bytes(QUANTIZED["config.json"]["config.json"])

@@ -6,6 +6,7 @@ runs one of each kind.
 """
 
 import copy
+import inspect
 import random
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest, UnsupportedContent
 from shared.models.family import Source
 from shared.models.generic_image import GenericImageLayout, open_processor
-from shared.models.generic_tower import GenericLanguage, GenericTower
+from shared.models.generic_tower import GenericLanguage, GenericTower, SpanLanguage
 from shared.models.generic_vision import TESTED_IMAGE_TYPES
 from shared.models.media import DecodedImage
 from shared.models.registry import adapt, find_family
@@ -129,7 +130,7 @@ def generate(model: Model, text: str, images: list[Image.Image]) -> tuple[list[i
         name: tensor.to(reference.dtype) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
-    if "get_rope_index" not in dir(reference.base_model):
+    if "mm_token_type_ids" not in inspect.signature(reference.forward).parameters:
         inputs.pop("mm_token_type_ids", None)
     answer = reference.generate(
         **inputs,
@@ -189,6 +190,70 @@ def test_each_tested_type_has_a_spec() -> None:
         assert (family.source, list(family.media)) == ("generic", [IMAGE])
 
 
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("gemma4", marks=pytest.mark.long)])
+def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return open_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_spans_survive_preemptions(gemma: Model) -> None:
+    cases = make_cases(gemma)
+    expected = {name: generate(gemma, *question)[1] for name, question in QUESTIONS.items()}
+    lengths = [len(case.request.prompt_token_ids) for case in cases]
+    answers, runner = run_core(
+        gemma.twins,
+        cases,
+        # The prompts fit, and not all answers.
+        num_blocks=sum(-(-length // 4) for length in lengths) + 1,
+        budget=40,
+        steps_between=0,
+        max_model_len=max(lengths) + MAX_TOKENS,
+    )
+    assert answers == expected
+    assert max(runner.num_starts.values()) > 1
+
+
+def test_a_cached_prefix_may_end_in_a_span(gemma: Model) -> None:
+    _, images = QUESTIONS["one"]
+    decoded = [DecodedImage(images[0], "same")]
+    texts = {"first": "See?", "second": "Tell"}
+    cases = [
+        make_case(name, render(gemma.processor, messages(text, images), decoded), images, 12)
+        for name, text in texts.items()
+    ]
+    ((start, stop),) = gemma.twins.served.family.spans_of(cases[0].request)
+    prompts = [case.request.prompt_token_ids for case in cases]
+    num_shared = [a == b for a, b in zip(*prompts, strict=False)].index(False)
+    num_cached = num_shared // 16 * 16
+    assert start < num_cached < stop
+    answers, runner = run_core(
+        gemma.twins,
+        cases,
+        num_blocks=64,
+        budget=512,
+        steps_between=20,
+        max_model_len=1024,
+        block_size=16,
+    )
+    assert answers == {name: generate(gemma, text, images)[1] for name, text in texts.items()}
+    num_prompt_tokens = sum(map(len, prompts)) - num_cached
+    assert runner.num_tokens == num_prompt_tokens + 2 * (MAX_TOKENS - 1)
+
+
+def test_spans_change_the_answers(gemma: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemma.twins.served.family, "spans_of", lambda prompt: [])
+    answers, _ = run_core(
+        gemma.twins,
+        make_cases(gemma),
+        num_blocks=64,
+        budget=512,
+        steps_between=0,
+        max_model_len=256,
+    )
+    expected = {name: generate(gemma, *question)[1] for name, question in QUESTIONS.items()}
+    assert answers["none"] == expected["none"]
+    assert answers["one"] != expected["one"]
+
+
 # -- processes without torch ----------------------------------------------------------------------
 
 WITHOUT_TORCH = """
@@ -242,7 +307,7 @@ def test_renderers_and_checks_need_no_torch(model_types: list[str], tmp_path: Pa
         ("granite4_vision", "added in later layers"),
         ("janus", "runs with no other attention function"),
         ("ovis2", "embeddings replace more tokens than the placeholders"),
-        ("paligemma", "attend to later tokens"),
+        ("molmo2", "it has a mask of its own"),
         ("video_llama_3", "computes the logits of all tokens"),
     ],
 )
@@ -269,12 +334,12 @@ def test_tested_types_pass_the_check(model_type: str, dtype: torch.dtype) -> Non
     check_against_whole(FlatModel(adapt(drawn.to(dtype))), 8)
 
 
-def test_attention_from_an_image_to_its_later_tokens_is_refused() -> None:
+def test_images_without_their_spans_are_refused() -> None:
     drawn = draw_model(make_config("gemma3", image_token_index=IDS["<image>"]))
-    check_against_whole(FlatModel(GenericLanguage(drawn)), 8)
-    seeing = GenericLanguage(drawn, GenericTower(drawn.config))
+    tower = GenericTower(drawn.config)
+    check_against_whole(FlatModel(SpanLanguage(drawn, tower)), 8)
     with pytest.raises(ConfigError, match="'gemma3' differ from transformers'"):
-        check_against_whole(FlatModel(seeing), 8)
+        check_against_whole(FlatModel(GenericLanguage(drawn, tower)), 8)
 
 
 class Unmoved(GenericLanguage):

@@ -84,6 +84,8 @@ class Spec:
     sizes: dict[str, Any] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens that the processor reads from its tokenizer."""
+    merged: str = ""
+    """A letter of which the tokenizer merges two."""
     seed: int = 8
     """A seed of weights for which the answers vary."""
 
@@ -103,6 +105,15 @@ INTERNVL = {
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
+}
+HYBRID_SIZES = {
+    "in_channels": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 48,
 }
 SIDES = {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}
 
@@ -126,6 +137,22 @@ def glm(module: str, name: str, **settings: Any) -> Spec:
         PLAIN_IDS | ids(**marks) | settings,
         marker=MARKED,
         sizes={"in_channels": 3},
+        tokens=PLAIN,
+    )
+
+
+def qwen3_5() -> Spec:
+    marks = {
+        "vision_start_token_id": "<|begin_of_image|>",
+        "vision_end_token_id": "<|end_of_image|>",
+    }
+    positions = rotary(2, 1, 1, partial_rotary_factor=0.5, mrope_interleaved=True)
+    return Spec(
+        ("qwen2_vl", "Qwen2VL", {"size": GRID_SIZE, "patch_size": PATCH}),
+        {},
+        PLAIN_IDS | ids(**marks) | positions,
+        marker=MARKED,
+        sizes=HYBRID_SIZES,
         tokens=PLAIN,
     )
 
@@ -170,6 +197,75 @@ SPECS = {
         PLAIN_IDS | WINDOWS,
         marker=MARKED,
         tokens=PLAIN,
+    ),
+    "gemma3": Spec(
+        ("gemma3", "Gemma3", {"size": SQUARE}),
+        {"image_seq_length": 16},
+        {
+            **ids(image_token_index="<|image|>"),
+            **ids(boi_token_index="<|begin_of_image|>", eoi_token_index="<|end_of_image|>"),
+            "mm_tokens_per_image": 16,
+            "text_config.layer_types": ["sliding_attention", "full_attention"] * 2,
+            "text_config.query_pre_attn_scalar": 16,
+        },
+        marker="<|begin_of_image|>",
+        tokens={
+            "boi_token": "<|begin_of_image|>",
+            "image_token": "<|image|>",
+            "eoi_token": "<|end_of_image|>",
+        },
+        # The text of an image begins and ends with two line breaks.
+        merged="Ċ",
+    ),
+    "gemma4": Spec(
+        (
+            "gemma4",
+            "Gemma4",
+            {"patch_size": PATCH, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+        ),
+        {},
+        {
+            **ids(
+                image_token_id="<|image|>",
+                video_token_id="<|video|>",
+                audio_token_id="<imgpad>",
+                boi_token_id="<|begin_of_image|>",
+                eoi_token_id="<|end_of_image|>",
+            ),
+            "vision_config": {
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 16,
+                "patch_size": PATCH,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 128,
+            },
+            "text_config.layer_types": ["sliding_attention", "full_attention"] * 2,
+            "text_config.use_bidirectional_attention": "vision",
+            # The layers without a window have one wide KV head, whose keys are also the values.
+            "text_config.attention_k_eq_v": True,
+            "text_config.per_layer_config": {
+                layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in ("1", "3")
+            },
+            "text_config.hidden_size_per_layer_input": 16,
+            "text_config.vocab_size_per_layer_input": 512,
+            "text_config.enable_moe_block": True,
+            "text_config.num_experts": 4,
+            "text_config.top_k_experts": 2,
+            "text_config.moe_intermediate_size": 48,
+        },
+        marker="<|image|>",
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|begin_of_image|>",
+            "eoi_token": "<|end_of_image|>",
+            "audio_token": "<imgpad>",
+            "boa_token": "<img>",
+            "eoa_token": "</img>",
+        },
     ),
     "glm46v": glm("glm46v", "Glm46V", **rotary(2, 3, 3)),
     "glm4v": glm("glm4v", "Glm4v", **rotary(2, 1, 1, partial_rotary_factor=0.5)),
@@ -277,6 +373,8 @@ SPECS = {
         sizes=SIDES,
         tokens=INTERNVL,
     ),
+    "qwen3_5": qwen3_5(),
+    "qwen3_5_moe": qwen3_5(),
     "smolvlm": Spec(
         ("smolvlm", "SmolVLM", EDGES),
         {"image_seq_len": 4},
@@ -322,7 +420,7 @@ def _shrink(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 def make_tokenizer(spec: Spec, merged: str = "") -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token for each byte, and one for two equal letters if `merged`."""
     symbols = TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(merged, merged)] if merged else []
+    merges = [(letter, letter) for letter in merged or spec.merged]
     symbols += [first + second for first, second in merges]
     model = models.BPE({symbol: i for i, symbol in enumerate(symbols)}, merges)
     tokenizer = Tokenizer(model)

@@ -29,8 +29,11 @@ class ItemLoader:
         embeddings: "EmbeddingStore | None",
         restore: Callable[[TensorData], Any],
         reads_last: bool = True,
+        attended: bool = False,
     ) -> None:
         """`restore` converts a tensor's bytes to the runner's type of tensors.
+
+        For `attended` see `Item`.
 
         `embeddings` is None if no worker makes embeddings for others. If this worker `reads_last`,
         no later worker needs the embeddings of encoders, and they may be deleted.
@@ -39,6 +42,7 @@ class ItemLoader:
         self._embeddings = embeddings
         self._restore = restore
         self._reads_last = reads_last
+        self._attended = attended
         self._loop = asyncio.get_running_loop()
         self._sharing = TaskSet()
 
@@ -72,7 +76,14 @@ class ItemLoader:
                 views.callback(held.close)
             restored = {name: self._restore(tensor) for name, tensor in fields.items()}
             embedding = None if held is None else held.embedding
-            opened = Item(item.modality, item.mm_hash, item.placeholder, restored, embedding)
+            opened = Item(
+                item.modality,
+                item.mm_hash,
+                item.placeholder,
+                restored,
+                embedding,
+                self._attended,
+            )
             # The step thread may read them after the request has ended.
             close = views.pop_all().close
             weakref.finalize(opened, close_soon, self._loop, close).atexit = False

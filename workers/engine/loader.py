@@ -13,7 +13,11 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.language import LanguageAdapter
+from shared.models.reach import count_positions
+from shared.models.states import recurrent_layers
 from shared.models.tower import Tower, load_tower
+from shared.native import library
+from shared.stage.hybrids import check_settings
 from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
@@ -21,10 +25,12 @@ from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.end_tokens import check_endless, read_end_tokens
 from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
-from workers.engine.model.int8 import Int8Config, report_on
+from workers.engine.model.int8 import report_on
+from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.lora import Adapters, load_adapters
+from workers.engine.model.quantizer import QuantizedConfig
 from workers.engine.model.self_check import check_against_whole
-from workers.engine.model.support import check_supported
+from workers.engine.model.support import check_supported, num_item_values
 from workers.engine.model.talker import Talker
 from workers.engine.pooling_files import read_pooling
 
@@ -48,6 +54,9 @@ class LoadedModel:
     pooling: Pooling = LAST_TOKEN
     codes: range | None = None
     """Ids of the tokens that are codes of a codec, in order; None for a model without codes."""
+    num_item_slots: int | None = None
+    """Number of requests that have keys and values of their items for cross attention at the same
+    time; None for a model without cross attention."""
     talker: Talker | None = None
     """The talker of an omni model; None for any other part or model."""
 
@@ -92,8 +101,10 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_config = config.get_text_config(decoder=True)
     check_supported(config, folder)
+    if recurrent_layers(text_config):
+        check_settings(model, engine)
     pooling = read_pooling(folder, model.pooling)
-    longest: int = text_config.max_position_embeddings
+    longest = count_positions(text_config)
     max_model_len = min(longest, model.max_model_len or longest)
     dtype = getattr(torch, model.dtype)
     block_size = _resolve_block_size(engine)
@@ -102,18 +113,14 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
     set_step(READING)
-    quantization = Int8Config(dtype) if model.quantization else None
+    keeps = _keeps_numbers(text_config, model, engine)
+    quantization = QuantizedConfig(rounds=model.quantization is not None, keeps=keeps)
     weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
-    if quantization is not None:
-        report_on(weights)
+    report_on(weights)
     family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
-    source = registry.find_source(config)
-    if source != "native":
-        structlog.get_logger().info("generic_family", type=config.model_type, source=source)
-        set_step("comparing answers with transformers")
-        check_against_whole(FlatModel(family), block_size)
-    adapters = load_adapters(family, model.adapters)
+    _check_generic(config, family, block_size, set_step)
+    adapters = _load_adapters(family, model)
     with ThreadPoolExecutor(1) as executor:
         # Meanwhile the kernels copy the weights, without the GIL.
         loading = executor.submit(AutoTokenizer.from_pretrained, folder, local_files_only=True)
@@ -126,7 +133,8 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     )
     if not end_token_ids and model.pooling is None:
         check_endless(folder, tokenizer)
-    num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
+    num_item_slots, slots_bytes = _resolve_num_item_slots(config, dtype, engine)
+    num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine, slots_bytes)
     set_step("warming up")
     warm_up(decoder, block_size)
     if needs_tower:
@@ -143,7 +151,41 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         adapters=adapters,
         pooling=pooling,
         codes=codes,
+        num_item_slots=num_item_slots,
     )
+
+
+def _keeps_numbers(text_config: Any, model: ModelConfig, engine: EngineConfig) -> bool:
+    """Return whether quantized weights are kept: the C++ kernels read them, and torch does not."""
+    return (
+        torch.device(engine.device).type == "cpu"
+        and engine.kernels != "torch"
+        and not model.adapters
+        and "llama_like" in registry.find_decoder_traits(text_config)
+        and library.load() is not None
+    )
+
+
+def _check_generic(
+    config: PreTrainedConfig, family: LanguageAdapter, block_size: int, set_step: SetStep
+) -> None:
+    """Compare the answers of a generic family with transformers'. Raises ConfigError."""
+    source = registry.find_source(config)
+    if source == "native":
+        return
+    structlog.get_logger().info("generic_family", type=config.model_type, source=source)
+    set_step("comparing answers with transformers")
+    check_against_whole(FlatModel(family), block_size)
+
+
+def _load_adapters(family: LanguageAdapter, model: ModelConfig) -> Adapters:
+    if family.attends_items and model.adapters:
+        raise ConfigError(
+            "adapters: the model has cross attention, for which adapters are not supported; remove"
+            " them",
+            field="adapters",
+        )
+    return load_adapters(family, model.adapters)
 
 
 def _load_talker(
@@ -188,16 +230,24 @@ def _codes_of(config: PreTrainedConfig, vocab_size: int) -> range | None:
 def warm_up(model: DecoderModel, block_size: int) -> None:
     """Run a prefill of three tokens and a decode; raises if the paged attention lacks a feature."""
     num_blocks = -(-4 // block_size)
-    kv_cache = model.new_cache(num_blocks, block_size)
+    kv_cache, states = model.new_cache(num_blocks, block_size), model.new_states(1)
+    attention = ItemAttention(model.family, 1) if model.family.attends_items else None
+    if attention is not None:
+        width = model.family.decoder_config.hidden_size
+        attention.add("", torch.zeros(1, width, dtype=model.dtype, device=model.device))
     for num_tokens, seq_len in ((3, 3), (1, 4)):
         layout = BatchLayout([range(num_blocks)], [0, num_tokens], [seq_len])
         positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
+        token_ids = torch.zeros_like(positions)
         step = StepInputs(
-            model.embed(torch.zeros_like(positions)),
+            model.embed(token_ids),
             positions.expand(model.family.num_position_rows, -1),
             model.plan(layout, kv_cache),
             kv_cache,
             torch.tensor([num_tokens - 1], device=model.device),
+            token_ids=token_ids,
+            states=states.step([0, num_tokens], [seq_len], [0]),
+            attend_items=None if attention is None else attention.plan([""], [0, num_tokens]),
         )
         model.forward(step)
 
@@ -219,6 +269,9 @@ def _build_decoder(
     adapted: bool,
 ) -> DecoderModel:
     """Return the model on the kernels of its device if they support it, else on torch."""
+    if family.attends_items:
+        # The kernels of a GPU have no cross attention, and neither do CUDA graphs.
+        return FlatModel(family)
     # Adapters wrap modules of transformers, which the kernels bypass.
     if torch.device(engine.device).type == "cuda":
         set_step("preparing the GPU")
@@ -254,20 +307,47 @@ def _resolve_block_size(engine: EngineConfig) -> int:
     return engine.block_size or (8 if torch.device(engine.device).type == "cpu" else 16)
 
 
+def _resolve_num_item_slots(
+    config: PreTrainedConfig, dtype: torch.dtype, engine: EngineConfig
+) -> tuple[int | None, int]:
+    """Return the number of slots for items, which have half of the cache, and their bytes."""
+    slot_bytes = num_item_values(config) * dtype.itemsize
+    if not slot_bytes:
+        return None, 0
+    num_slots = min(engine.max_num_seqs, engine.kv_cache_mib * 2**20 // 2 // slot_bytes)
+    if num_slots == 0:
+        raise ConfigError(
+            "engine.kv_cache_mib: the keys and values of a sound for cross attention do not fit"
+            f" into half of it; set it to {-(-2 * slot_bytes // 2**20)} or more",
+            field="engine.kv_cache_mib",
+        )
+    return num_slots, num_slots * slot_bytes
+
+
 def _resolve_num_blocks(
-    model: DecoderModel, block_size: int, max_model_len: int, engine: EngineConfig
+    model: DecoderModel,
+    block_size: int,
+    max_model_len: int,
+    engine: EngineConfig,
+    taken_bytes: int = 0,
 ) -> int:
+    """Return the number of blocks that fit into the cache, or the configured number.
+
+    `taken_bytes` of the cache are for other keys and values.
+    """
     # Measured on a cache of one block, because kernels round sizes up.
     layers = model.new_cache(1, block_size)
     block_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
-    num_blocks = engine.num_blocks or engine.kv_cache_mib * 2**20 // block_bytes
+    num_blocks = engine.num_blocks or (engine.kv_cache_mib * 2**20 - taken_bytes) // block_bytes
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
         key = "engine.num_blocks" if engine.num_blocks else "engine.kv_cache_mib"
+        # Other keys and values have up to half of the cache.
+        needed_bytes = needed * block_bytes * (2 if taken_bytes else 1)
         raise ConfigError(
             f"{key}: the pool has {num_blocks} KV blocks, one sequence of max_model_len"
             f" {max_model_len} takes {needed}; set engine.kv_cache_mib to"
-            f" {-(-needed * block_bytes // 2**20)} or more (or engine.num_blocks to {needed}),"
+            f" {-(-needed_bytes // 2**20)} or more (or engine.num_blocks to {needed}),"
             " or lower the model's max_model_len",
             field=key,
         )

@@ -5,6 +5,7 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -16,7 +17,7 @@ from torch import Tensor
 from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
 from shared.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, UnsupportedContent
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
@@ -27,12 +28,14 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
+from workers.engine.core.sequence import EngineRequest
 from workers.engine.core.step_cost import PrefillLimit
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.loader import PACKING, READING, LoadedModel, load
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
+from workers.engine.sampling.token_rules import RulesMask
 from workers.engine.stage_output import StageOutput
 from workers.engine.worker import EngineWorker
 
@@ -85,7 +88,6 @@ async def build(context: Context, reads_last: bool = True) -> Built:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "consumer")
     elif model.share_embeddings:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "both")
-    items = ItemLoader(blobs, embeddings, to_torch, reads_last)
     measure = WeightsProgress(Path(model.path)).measure
 
     def set_step(step: str) -> None:
@@ -95,6 +97,8 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     stage = _stage_of(context, name)
     speaks = stage is not None and stage.output is not None and stage.output.kind == CODES
     loaded = await asyncio.to_thread(load, model, config.engine, set_step, speaks=speaks)
+    attended = loaded.model.family.attends_items
+    items = ItemLoader(blobs, embeddings, to_torch, reads_last, attended)
     context.step("building the engine")
     is_own = speaks or model is not config.models[name]
     # Routers that read KV events look for prompts of the model itself.
@@ -154,6 +158,9 @@ def build_core(
     on_encoded: Callable[[str, Tensor], None] | None = None,
 ) -> EngineCore:
     """Return an engine core for the loaded model; for `on_encoded` see `ModelRunner`."""
+    max_num_seqs = engine.max_num_seqs
+    if loaded.num_item_slots is not None:
+        max_num_seqs = min(max_num_seqs, loaded.num_item_slots)
     runner = ModelRunner(
         loaded.model,
         loaded.num_blocks,
@@ -162,6 +169,7 @@ def build_core(
         engine.embedding_cache_mib * 2**20,
         on_encoded,
         loaded.adapters,
+        max_num_seqs,
     )
     return EngineCore(
         runner,
@@ -170,7 +178,7 @@ def build_core(
         pool=BlockPool(
             loaded.num_blocks, loaded.block_size, events=KVEvents() if engine.kv_events else None
         ),
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
@@ -185,7 +193,19 @@ def build_core(
         interactive_slowdown=engine.interactive_slowdown,
         pooling=loaded.pooling,
         kv_memory=runner,
+        keeps_states=loaded.model.keeps_states,
+        new_rules=partial(_new_rules, loaded),
     )
+
+
+def _new_rules(loaded: LoadedModel, request: EngineRequest) -> RulesMask | None:
+    rules = loaded.model.family.rules_of(request)
+    if rules is not None and request.new_token_mask is not None:
+        raise UnsupportedContent(
+            "this model has rules for its tokens, with which structured outputs are not supported",
+            field="sampling_params.structured_outputs",
+        )
+    return None if rules is None else RulesMask(rules, loaded.vocab_size)
 
 
 def _new_drafter(config: SpeculativeConfig) -> NgramDrafter | None:

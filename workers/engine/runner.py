@@ -17,11 +17,20 @@ from torch import Tensor
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
 from shared.helpers.lru import ByteLRU
+from shared.models.language import AttendItems
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
-from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
+from workers.engine.core.sequence import (
+    Batch,
+    EngineRequest,
+    Item,
+    SampledToken,
+    ScheduledSequence,
+    Span,
+)
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
 from workers.engine.model.talker import SpeechRows, Talker
@@ -55,11 +64,13 @@ class ModelRunner:
         embedding_cache_bytes: int = 0,
         on_encoded: Callable[[str, Tensor], None] | None = None,
         adapters: Adapters | None = None,
+        max_num_seqs: int = 1,
     ) -> None:
         """If `tower` is None, all items must come with embeddings.
 
         `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
-        [num_embeds, width], which it may store.
+        [num_embeds, width], which it may store. `max_num_seqs` limits the requests in a batch,
+        and with it the memory for the states of recurrent layers and for items of cross attention.
         """
         self.encoded_items = 0
         self._model = model
@@ -68,8 +79,12 @@ class ModelRunner:
         self._on_encoded = on_encoded
         self._adapters = adapters or Adapters()
         self._kv_cache = model.new_cache(num_blocks, block_size)
+        self._states = model.new_states(max_num_seqs)
         model.capture(self._kv_cache)
         self._prepared: dict[str, _RequestInputs] = {}
+        self._attention: ItemAttention | None = None
+        if model.family.attends_items:
+            self._attention = ItemAttention(model.family, max_num_seqs)
         # Keyed by mm_hash, which differs between tenants.
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
@@ -98,6 +113,9 @@ class ModelRunner:
             )
         return family.count_free_positions(request)
 
+    def spans_of(self, request: EngineRequest) -> list[Span]:
+        return self._model.family.spans_of(request)
+
     @torch.inference_mode()
     def prepare(self, request: EngineRequest) -> None:
         """Compute the positions of a checked request, or the rows of a talker's prompt.
@@ -118,6 +136,7 @@ class ModelRunner:
                 else (positions.prompt.numpy(), positions.delta)
             )
 
+    @torch.inference_mode()
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
         """Attach embeddings to a prepared request: its own, cached, or computed by the tower."""
         items = [request.items[index] for index in item_indexes]
@@ -131,10 +150,15 @@ class ModelRunner:
                 new[item.mm_hash] = item
         if new:
             embeddings |= self._run_tower(list(new.values()))
+        adapter = self._model.family.tower
         for item in items:
             embedding = embeddings[item.mm_hash]
-            assert len(embedding) == item.placeholder.num_embeds, "two contents have the same hash"
-            self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
+            is_own = adapter is None or len(embedding) == adapter.count(item.fields)
+            assert is_own, "two contents have the same hash"
+            if self._attention is not None:
+                self._attention.add(request.request_id, embedding)
+            else:
+                self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Return the embeddings of the items by mm_hash, each [num_embeds, width]."""
@@ -152,6 +176,8 @@ class ModelRunner:
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
+        if self._attention is not None:
+            self._attention.release(request_id)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -216,8 +242,11 @@ class ModelRunner:
         lengths = [s.num_new_tokens for s in scheduled]
         query_start_loc = [0, *np.cumsum(lengths).tolist()]
         tables = [s.sequence.block_table for s in scheduled]
-        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled])
+        spans = [s.spans for s in scheduled]
+        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled], spans)
         plan = self._model.plan(layout, self._kv_cache)
+        slots = [s.sequence.state_slot for s in scheduled]
+        states = self._states.step(query_start_loc, layout.seq_lens, slots)
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples and s.sequence.samples_tokens]
         pooled = [i for i, s in enumerate(scheduled) if num_pooled_rows(s)]
@@ -228,8 +257,8 @@ class ModelRunner:
         num_sampled = len(rows)
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + num_prompt_rows(s))
-        embeddings, deepstack = self._embed(scheduled, query_start_loc)
-        positions = self._make_positions(scheduled)
+        token_ids = self._gather_tokens(scheduled)
+        embeddings, deepstack = self._embed(token_ids, scheduled, query_start_loc)
         sampled_rows = self._to_device(rows)
         hidden_rows, hidden = None, None
         if pooled:
@@ -243,13 +272,16 @@ class ModelRunner:
         logits = self._model.forward(
             StepInputs(
                 embeddings=embeddings,
-                positions=positions,
+                positions=self._make_positions(scheduled),
                 plan=plan,
                 kv_cache=self._kv_cache,
                 sampled_rows=sampled_rows,
                 deepstack=deepstack,
                 hidden_rows=hidden_rows,
                 hidden=hidden,
+                token_ids=token_ids,
+                states=states,
+                attend_items=self._attend_items(scheduled, query_start_loc),
             )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
@@ -260,24 +292,33 @@ class ModelRunner:
         elif self._talker is not None and hidden is not None:
             chosen = [scheduled[i].sequence for i in sampling]
             sampled = self._talker.add_residuals(hidden, sampled, chosen)
-        tokens: list[list[SampledToken]] = [[] for _ in scheduled]
-        for i, sampled_tokens in zip(sampling, sampled, strict=True):
-            tokens[i] = sampled_tokens
-        return tokens
+        states.commit()
+        tokens = dict(zip(sampling, sampled, strict=True))
+        return [tokens.get(i, []) for i in range(len(scheduled))]
+
+    def _gather_tokens(self, scheduled: list[ScheduledSequence]) -> Tensor:  # [num_tokens]
+        token_ids: list[int] = []
+        for s in scheduled:
+            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
+            token_ids += s.draft_token_ids
+        return self._to_device(token_ids)
+
+    def _attend_items(
+        self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
+    ) -> AttendItems | None:
+        if self._attention is None:
+            return None
+        return self._attention.plan([s.sequence.request_id for s in scheduled], query_start_loc)
 
     def _embed(
-        self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
+        self, token_ids: Tensor, scheduled: list[ScheduledSequence], query_start_loc: list[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the input embeddings [num_tokens, hidden_size], with items at their placeholders.
 
         The second tensor holds deepstack features for the decoder's first layers:
         [num_levels, num_tokens, hidden_size], zero in all other rows; None if no item has any.
         """
-        token_ids: list[int] = []
-        for s in scheduled:
-            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
-            token_ids += s.draft_token_ids
-        rows = self._model.embed(self._to_device(token_ids))
+        rows = self._model.embed(token_ids)
         num_tokens, width = rows.shape
         levels: Tensor | None = None
         for s, first_row in zip(scheduled, query_start_loc, strict=False):

@@ -51,7 +51,8 @@ async def warm_up(processor: Processor, render: Callable[[Prompt], Awaitable[Ren
 def _conversations(processor: Processor) -> Iterator[list[Message]]:
     """Yield a text, an image in each of the formats, and a sound."""
     text = TextPart("What is it?")
-    yield [Message("user", [text])]
+    if not processor.needs_sound:
+        yield [Message("user", [text])]
     if processor.accepts(IMAGE):
         for name in FORMATS:
             yield [Message("user", [ImagePart(ImageURL(_plain_image(name))), text])]

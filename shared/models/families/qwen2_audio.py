@@ -37,8 +37,9 @@ class Qwen2AudioLayout(MelLayout):
     """Qwen2-Audio's features. Its encoder needs twice as many frames as it has positions."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        super().__init__(folder, config.audio_config)
-        num_frames = 2 * config.audio_config.max_source_positions
+        audio = getattr(config, "audio_config", config)
+        super().__init__(folder, audio)
+        num_frames = 2 * audio.max_source_positions
         if self.num_window_frames != num_frames:
             raise ConfigError(
                 f"{folder}: the feature extractor returns {self.num_window_frames} frames, but the"
@@ -76,6 +77,11 @@ class AudioTower(TowerAdapter):
     modules: tuple[str, ...] = ("model.audio_tower",)
     metadata = ("audio_frames",)
 
+    @property
+    def _audio_config(self) -> Any:
+        """Config of the encoder, which may be a part of the model's config."""
+        return getattr(self._config, "audio_config", self._config)
+
     def count(self, fields: Fields) -> int:
         num_frames = int(get_field(fields, "audio_frames", torch.int64, ()))
         if (count := count_tokens(num_frames)) < 1:
@@ -83,7 +89,7 @@ class AudioTower(TowerAdapter):
         return count
 
     def check(self, fields: Fields) -> None:
-        num_bins = self._config.audio_config.num_mel_bins
+        num_bins = self._audio_config.num_mel_bins
         features = get_field(fields, "input_features", torch.float32, (num_bins, -1))
         self.count(fields)
         num_behind = features.shape[1] - int(fields["audio_frames"])
@@ -97,9 +103,7 @@ class AudioTower(TowerAdapter):
 
     def sample(self) -> Fields:
         return {
-            "input_features": torch.zeros(
-                self._config.audio_config.num_mel_bins, NUM_SAMPLE_FRAMES
-            ),
+            "input_features": torch.zeros(self._audio_config.num_mel_bins, NUM_SAMPLE_FRAMES),
             "audio_frames": torch.tensor(NUM_SAMPLE_FRAMES),
         }
 
@@ -107,7 +111,7 @@ class AudioTower(TowerAdapter):
 class Qwen2AudioTower(AudioTower):
     """A Whisper encoder over a whole window of frames, with a projector."""
 
-    modules = ("model.audio_tower", "model.multi_modal_projector")
+    modules: tuple[str, ...] = ("model.audio_tower", "model.multi_modal_projector")
 
     def check(self, fields: Fields) -> None:
         super().check(fields)
@@ -145,7 +149,7 @@ class Qwen2AudioTower(AudioTower):
 
     @property
     def _num_window_frames(self) -> int:
-        return 2 * int(self._config.audio_config.max_source_positions)
+        return 2 * int(self._audio_config.max_source_positions)
 
 
 class Qwen2AudioAdapter(LanguageAdapter):

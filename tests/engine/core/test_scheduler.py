@@ -51,6 +51,35 @@ def test_long_prompts_are_chunked_and_decodes_are_scheduled_first() -> None:
     ]
 
 
+def test_a_span_is_computed_in_one_step() -> None:
+    scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 4, MAX_MODEL_LEN)
+    sequence = make_sequence(14)
+    sequence.spans = [(3, 9), (9, 10), (10, 12)]
+    scheduler.add(sequence)
+    steps = []
+    while not sequence.num_output_tokens:
+        batch = scheduler.schedule()
+        steps.append([(s.num_new_tokens, s.spans) for s in batch.scheduled])
+        advance(scheduler, batch)
+    assert steps == [[(3, [])], [(6, [(3, 9)])], [(4, [(9, 10), (10, 12)])], [(1, [])]]
+
+
+def test_a_cached_part_of_a_span_is_not_computed_again() -> None:
+    scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 4, MAX_MODEL_LEN)
+    for last in (0, 1):
+        sequence = make_sequence(12)
+        sequence.request.prompt_token_ids[-1] = sequence.token_ids[-1] = last
+        sequence.spans = [(1, 11)]
+        scheduler.add(sequence)
+        chunks = []
+        while not sequence.num_output_tokens:
+            batch = scheduler.schedule()
+            chunks.append(batch.num_tokens)
+            advance(scheduler, batch)
+        assert chunks == ([1, 10, 1] if last == 0 else [2])
+        scheduler.remove(sequence)
+
+
 def test_decodes_do_not_wait_for_an_older_prefill() -> None:
     scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 4, MAX_MODEL_LEN)
     long, short = make_sequence(9), make_sequence(1)

@@ -22,7 +22,7 @@ from transformers import (
 from shared.models.registry import adapt
 from shared.native import library
 from shared.native.choices import Implementation
-from tests.engine.cpu.test_native import needs_bf16
+from tests.engine.cpu.test_native import needs_kernels
 from tests.engine.model.test_parity import DEMO_MODEL, TEXT
 from tests.shared.native.test_tiles import software_library
 from workers.engine.cpu.decoder import NativeModel
@@ -94,7 +94,7 @@ def logits_of(native: NativeModel, ids: Tensor, num_axes: int) -> Tensor:
     return torch.cat(logits)
 
 
-@needs_bf16
+@needs_kernels
 @pytest.mark.parametrize("implementation", ["vector", "tiles"])
 @pytest.mark.parametrize(("make", "num_axes"), [(demo_model, 3), (random_model, 1)])
 def test_greedy_tokens_equal_float32_except_near_ties(

@@ -55,10 +55,6 @@ PART_OF_A_HEAD = {
 }
 ROOT = Path(__file__).parents[3]
 needs_kernels = pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
-needs_bf16 = pytest.mark.skipif(
-    (loaded := library.load()) is None or not loaded.pagemill_has_bf16(),
-    reason="no AVX-512 for bfloat16",
-)
 
 
 def make_native(model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> NativeModel:
@@ -199,7 +195,6 @@ def test_every_shape(
 
 
 @needs_kernels
-@needs_bf16
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen2_vl"])
 def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str) -> None:
     """Both round, at different places; neither may be further from the truth by much."""

@@ -22,10 +22,12 @@ from transformers import (
 )
 
 from shared.models.registry import adapt
+from tests.models import test_generic, vision_specs
 from workers.engine.cuda.cuda_graphs import CudaRecorder, Replay
 from workers.engine.cuda.kernels import plan
 from workers.engine.cuda.model import GpuModel
 from workers.engine.model.flat_model import BatchLayout, StepInputs
+from workers.engine.model.self_check import check_against_whole
 
 # The interpreter computes with numpy, which warns of infinities; to a GPU they are numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -226,3 +228,16 @@ def test_concatenated_projections_share_one_copy_of_the_weights(device: torch.de
     weight, bias = attention.qkv
     assert attention.k_proj.weight.data_ptr() == weight[64:].data_ptr()
     assert bias[64:96].equal(attention.k_proj.bias)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma3", "gemma4_text", "deepseek_v3"])
+def test_kernels_pass_the_check_of_generic_types(model_type: str) -> None:
+    """The images of Gemma 3 are spans, which the kernels leave to torch."""
+    spec = vision_specs.SPECS.get(model_type)
+    if spec is None:
+        model = test_generic.build(model_type, **test_generic.SPECS[model_type])
+    else:
+        config = vision_specs.make_config(model_type, spec.sizes, **spec.config)
+        model = vision_specs.draw_model(config, spec.seed)
+    served: Any = model.float()
+    check_against_whole(GpuModel(adapt(served), max_num_seqs=2, max_model_len=64), 16)

@@ -33,20 +33,20 @@ from tests.engine.model.test_parity import (
 )
 from tests.models.test_generic import build as build_generic
 from workers.cli.models.local import count_int8_parameters
-from workers.engine.cpu.decoder import unsupported_reason
 from workers.engine.cuda.fused_layers import fuse_layers
 from workers.engine.loader import load
+from workers.engine.model import quantizer
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.int8 import (
     FILLED_CHANNELS,
-    MAX_PACKED_ROWS,
-    Int8Config,
-    Int8Linear,
     dequantize,
-    int8_layers,
+    fill,
     quantize,
+    quantized_layers,
     report_on,
 )
+from workers.engine.model.quantized_linear import MAX_PACKED_ROWS, QuantizedLinear
+from workers.engine.model.quantizer import QuantizedConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,9 +65,9 @@ def test_no_weight_is_off_by_more_than_half_a_step(
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(shape, generator=generator) * 10**exponent).to(dtype)
     weight[0] = 0
-    integers, scale = quantize(weight, dtype)
-    assert (integers.dtype, scale.dtype) == (torch.int8, dtype)
-    steps = scale.double()[:, None]
+    integers, scale = quantize(weight)
+    assert (integers.dtype, scale.dtype) == (torch.int8, torch.float32)
+    steps = scale.double()
     error = (integers.double() * steps - weight.double()).abs()
     assert bool((error <= steps * 0.5001).all())
     assert not integers[0].any()
@@ -82,8 +82,8 @@ def test_a_layer_computes_the_product_with_its_rounded_weights(
 ) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(num_inputs, 1111, has_bias, dtype=dtype).requires_grad_(False)
-    layer = Int8Linear(linear, dtype)
-    layer.fill(linear.weight)
+    layer = QuantizedLinear(linear)
+    fill(layer, linear.weight)
     hidden = torch.randn(1, num_rows, num_inputs, dtype=dtype)
     weight = dequantize(layer.weight, layer.scale.double())
     bias = None if linear.bias is None else linear.bias.double()
@@ -98,14 +98,14 @@ def test_a_layer_computes_the_product_with_its_rounded_weights(
 
 def load_int8(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     model.save_pretrained(folder)
-    quantization = Int8Config(dtype)
+    quantization = QuantizedConfig(rounds=True, keeps=False)
     return load_weights(type(model), folder, dtype, "cpu", (), quantization)
 
 
 def with_rounded_weights(model: PreTrainedModel, served: PreTrainedModel) -> PreTrainedModel:
     """Return a copy for transformers, with the weights that the integers of `served` represent."""
     reference = copy.deepcopy(model)
-    for name, layer in int8_layers(served):
+    for name, layer in quantized_layers(served):
         linear: Any = reference.get_submodule(name)
         linear.weight.data = dequantize(layer.weight, layer.scale)
     return reference
@@ -119,7 +119,6 @@ def test_the_engine_yields_the_tokens_of_transformers_with_rounded_weights(
     widen(model)
     served = load_int8(model, tmp_path, torch.float32)
     family = adapt(served)
-    assert unsupported_reason(family, 16) == "its weights are int8"
     assert not fuse_layers(family.decoder, family.num_position_rows)
     tower = None if family.tower is None else Tower(family.tower, family.model)
     twins = Twins(with_rounded_weights(model, served), FlatModel(family), tower)
@@ -131,33 +130,34 @@ def test_the_engine_yields_the_tokens_of_transformers_with_rounded_weights(
 def test_only_linear_layers_of_the_decoder_are_rounded(tmp_path: Path) -> None:
     model = build("qwen2_vl").eval()
     served = load_int8(model, tmp_path, torch.bfloat16)
-    names = [name for name, _ in int8_layers(served)]
+    names = [name for name, _ in quantized_layers(served)]
     assert len(names) == 3 * 7
     assert all(".layers." in name and "visual" not in name for name in names)
     left = {name for name, tensor in served.named_parameters() if tensor.dtype != torch.bfloat16}
     assert not left
-    assert sum(layer.weight.numel() for _, layer in int8_layers(served)) == count_int8_parameters(
-        tmp_path
-    )
+    assert sum(
+        layer.weight.numel() for _, layer in quantized_layers(served)
+    ) == count_int8_parameters(tmp_path)
 
 
 def test_each_full_weight_is_dropped_before_the_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights: list[weakref.ref[Tensor]] = []
-    fill = Int8Linear.fill
 
-    def watched(self: Int8Linear, weight: Tensor) -> None:
+    def watched(layer: QuantizedLinear, weight: Tensor) -> None:
         assert all(earlier() is None for earlier in weights)
         weights.append(weakref.ref(weight))
-        fill(self, weight)
+        fill(layer, weight)
 
-    monkeypatch.setattr(Int8Linear, "fill", watched)
+    monkeypatch.setattr(quantizer, "fill", watched)
     model = build("llama").eval()
     served = load_int8(model, tmp_path, torch.float32)
     assert len(weights) == 3 * 7
-    saved = sum(3 * layer.weight.numel() for _, layer in int8_layers(served))
-    assert saved == report_on(served).saved_bytes > 0
+    saved = sum(3 * layer.weight.numel() for _, layer in quantized_layers(served))
+    report = report_on(served)
+    assert report is not None
+    assert saved == report.saved_bytes > 0
 
 
 def test_a_weight_is_rounded_in_parts() -> None:
@@ -177,16 +177,16 @@ def test_a_weight_is_rounded_in_parts() -> None:
     num_channels, num_inputs = 3 * FILLED_CHANNELS + 7, 32
     linear = nn.Linear(num_inputs, num_channels, dtype=torch.bfloat16).requires_grad_(False)
     weight = linear.weight
-    layer = Int8Linear(linear, torch.bfloat16)
+    layer = QuantizedLinear(linear)
     with Watch():
-        layer.fill(weight)
+        fill(layer, weight)
     # Slices of the weight share its storage.
     assert max(size for size in sizes if size != weight.nbytes) <= FILLED_CHANNELS * num_inputs * 4
-    integers, scale = quantize(weight, torch.bfloat16)
+    integers, scale = quantize(weight)
     assert layer.weight.equal(integers)
     assert layer.scale.equal(scale)
     exact = weight.double()
-    error = (exact - integers.double() * scale.double()[:, None]).norm() / exact.norm()
+    error = (exact - integers.double() * scale.double()).norm() / exact.norm()
     assert layer.error == pytest.approx(float(error), rel=1e-5)
 
 
@@ -198,7 +198,7 @@ def test_a_weight_of_another_shape_is_refused(num_channels: int, tmp_path: Path)
     full = weights[f"{name}.weight"]
     weights[f"{name}.weight"] = full[:num_channels].clone()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    quantization = Int8Config(torch.float32)
+    quantization = QuantizedConfig(rounds=True, keeps=False)
     with pytest.raises(ConfigError) as refused:
         load_weights(type(model), tmp_path, torch.float32, "cpu", (), quantization)
     assert refused.value.field == "models.path"
@@ -247,5 +247,6 @@ def test_quantized_folders_are_refused(tmp_path: Path, is_stored: bool) -> None:
     else:
         model.config.quantization_config = {"quant_method": "gptq"}
         model.config.save_pretrained(tmp_path)
+    quantization = QuantizedConfig(rounds=True, keeps=False)
     with pytest.raises(ConfigError, match="has quantized weights"):
-        load_weights(type(model), tmp_path, torch.float32, "cpu", (), Int8Config(torch.float32))
+        load_weights(type(model), tmp_path, torch.float32, "cpu", (), quantization)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shared.models.registry import adapt
 from shared.models.tower import Tower
 from shared.protocol.sampling import SamplingParams
-from tests.engine.cpu.test_native import needs_bf16, needs_kernels
+from tests.engine.cpu.test_native import needs_kernels
 from tests.engine.model.test_lora import make_mixed
 from tests.engine.model.test_parity import Case, build, make_cases, widen
 from tests.support.engine import make_core
@@ -194,7 +194,7 @@ def test_blocks_that_the_device_has_no_memory_for_are_computed(
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_kernels(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, dtype)
     whole = adapt(model)

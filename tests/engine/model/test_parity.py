@@ -329,8 +329,9 @@ def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> d
         schedule.block_size,
         twins.tower,
         adapters=twins.adapters,
+        max_num_seqs=len(cases),
     )
-    sequences = []
+    sequences: list[Sequence] = []
     for case in cases:
         runner.prepare(case.request)
         if case.request.items:
@@ -340,6 +341,7 @@ def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> d
         sequences.append(
             Sequence(case.request, 0, 0, list(case.request.prompt_token_ids), max_tokens)
         )
+        sequences[-1].state_slot = len(cases) - len(sequences)
     running = list(sequences)
     while running:
         batch = schedule.next_batch(running)
@@ -415,6 +417,7 @@ class CountingRunner(ModelRunner):
             twins.tower,
             embedding_cache_bytes,
             adapters=twins.adapters,
+            max_num_seqs=8,
         )
         self.num_starts: Counter[str] = Counter()
         self.batch_sizes: list[int] = []
@@ -440,8 +443,8 @@ def run_core(
     steps_between: int,
     eos_token_ids: frozenset[int] = frozenset(),
     max_model_len: int = 64,
+    block_size: int = 4,
 ) -> tuple[dict[str, list[int]], CountingRunner]:
-    block_size = 4
     runner = CountingRunner(twins, num_blocks, block_size)
     order = random.Random(budget).sample(range(num_blocks), num_blocks)
     core = make_core(
@@ -452,6 +455,7 @@ def run_core(
         eos=eos_token_ids,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
+        keeps_states=twins.served.keeps_states,
     )
     waiting = [case.request for case in cases]
     answers: dict[str, list[int]] = {request.request_id: [] for request in waiting}
@@ -540,6 +544,7 @@ def run_sampled(
         twins.served.vocab_size,
         decode=spell,
         max_num_batched_tokens=budget,
+        keeps_states=twins.served.keeps_states,
     )
     answers: dict[tuple[str, int], list[int]] = {}
     for request in requests:

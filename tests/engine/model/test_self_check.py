@@ -12,8 +12,9 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models.language import LanguageAdapter
 from tests import llava
-from tests.models.test_generic import SPECS, TYPES, build
-from tests.quantized_checkpoints import FORMS, copy_quantized
+from tests.models import test_generic, test_hybrids
+from tests.models.test_generic import build
+from tests.quantized_checkpoints import FORMS, Form, copy_quantized, mxfp4_experts
 from workers.engine.loader import load
 from workers.engine.model import check_folders
 from workers.engine.model.flat_model import FlatModel
@@ -22,6 +23,9 @@ from workers.engine.model.self_check import check_against_whole
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+SPECS = test_generic.SPECS | test_hybrids.SPECS
+ALWAYS = test_generic.ALWAYS | {"qwen3_5_text"}
+TYPES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in SPECS]
 
 
 def check(model: Any, dtype: torch.dtype, adapter: Any = LanguageAdapter) -> None:
@@ -69,9 +73,8 @@ def test_other_logits_are_refused(adapter: type[LanguageAdapter], dtype: torch.d
     ("model_type", "settings", "reason"),
     [
         ("doge", {"sliding_window": None}, "attention_mask of DogeAttention is not supported"),
-        ("flint", {}, "s_aux of FlintAttention is not supported"),
         ("hrm_text", {}, "for layer 2, but transformers' layer has no attention"),
-        ("jetmoe", {}, r"names 2 heads with keys of 16 .* layer has 4 heads with keys of 16"),
+        ("jetmoe", {}, r"names 2 heads of 16 .* layer has 4 heads of 16"),
         ("moshi", {}, r"a window of 7 tokens for layer 0.*a window of None"),
         ("nemotron", {}, "NemotronAttention does not get the engine's cache"),
     ],
@@ -90,19 +93,44 @@ def test_a_window_that_a_layer_ignores_is_refused() -> None:
         check(model, torch.float32)
 
 
-def write_folder(folder: Path, model_type: str) -> None:
+def write_folder(folder: Path, model_type: str, **settings: Any) -> None:
     """Write a tiny model with a tokenizer."""
     tokenizer = llava.make_tokenizer()
     tokenizer.save_pretrained(folder)
-    model: Any = build(model_type, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    settings |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    model: Any = build(model_type, **settings)
     model.float().save_pretrained(folder)
 
 
-@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "packed_int4"])
-def test_a_quantized_folder_of_a_generic_type_is_served(form: str, tmp_path: Path) -> None:
-    write_folder(tmp_path / "model", "cohere")
-    folder, twin = copy_quantized(tmp_path / "model", tmp_path, FORMS[form])
-    assert check_folders.examine(folder).stored_as == FORMS[form].label
+# The settings of the published gpt-oss.
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+EXPERTS = Form(MXFP4, mxfp4_experts, "MXFP4, groups of 32", ending="_proj")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "form"),
+    [
+        ("cohere", FORMS["fp8_blocks"]),
+        ("cohere", FORMS["awq"]),
+        ("cohere", FORMS["packed_int4"]),
+        ("gpt_oss", EXPERTS),
+    ],
+    ids=["fp8_blocks", "awq", "packed_int4", "gpt_oss"],
+)
+def test_a_quantized_folder_of_a_generic_type_is_served(
+    model_type: str, form: Form, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "model", model_type)
+    folder, twin = copy_quantized(tmp_path / "model", tmp_path, form)
+    assert check_folders.examine(folder).stored_as == form.label
     served, expected = (
         load(ModelConfig(str(path)), EngineConfig(num_blocks=64)).model.family.model.state_dict()
         for path in (folder, twin)

@@ -83,6 +83,11 @@ def test_the_instruction_names_the_language() -> None:
         AudioPart(AudioURL("media:" + "0" * 64)),
         TextPart("Transcribe the German speech into text.\nNames: Jörg."),
     ]
+    assert request.template_kwargs == {
+        "task": "transcribe",
+        "language": "de",
+        "prompt": "Names: Jörg.",
+    }
     assert plan.sampling == {"temperature": 0.0}
 
 

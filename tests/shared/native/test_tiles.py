@@ -22,9 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shared.models.registry import adapt
 from shared.native import library, targets, tower_kernels
 from shared.native.choices import NEVER
-from shared.native.tower_kernels import PANEL, TOKEN_GROUP, TowerKernels
+from shared.native.matrices import PANEL, Format, PackedMatrix
+from shared.native.tower_kernels import TOKEN_GROUP, TowerKernels
 from tests import preloaded
 from tests.engine.model.test_parity import TEXT
+from tests.shared.native.test_numbers import NUMBERS, SHAPES, check_products
 from tests.shared.native.test_tower_kernels import assert_near, attend, needs_kernels, starts
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.model.flat_model import BatchLayout, StepInputs
@@ -103,11 +105,17 @@ def test_a_tower_yields_the_results_of_torch(
     torch.manual_seed(num_rows)
     x = torch.randn(num_rows, 96).bfloat16()
     weight = (0.1 * torch.randn(70, 96)).bfloat16()
-    panels = tower_kernels.pack_weight(weight)
+    packed = PackedMatrix(tower_kernels.pack_weight(weight))
     kernels = TowerKernels(tiles, num_threads)
-    actual = kernels.multiply(x, panels, torch.zeros(96), 70, min_tile_rows=1)
+    actual = kernels.multiply(x, packed, torch.zeros(96), 70, min_tile_rows=1)
     expected = F.linear(x.float(), weight.float())
     torch.testing.assert_close(actual.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_have_the_products_of_their_values(number: Format, tiles: ctypes.CDLL) -> None:
+    for shape in SHAPES:
+        check_products(TowerKernels(tiles, 2), number, shape, [16, 17, 31, 40, 70], 1)
 
 
 # One segment is longer than a chunk of tokens; others have rows and dimensions that fill no tile.
@@ -155,7 +163,7 @@ def test_attention_over_a_cache_yields_the_results_of_vectors(
 READS_TO_THE_END = """
 import ctypes, mmap, sys
 import torch
-from shared.native import library, tower_kernels
+from shared.native import library, matrices, tower_kernels
 
 loaded = library._declare(ctypes.CDLL(sys.argv[1]))
 kernels = tower_kernels.TowerKernels(loaded, 1)
@@ -170,7 +178,8 @@ for num_rows, width in sizes:
     weight = tower_kernels.pack_weight(torch.zeros(32, width).bfloat16())
     size = num_rows * width
     x = torch.frombuffer(memory, dtype=torch.bfloat16, count=size, offset=200 * page - 2 * size)
-    kernels.multiply(x.view(num_rows, width), weight, torch.zeros(32), 32, min_tile_rows=1)
+    packed = matrices.PackedMatrix(weight)
+    kernels.multiply(x.view(num_rows, width), packed, torch.zeros(32), 32, min_tile_rows=1)
 assert loaded.num_tile_products() > 0
 """
 

@@ -147,9 +147,9 @@ async def test_a_list_reads_only_its_newest_batches(
     assert await batch_log.list_begun(bus, tenant, limit=20) == orders[:-21:-1]
     assert num_read <= READ_BATCH
     num_read = 0
-    # These are on both sides of the batches of the other tenant.
+    # These are on both sides of the batches of the other tenant. Other tests may add some.
     assert await batch_log.list_begun(bus, tenant, limit=200) == orders[:-201:-1]
-    assert num_read <= 5 * READ_BATCH
+    assert num_read <= 6 * READ_BATCH
     assert await batch_log.list_begun(bus, tenant) == orders[::-1]
     assert await batch_log.list_begun(bus, tenant, after=orders[99].batch_id) == orders[98::-1]
 

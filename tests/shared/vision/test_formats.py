@@ -51,7 +51,8 @@ from workers.cli.models.local import count_parameters
 from workers.engine.loader import load
 from workers.engine.model.check_folders import examine
 from workers.engine.model.flat_model import FlatModel
-from workers.engine.model.int8 import Int8Config, int8_layers
+from workers.engine.model.int8 import quantized_layers
+from workers.engine.model.quantizer import QuantizedConfig
 from workers.settings import DEMO_MODEL
 
 __all__ = ["folder"]  # a fixture
@@ -133,9 +134,9 @@ def test_int8_rounds_the_values_of_a_quantized_folder(form: str, tmp_path: Path)
     folder, twin, _ = write(model, tmp_path, FORMS[form])
 
     def load_int8(path: Path) -> dict[str, torch.Tensor]:
-        quantization = Int8Config(torch.float32)
+        quantization = QuantizedConfig(rounds=True, keeps=False)
         loaded = load_weights(type(model), path, torch.float32, "cpu", (), quantization)
-        assert len(list(int8_layers(loaded))) == 3 * 7
+        assert len(list(quantized_layers(loaded))) == 3 * 7
         return loaded.state_dict()
 
     expected = load_int8(twin)

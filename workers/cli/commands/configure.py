@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
+from shared.stage.hybrids import check_settings
 from shared.stage.pipelines import ENGINE, pipelines_of
 from workers import settings
 from workers.cli.models import reports
@@ -83,27 +84,29 @@ def _check_models(config: Config) -> list[str]:
 
     Raises ConfigError for a folder that the engine refuses.
     """
-    folders: list[tuple[str, Path, str | None]] = []
+    folders: list[tuple[str, str, Path, str | None]] = []
     for name, pipeline in pipelines_of(config).items():
         model, field = config.models[name], f"models.{name}"
         for stage in pipeline.stages:
             if stage.role != ENGINE:
                 continue
             if stage.path is None:
-                folders.append((f"{field}.path", Path(model.path), model.pooling))
+                folders.append((name, f"{field}.path", Path(model.path), model.pooling))
             else:
-                folders.append((f"{field}.stages.{stage.name}.path", Path(stage.path), None))
+                folders.append((name, f"{field}.stages.{stage.name}.path", Path(stage.path), None))
     checked = reports.check_folders(
-        [folder for _, folder, _ in folders], [pooling for _, _, pooling in folders]
+        [folder for _, _, folder, _ in folders], [pooling for *_, pooling in folders]
     )
-    for (field, folder, _), report in zip(folders, checked, strict=True):
+    for (name, field, folder, _), report in zip(folders, checked, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{field}: {folder} {report.reason}", field=field)
+        if report.state_bytes_per_sequence:
+            check_settings(config.models[name], config.engine, name)
     # Several stages may load one folder.
     lines = {
         field: f"{field}: {report.family} ({report.source})"
         + ("" if report.stored_as is None else f", stored as {report.stored_as}")
-        for (field, _, _), report in zip(folders, checked, strict=True)
+        for (_, field, _, _), report in zip(folders, checked, strict=True)
     }
     return list(lines.values())
 

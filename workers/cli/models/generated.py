@@ -26,6 +26,7 @@ from workers.generation_config import FILE as GENERATION_FILE
 from workers.generation_config import read_sampling_defaults
 
 FILE = "pagemill-up-{digest}.yaml"
+NUM_SEQS = "PAGEMILL_ENGINE__MAX_NUM_SEQS"
 HEADER = "# Written by `pagemill up`. Copy it to pagemill.yaml to change it.\n"
 
 
@@ -80,7 +81,7 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
             stated = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
             lines.append(f"{model.name}: {stated} by default, from its {GENERATION_FILE}")
     lines += [
-        f"{model.name}: weights are stored as {report.stored_as}, and dequantized at the start"
+        f"{model.name}: weights are stored as {report.stored_as}"
         for model, report in zip(models, reports, strict=True)
         if report.stored_as is not None
     ]
@@ -121,6 +122,8 @@ def _choose(
         if wishes.quantization is not None:
             entries[share.name]["quantization"] = wishes.quantization
     engine = {"kv_cache_mib": plan.kv_cache_mib}
+    if plan.max_num_seqs < base.engine.max_num_seqs:
+        engine["max_num_seqs"] = plan.max_num_seqs
     return {"models": entries, "engine": engine}, plan.lines()
 
 
@@ -137,11 +140,24 @@ def _plan(
             wishes.dtype,
             wishes.max_model_len,
             0 if wishes.quantization is None else count_int8_parameters(model.folder),
+            report.state_bytes_per_sequence,
         )
         for model, report in zip(models, reports, strict=True)
     ]
     is_set = "PAGEMILL_ENGINE__KV_CACHE_MIB" in os.environ
-    return make_plan(needs, available_bytes(), base.engine.kv_cache_mib if is_set else None)
+    plan = make_plan(
+        needs,
+        available_bytes(),
+        base.engine.kv_cache_mib if is_set else None,
+        base.engine.max_num_seqs,
+    )
+    if NUM_SEQS in os.environ and plan.max_num_seqs < base.engine.max_num_seqs:
+        raise ConfigError(
+            f"{NUM_SEQS}: the states of {plan.max_num_seqs} sequences fit into the memory: lower it"
+            " to this number",
+            field="engine.max_num_seqs",
+        )
+    return plan
 
 
 def _parse(models: dict[str, dict[str, Any]]) -> Config:

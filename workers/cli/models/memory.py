@@ -16,6 +16,8 @@ MIN_MODEL_LEN = 512
 # Number of sequences of maximum length that a cache holds, if there is memory for them.
 NUM_LONG_SEQUENCES = 16
 STEP_TOKENS = 256
+# A step has the states before it and after it.
+STATE_COPIES = 2
 MIN_KV_CACHE_MIB = 64
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # torch's products with int8 weights are fast in this type only.
@@ -38,6 +40,8 @@ class ModelNeeds:
     max_model_len: int | None = None
     num_int8_parameters: int = 0
     """Number of parameters that are loaded as int8. All others have the dtype."""
+    state_bytes: int = 0
+    """States of one sequence, if the model has recurrent layers."""
 
     def weights_bytes(self, dtype: str) -> int:
         num_full = self.num_parameters - self.num_int8_parameters
@@ -46,6 +50,9 @@ class ModelNeeds:
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of the KV cache for one token."""
         return int(self.kv_values_per_token * ITEM_BYTES[dtype] * KV_MARGIN)
+
+    def states_bytes(self, max_num_seqs: int) -> int:
+        return STATE_COPIES * max_num_seqs * self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,14 @@ class Share:
     max_model_len: int
     weights_bytes: int
     is_int8: bool = False
+    states_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     shares: list[Share]
     kv_cache_mib: int
+    max_num_seqs: int
     available: int
 
     def lines(self) -> list[str]:
@@ -70,18 +79,27 @@ class Plan:
             f"{share.name}: weights {decimal(share.weights_bytes)} as"
             f" {'int8 and ' if share.is_int8 else ''}{share.dtype},"
             f" max_model_len {share.max_model_len}, KV cache {self.kv_cache_mib} MiB,"
-            f" of {decimal(self.available)} of free memory"
+            f"{self._states_of(share)} of {decimal(self.available)} of free memory"
             for share in self.shares
         ]
 
+    def _states_of(self, share: Share) -> str:
+        if not share.states_bytes:
+            return ""
+        return f" states of {self.max_num_seqs} sequences {decimal(share.states_bytes)},"
+
 
 def make_plan(
-    models: Sequence[ModelNeeds], available: int, kv_cache_mib: int | None = None
+    models: Sequence[ModelNeeds],
+    available: int,
+    kv_cache_mib: int | None = None,
+    max_num_seqs: int = 64,
 ) -> Plan:
     """Divide the memory among models. Raises ConfigError if the weights do not fit.
 
     A model that was saved in bfloat16 keeps this dtype. Other models are served in float32, which
-    is exact, or in bfloat16 if float32 does not fit. With int8, all are served in bfloat16.
+    is exact, or in bfloat16 if float32 does not fit. With int8, all are served in bfloat16. States
+    take at most half of a model's share, so that there may be fewer sequences than `max_num_seqs`.
     """
     dtypes = [model.dtype or _exact_dtype(model) for model in models]
     if _rest(models, dtypes, available) <= 0:
@@ -96,7 +114,10 @@ def make_plan(
             field="models",
         )
     # The other half is for caches of images, for prompts in flight, and for growing processes.
-    budget = kv_cache_mib * 2**20 if kv_cache_mib else rest // 2 // len(models)
+    memory = rest // 2 // len(models)
+    num_seqs = min(_choose_num_seqs(model, memory // 2, max_num_seqs) for model in models)
+    states = max(model.states_bytes(num_seqs) for model in models)
+    budget = kv_cache_mib * 2**20 if kv_cache_mib else memory - states
     lengths = [
         _choose_len(model, model.kv_bytes(dtype), budget)
         for model, dtype in zip(models, dtypes, strict=True)
@@ -107,10 +128,17 @@ def make_plan(
     )
     mib = kv_cache_mib or max(MIN_KV_CACHE_MIB, -(-min(budget, useful) // 2**20))
     shares = [
-        Share(model.name, dtype, length, model.weights_bytes(dtype), model.num_int8_parameters > 0)
+        Share(
+            model.name,
+            dtype,
+            length,
+            model.weights_bytes(dtype),
+            model.num_int8_parameters > 0,
+            model.states_bytes(num_seqs),
+        )
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)
     ]
-    return Plan(shares, mib, available)
+    return Plan(shares, mib, num_seqs, available)
 
 
 def _exact_dtype(model: ModelNeeds) -> str:
@@ -122,6 +150,17 @@ def _exact_dtype(model: ModelNeeds) -> str:
 def _rest(models: Sequence[ModelNeeds], dtypes: Sequence[str], available: int) -> int:
     weights = sum(model.weights_bytes(dtype) for model, dtype in zip(models, dtypes, strict=True))
     return available - RESERVE_BYTES - weights
+
+
+def _choose_num_seqs(model: ModelNeeds, budget: int, max_num_seqs: int) -> int:
+    """Return the number of sequences whose states fit. Raises ConfigError if none does."""
+    if model.states_bytes(1) > budget:
+        raise ConfigError(
+            f"{model.name}: the states of one sequence need {model.states_bytes(1)} bytes, and"
+            f" {budget} are available",
+            field="models",
+        )
+    return min(max_num_seqs, budget // max(1, model.states_bytes(1)))
 
 
 def _choose_len(model: ModelNeeds, kv_bytes: int, budget: int) -> int:
@@ -143,7 +182,7 @@ def _choose_len(model: ModelNeeds, kv_bytes: int, budget: int) -> int:
             f" tokens need {MIN_MODEL_LEN * kv_bytes}",
             field="models",
         )
-    return length if length < STEP_TOKENS else length - length % STEP_TOKENS
+    return length if length == model.longest else length - length % STEP_TOKENS
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:

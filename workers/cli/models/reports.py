@@ -24,6 +24,7 @@ class Report(msgspec.Struct, frozen=True):
     dtype: str | None
     max_position_embeddings: int
     kv_values_per_token: int
+    state_bytes_per_sequence: int
     stored_as: str | None
 
 

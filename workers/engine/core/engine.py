@@ -29,6 +29,7 @@ from workers.engine.core.sequence import (
     ScheduledSequence,
     Sequence,
     SpokenText,
+    TokenMask,
 )
 from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepWork
 from workers.engine.core.step_runner import StepRunner
@@ -36,6 +37,11 @@ from workers.engine.core.step_runner import StepRunner
 
 class EngineCore:
     """Runs requests to completion, one step at a time. Not thread-safe."""
+
+    _num_steps = 0
+    _num_batched_tokens = 0
+    _num_item_tokens = 0
+    """Tokens of the items that the last step encoded."""
 
     def __init__(
         self,
@@ -56,10 +62,13 @@ class EngineCore:
         interactive_slowdown: float = 1.25,
         pooling: Pooling = LAST_TOKEN,
         kv_memory: KVMemory | None = None,
+        keeps_states: bool = False,
+        new_rules: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
     ) -> None:
-        """For `encode`, `new_drafter` and `pooling` see `RequestFactory`.
+        """For `encode`, `new_drafter`, `pooling` and `new_rules` see `RequestFactory`.
 
-        With `kv_memory`, blocks are exchanged with other engines.
+        With `kv_memory`, blocks are exchanged with other engines. If the model `keeps_states`,
+        sequences do not share prefixes.
         """
         self._runner = runner
         self._factory = RequestFactory(
@@ -70,7 +79,9 @@ class EngineCore:
             max_model_len=max_model_len,
             new_drafter=new_drafter,
             check=runner.check,
+            find_spans=runner.spans_of,
             pooling=pooling,
+            new_rules=new_rules,
         )
         self._pool = pool
         self._scheduler = Scheduler(
@@ -82,16 +93,13 @@ class EngineCore:
             max_drafting_tokens,
             prefill_limit,
             interactive_slowdown,
+            keeps_states,
         )
         self.kv_exchange = KVExchange(pool, self._scheduler, runner, kv_memory)
         self._requests: dict[str, RequestState] = {}
         self._deltas: dict[str, list[ChoiceDelta]] = {}
         """Deltas of this step by request id, returned at its end."""
-        self._num_steps = 0
-        self._num_batched_tokens = 0
         self._last_work = StepWork()
-        self._num_item_tokens = 0
-        """Tokens of the items that the last step encoded."""
         self._first_scheduled: list[str] = []
         """Requests that were prepared in the last step."""
 
@@ -296,7 +304,8 @@ class EngineCore:
     def _bisect_batch(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """Rerun the halves of a failed batch, recursively, to find the requests that fail alone.
 
-        Rerunning is safe: it writes the same keys and values and draws the same random numbers.
+        Rerunning is safe: it writes the same keys and values and draws the same random numbers, and
+        a failed step changes no states.
         """
         states = self._requests_of(batch)
         if len(states) == 1:

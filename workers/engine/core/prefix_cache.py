@@ -1,9 +1,10 @@
 """Automatic prefix caching: KV blocks that a new sequence can share instead of computing them.
 
 Two kinds of sharing exist. Full blocks are found by the hash of their content, whichever sequence
-computed them (`prefix_caching`), as in vLLM. Choices of one request always share their prompt: its
-full blocks by reference, and the partly filled last block as a copy, because each choice continues
-to write there.
+computed them (`prefix_caching`), as in vLLM. Choices of one request share their prompt: its full
+blocks by reference, and the partly filled last block as a copy, because each choice continues to
+write there. A model with states shares nothing, because a sequence needs the states after its
+prefix, and the pool has only the states after the last token.
 
 Tokens are shared only once they are verified, that is, after the next token has been sampled or
 their embedding has been computed. Both require finite results, and a single key or value that is
@@ -35,13 +36,17 @@ class PrefixMatch:
 class PrefixCache:
     """Finds and shares prefixes, and assigns and frees the blocks of sequences."""
 
-    def __init__(self, pool: BlockPool, prefix_caching: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, prefix_caching: bool, *, shares_prompts: bool = True
+    ) -> None:
+        """Choices of a request share their prompt if `shares_prompts`."""
         self.query_tokens = 0
         """Tokens of all sequences when they were first admitted."""
         self.hit_tokens = 0
         """Queried tokens that were cached."""
         self._pool = pool
         self._prefix_caching = prefix_caching
+        self._shares_prompts = shares_prompts
         self._computed_by: dict[str, Sequence] = {}
         """Sequence that is computing the block with this hash."""
         self._unverified: list[int] = []
@@ -102,7 +107,7 @@ class PrefixCache:
         return self._prefix_caching and sequence.can_read_prefix_cache
 
     def _siblings(self, sequence: Sequence) -> list[Sequence]:
-        return self._choices.get(sequence.request_id, [])
+        return self._choices.get(sequence.request_id, []) if self._shares_prompts else []
 
     # -- while it runs ------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from workers.engine.core.sequence import (
     Pooling,
     SampledToken,
     Sequence,
+    Span,
+    TokenMask,
 )
 from workers.engine.core.validation import (
     check_logged,
@@ -175,7 +177,11 @@ class RequestFactory:
     """Creates the drafter of each choice that may have drafts; see `_may_draft`."""
     check: Callable[[EngineRequest], int]
     """The runner's check, which returns the number of positions after the prompt."""
+    find_spans: Callable[[EngineRequest], list[Span]]
+    """The runner's spans of the prompt."""
     pooling: Pooling = LAST_TOKEN
+    new_rules: Callable[[EngineRequest], TokenMask | None] = lambda request: None
+    """Creates the mask of the model's own rules for a choice; None if it has no rules."""
 
     def create(self, request: EngineRequest) -> RequestState:
         """Return the state of a new request. Raises a PagemillError if it cannot run here."""
@@ -191,8 +197,10 @@ class RequestFactory:
         bad_words = tokenize_bad_words(params.bad_words, self.encode, self.vocab_size)
         # They are in the first log record, so a resumed request has already returned them.
         wants_prompt_logprobs = params.prompt_logprobs is not None and not request.logged
+        spans = self.find_spans(request)
         choices = []
         for index in range(params.n):
+            rules = self.new_rules(request)
             sequence = Sequence(
                 request=request,
                 choice=index,
@@ -201,11 +209,12 @@ class RequestFactory:
                 max_tokens=max_tokens,
                 end_token_ids=(*self.eos_token_ids, *params.stop_token_ids),
                 bad_words=bad_words,
-                token_mask=None if new_token_mask is None else new_token_mask(),
-                drafter=self.new_drafter() if _may_draft(request) else None,
+                token_mask=rules if new_token_mask is None else new_token_mask(),
+                drafter=self.new_drafter() if rules is None and _may_draft(request) else None,
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
                 speech=request.speech,
                 pooling=self.pooling,
+                spans=spans,
             )
             detokenizer = self._new_detokenizer(params)
             choices.append(ChoiceState(sequence, detokenizer, self.eos_token_ids))

@@ -47,13 +47,16 @@ class Scheduler:
         max_drafting_tokens: int = 0,
         prefill_limit: PrefillLimit = UNLIMITED,
         interactive_slowdown: float = 1.25,
+        keeps_states: bool = False,
     ) -> None:
         """`max_drafting_tokens` is the total number of tokens up to which a step gets drafts. For
-        `interactive_slowdown` see `BatchLane`."""
+        `interactive_slowdown` see `BatchLane`, for `keeps_states` see `EngineCore`."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_drafting_tokens = max_drafting_tokens
         self.prefill_limit = prefill_limit
-        self.prefix_cache = PrefixCache(pool, prefix_caching)
+        self.prefix_cache = PrefixCache(
+            pool, prefix_caching and not keeps_states, shares_prompts=not keeps_states
+        )
         self.step_cost = StepCost()
         self.num_preemptions = 0
         self.num_draft_tokens = 0
@@ -64,6 +67,8 @@ class Scheduler:
         """KV slots in held blocks that held no token, summed over all steps."""
         self._pool = pool
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._free_slots = list(range(self._max_num_seqs))
+        """Slots for the states of sequences; running sequences have the others."""
         assert self._max_num_seqs >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
         self._num_added = 0
@@ -121,8 +126,7 @@ class Scheduler:
         """Remove a running or waiting sequence and release its blocks."""
         self._can_admit = True
         if sequence.status is Status.RUNNING:
-            self._running.remove(sequence)
-            self.prefix_cache.free(sequence)
+            self._stop(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
@@ -279,6 +283,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepBudget) -> None:
         self._waiting.remove(sequence)
         sequence.status = Status.RUNNING
+        sequence.state_slot = self._free_slots.pop()
         insort(self._running, sequence, key=_priority)
         copy = self.prefix_cache.start(sequence, match)
         self._schedule_tokens(sequence, step, copy)
@@ -349,11 +354,16 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, step: StepBudget) -> None:
         """Return a running sequence to the queue; its tokens are computed again later."""
         self.num_preemptions += 1
-        self._running.remove(sequence)
+        self._stop(sequence)
         step.remove_sequence(sequence)
-        self.prefix_cache.free(sequence)
         sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=_priority)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Release what a running sequence holds."""
+        self._running.remove(sequence)
+        self._free_slots.append(sequence.state_slot)
+        self.prefix_cache.free(sequence)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

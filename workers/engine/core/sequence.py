@@ -56,6 +56,8 @@ class Item:
     embedding: Any = None
     """Embedding computed by an encoder, [placeholder length, hidden_size] or wider; `fields` then
     hold only metadata."""
+    attended: bool = False
+    """Whether all tokens attend to the item, and not only tokens at and after its placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class SpokenText:
     """Number of tokens in the talker's sequence that have their input rows so far; None for a whole
     answer, where all have them."""
 
+
+Span = tuple[int, int]
+"""Tokens [start, stop) of a sequence."""
 
 SpokenTokens = Callable[[int], int]
 """Returns the number of tokens of a text that have been spoken after a number of frames."""
@@ -146,9 +151,16 @@ class EngineRequest:
     """If not 0, the last output holds the prompt's full blocks, in runs of about this size."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
-        """Return the indexes of the items whose placeholders overlap the tokens [start, stop)."""
+        """Return the indexes of the items on which the tokens [start, stop) depend directly.
+
+        Their placeholders overlap the tokens, or all tokens attend to them.
+        """
         ranges = [item.placeholder for item in self.items]
-        return [i for i, r in enumerate(ranges) if r.offset < stop and start < r.offset + r.length]
+        return [
+            i
+            for i, r in enumerate(ranges)
+            if self.items[i].attended or (r.offset < stop and start < r.offset + r.length)
+        ]
 
 
 class TokenMask(Protocol):
@@ -189,6 +201,9 @@ class SampledToken(NamedTuple):
 class Sequence:
     """One choice of one request."""
 
+    state_slot = 0
+    """Slot of a running sequence in the pool of states, for a model with recurrent layers."""
+
     def __init__(
         self,
         request: EngineRequest,
@@ -204,6 +219,7 @@ class Sequence:
         prompt_logprobs: dict[int, TokenLogprobs] | None = None,
         speech: SpokenText | None = None,
         pooling: Pooling = LAST_TOKEN,
+        spans: list[Span] | None = None,
     ) -> None:
         self.request = request
         self.choice = choice
@@ -223,6 +239,8 @@ class Sequence:
         self.speech = speech
         """Text that a talker speaks, as far as it has arrived."""
         self.pooling = pooling
+        self.spans = spans or []
+        """Runs of prompt tokens that attend to each other in both directions, in order."""
         self.embedding = b""
         """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
         self.residuals: list[list[int]] = []
@@ -278,6 +296,19 @@ class Sequence:
         # The tokens of the prefix cache may be ahead of the text that has been read again.
         return max(0, num_ready - self.num_computed_tokens)
 
+    def round_to_spans(self, num_tokens: int, num_cached: int = 0) -> int:
+        """Return a number of next tokens that ends in no span.
+
+        A limit in a span becomes its start, or its end if no token comes before the span. The keys
+        of a span depend on all its tokens, so these are computed in one step. Some of them may be
+        cached, because the hash of a block covers the whole items in it.
+        """
+        begin = max(num_cached, self.num_computed_tokens)
+        for start, stop in self.spans:
+            if start < begin + num_tokens < stop:
+                return (start if start > begin else stop) - begin
+        return num_tokens
+
     def items_ahead(self, num_cached: int = 0) -> list[tuple[int, int]]:
         """Return starts and lengths of the items that uncomputed tokens begin and that need
         encoding. Starts are counted from the first uncomputed token.
@@ -331,6 +362,12 @@ class ScheduledSequence:
     def end(self) -> int:
         """Index in the sequence after the last of these tokens."""
         return self.sequence.num_computed_tokens + self.num_new_tokens
+
+    @property
+    def spans(self) -> list[Span]:
+        """Spans that end within these tokens."""
+        start = self.sequence.num_computed_tokens
+        return [span for span in self.sequence.spans if start < span[1] <= self.end]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ class StepBudget:
     def max_new_tokens(self, sequence: Sequence, num_cached: int = 0) -> int:
         """Return the budget for a sequence, limited by the logits if all its tokens need them.
 
-        `num_cached` tokens of a sequence that has not started need not be computed.
+        `num_cached` tokens of a sequence that has not started need not be computed. A span that
+        comes next may exceed the limits, because it cannot be divided.
         """
         budget = self.budget
         if sequence.num_uncomputed_tokens > 1:
@@ -44,7 +45,7 @@ class StepBudget:
             budget = min(budget, self._lane.tokens_left(sequence, num_cached))
         if sequence.prompt_logprobs is not None:
             budget = min(budget, self.prompt_logits)
-        return budget
+        return sequence.round_to_spans(budget, num_cached) if budget > 0 else 0
 
     def add(self, s: ScheduledSequence) -> None:
         self.scheduled[s.sequence] = s

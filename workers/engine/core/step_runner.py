@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
+from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, Span
 
 
 class StepRunner(Protocol):
@@ -27,6 +27,9 @@ class StepRunner(Protocol):
         Each token of an answer takes one. Raises a RequestError if the model cannot run the
         request; the runner holds no state for it yet.
         """
+
+    def spans_of(self, request: EngineRequest) -> list[Span]:
+        """Return the runs of tokens in a checked prompt that attend to each other."""
 
     def prepare(self, request: EngineRequest) -> None:
         """Set up a checked request before its first batch."""

@@ -21,12 +21,12 @@ from shared.models.language import LanguageAdapter
 from shared.models.registry import find_decoder_traits
 from shared.native import library, measuring, tower_kernels, trials
 from shared.native.choices import NEVER, KernelSetting
-from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL, TOKEN_GROUP
+from shared.native.matrices import PANEL
+from shared.native.tower_kernels import MAX_HEAD_DIM, TOKEN_GROUP
 from workers.engine.cpu.memory import allocate, on_collect
 from workers.engine.cpu.weights import PackedWeights
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
-from workers.engine.model.int8 import Int8Linear
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 
@@ -87,15 +87,12 @@ def unsupported_reason(family: LanguageAdapter, block_size: int) -> str | None:
         return "its rotary embedding rotates only a part of each head"
     if block_size % TOKEN_GROUP:
         return f"blocks of {block_size} tokens are not multiples of {TOKEN_GROUP}"
-    loaded = library.load()
-    if loaded is None or (dtype == torch.bfloat16 and not loaded.pagemill_has_bf16()):
+    if library.load() is None:
         return "there are no kernels on this machine"
     return None
 
 
 def _unsupported_mlp(mlp: Any, activation: str) -> str | None:
-    if isinstance(mlp.gate_proj, Int8Linear):
-        return "its weights are int8"
     if activation != "silu" or mlp.gate_proj.bias is not None:
         return "its MLP is of another kind"
     return None
@@ -122,7 +119,7 @@ class NativeModel(DecoderModel):
         """Pointer arrays of the cache's keys and values."""
         config = decoder.config
         attention = decoder.layers[0].self_attn
-        self._weights = PackedWeights(family, loaded, num_threads)
+        self.weights = PackedWeights(family, loaded, num_threads)
         if model.get_output_embeddings().weight is not self._embed_tokens.weight:
             model.get_output_embeddings().weight = None
         self._config = _Config(
@@ -141,12 +138,11 @@ class NativeModel(DecoderModel):
         self._choose_tile_rows(kernels)
         self._decoder = loaded.pagemill_decoder(
             ctypes.byref(self._config),
-            self._weights.layers,
-            self._weights.final_norm,
-            self._weights.head,
+            self.weights.layers,
+            self.weights.final_norm,
+            ctypes.byref(self.weights.head),
             num_threads,
         )
-        assert self._decoder
         on_collect(self, loaded.pagemill_delete, self._decoder)
 
     # -- DecoderModel -----------------------------------------------------------------------------
@@ -236,7 +232,10 @@ class NativeModel(DecoderModel):
             "down": (config.intermediate_size, config.hidden_size),
             "head": (config.hidden_size, config.vocab_size),
         }
-        operations = {name: trials.decoder_product(kernels, *size) for name, size in sizes.items()}
+        operations = {
+            name: trials.decoder_product(kernels, *size, *self.weights.forms[name])
+            for name, size in sizes.items()
+        }
         operations["attention"] = trials.decoder_attention(kernels, config.head_dim)
         options = measuring.select(list(operations.values()), setting, kernels.key)
         for name, trial in operations.items():

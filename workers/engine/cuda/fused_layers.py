@@ -27,8 +27,10 @@ from workers.engine.cuda.kernels.rotary import (
     tabulate_rotary,
     write_cache,
 )
-from workers.engine.model.attention import check_arguments
-from workers.engine.model.int8 import Int8Linear
+from workers.engine.model.attention import attention_of_layer as attend_in_torch
+from workers.engine.model.attention import check_arguments, pad_values
+from workers.engine.model.quantized_linear import QuantizedLinear
+from workers.engine.model.step_plan import StepPlan
 from workers.engine.model.support import layer_windows
 
 ATTENTION = "pagemill_kernels"
@@ -117,22 +119,32 @@ def attention_of_layer(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    plan: KernelPlan,
+    plan: KernelPlan | StepPlan,
     kv_cache: list[tuple[Tensor, Tensor]],
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
     """Attention function for transformers, for models that are not fused.
 
-    Raises NotImplementedError for unsupported features.
+    A step with spans has the plan of the torch path. Raises NotImplementedError for unsupported
+    features.
     """
+    if isinstance(plan, StepPlan):
+        options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return attend_in_torch(
+            module, query, key, value, attention_mask, scaling, plan, kv_cache, **options
+        )
     check_arguments(module, attention_mask, kwargs)
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
+    value_dim, value = value.shape[-1], pad_values(value, key)
     query, key, value = (rows[0].transpose(0, 1).contiguous() for rows in (query, key, value))
     write_cache(key, value, key_cache, value_cache, plan.slot_mapping)
-    output = paged_attention(query, key_cache, value_cache, plan, scaling, sliding_window, softcap)
-    return output[None], None
+    output = paged_attention(
+        query, key_cache, value_cache, plan, scaling, sliding_window, softcap, s_aux
+    )
+    return output[None, ..., :value_dim], None
 
 
 # No mask function is registered, as in `workers.engine.model.attention`.
@@ -144,7 +156,7 @@ def _is_silu(mlp: Any) -> bool:
 
 
 def _is_int8(mlp: Any) -> bool:
-    return isinstance(mlp.gate_proj, Int8Linear)
+    return isinstance(mlp.gate_proj, QuantizedLinear)
 
 
 def _concat_projections(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:

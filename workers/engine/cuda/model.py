@@ -1,6 +1,7 @@
 """Decoder on a GPU: transformers' modules with Triton kernels, and decodes as CUDA graphs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from workers.engine.cuda.kernels.plan import (
 )
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
-from workers.engine.model.support import kv_shape
+from workers.engine.model.support import kv_shapes
 
 
 class GpuModel(FlatModel):
@@ -42,25 +43,34 @@ class GpuModel(FlatModel):
         """`record` is passed to `DecodeGraphs`; by default it records CUDA graphs on CUDA only.
 
         With adapters, layers are not fused and graphs are not recorded: adapters wrap transformers'
-        modules and change with the batch.
+        modules and change with the batch. Recurrent layers are wrapped in the same way.
         """
         super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        self._adapted = adapted
-        self.is_fused = not adapted and fuse_layers(family.decoder, family.num_position_rows)
+        self._adapted = adapted or self.keeps_states
+        self.is_fused = not self._adapted and fuse_layers(family.decoder, family.num_position_rows)
         self._num_rows = bucket_sizes(max_num_seqs)[-1]
         self._max_model_len = max_model_len
         self._record = record
         self._tables = BlockTables()
         self._graphs: DecodeGraphs | None = None
         config = family.decoder.config
-        _, self._num_kv_heads, head_dim = kv_shape(config)
-        group = config.num_attention_heads // self._num_kv_heads
-        self._queries_per_tile = count_queries(group, head_dim, self.dtype)
+        shapes = kv_shapes(config)
+        self._num_kv_heads = max(shape.num_kv_heads for shape in shapes)
+        # A tile fits into the programs of every layer.
+        self._queries_per_tile = min(
+            count_queries(config.num_attention_heads // num_kv_heads, head_dim, self.dtype)
+            for num_kv_heads, head_dim in shapes
+        )
 
-    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> KernelPlan:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
+        """Return the plan for the kernels, or for torch if a chunk has a span."""
+        if any(batch.spans):
+            return super().plan(batch, kv_cache)
         return plan_for_kernels(
-            *batch,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
             block_size=kv_cache[0][0].shape[1],
             num_kv_heads=self._num_kv_heads,
             queries_per_tile=self._queries_per_tile,
@@ -70,8 +80,12 @@ class GpuModel(FlatModel):
 
     @torch.inference_mode()
     def capture(self, kv_cache: KVCache) -> None:
-        """Record the graphs of decode steps over `kv_cache`, unless the model has adapters."""
-        if self._adapted:
+        """Record the graphs of decode steps over `kv_cache`.
+
+        Nothing is recorded for a model with wrapped modules, or with layers that use the ids of
+        tokens.
+        """
+        if self._adapted or self.family.uses_token_ids:
             return
         record = self._record
         if record is None:
@@ -99,7 +113,8 @@ class GpuModel(FlatModel):
     def forward(self, step: StepInputs) -> Tensor:
         """Run one step, as a graph if possible. After `capture`, only its cache may be used."""
         logits = None
-        if self._graphs is not None and step.deepstack is None and step.hidden is None:
+        is_graph = isinstance(step.plan, KernelPlan) and step.deepstack is None
+        if self._graphs is not None and is_graph and step.hidden is None:
             logits = self._graphs.run(step.embeddings, step.positions, step.plan)
         if logits is None:
             return super().forward(step)

@@ -49,13 +49,17 @@ def paged_attention(
     scale: float,
     window: Window = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Return the attention of each query over its sequence's cached keys.
 
     `window` must be one of the plan's windows. `softcap` bounds the scores by tanh, as in Gemma 2.
+    `sinks` [num_heads] are scores of a key without a value in each softmax, as in gpt-oss.
     """
     reads = plan.reads[window]
-    cache = _LayerCache(key_cache, value_cache, scale, softcap)
+    if sinks is not None:
+        sinks = sinks.view(key_cache.shape[2], -1, 1)
+    cache = _LayerCache(key_cache, value_cache, scale, softcap, sinks)
     if len(reads.decodes) == 1 and reads.decodes[0].rows is None:
         return cache.attend_decodes(query, reads.decodes[0])
     output = torch.empty_like(query)
@@ -77,6 +81,7 @@ class _LayerCache:
     values: Tensor
     scale: float
     softcap: float | None
+    sinks: Tensor | None  # [num_kv_heads, group, 1]
 
     def attend_decodes(self, query: Tensor, decodes: DecodeGroup) -> Tensor:
         """Return the attention of decodes, [num_decodes, num_heads, head_dim].
@@ -94,6 +99,7 @@ class _LayerCache:
             key.transpose(1, 2),
             value.transpose(1, 2),
             decodes.mask,
+            self.sinks,
             is_causal=False,
         )
         return output.reshape(query.shape)
@@ -117,25 +123,43 @@ class _LayerCache:
             gather(self.keys),
             gather(self.values),
             chunk.mask,
+            None if self.sinks is None else self.sinks[..., None],
             is_causal=chunk.mask is None,
         )
         return output.flatten(0, 1).transpose(0, 1)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        *,
+        is_causal: bool,
     ) -> Tensor:
-        if self.softcap is None:
+        if self.softcap is None and sinks is None:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=is_causal, scale=self.scale
             )
         scores = (query @ key.transpose(-2, -1)) * self.scale
-        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
         if is_causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
         elif mask is not None:
             scores = scores + mask
-        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        return weights[..., : key.shape[-2]] @ value
+
+
+def pad_values(value: Tensor, key: Tensor) -> Tensor:
+    """Return values with the width of keys: both caches of a layer have one shape."""
+    padding = key.shape[-1] - value.shape[-1]
+    return F.pad(value, (0, padding)) if padding else value
 
 
 def check_arguments(
@@ -164,17 +188,26 @@ def attention_of_layer(
     kv_cache: KVCache,
     sliding_window: Window = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
     """Attention function for transformers; raises NotImplementedError for unsupported features."""
     check_arguments(module, attention_mask, kwargs)
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
+    value_dim = value.shape[-1]
     write_cache(key_cache, plan.slot_mapping, key[0].transpose(0, 1))
-    write_cache(value_cache, plan.slot_mapping, value[0].transpose(0, 1))
+    write_cache(value_cache, plan.slot_mapping, pad_values(value, key)[0].transpose(0, 1))
     output = paged_attention(
-        query[0].transpose(0, 1), key_cache, value_cache, plan, scaling, sliding_window, softcap
+        query[0].transpose(0, 1),
+        key_cache,
+        value_cache,
+        plan,
+        scaling,
+        sliding_window,
+        softcap,
+        s_aux,
     )
-    return output[None], None
+    return output[None, ..., :value_dim], None
 
 
 # No mask function is registered with it. transformers then creates no mask, and does not search the

@@ -6,7 +6,6 @@ empty. The command reads small files and the headers of weights, and runs no cod
 """
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,10 @@ class FolderReport(msgspec.Struct, frozen=True):
     """Type of the saved weights."""
     max_position_embeddings: int = 0
     kv_values_per_token: int = 0
-    """Keys and values of one token, in all layers."""
+    """Keys and values of one token, in all layers, with its share of an item's for cross attention
+    in the longest sequence."""
+    state_bytes_per_sequence: int = 0
+    """States of one sequence in all recurrent layers; 0 for a model without such layers."""
     stored_as: str | None = None
     """Format of quantized weights; None for floats."""
 
@@ -61,9 +63,11 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
     from shared.errors import ConfigError
     from shared.models import registry
     from shared.models.chat_templates import check_chat_templates
+    from shared.models.reach import count_positions
+    from shared.models.states import count_state_bytes
     from shared.vision.quantized import read_quantized
     from workers.engine.end_tokens import check_files
-    from workers.engine.model.support import check_supported, kv_shape
+    from workers.engine.model.support import check_supported, num_item_values, num_kv_values
     from workers.engine.pooling_files import read_pooling
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -77,6 +81,8 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
             for media in () if family is None else family.media.values():
                 media.open_layout(folder, config)
             check_chat_templates(folder)
+            if family is not None and family.chat_template is not None:
+                family.chat_template(folder)
         if pooling is None:
             check_files(folder, config.get_text_config(decoder=True).vocab_size)
     except ConfigError as error:
@@ -88,8 +94,9 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         name,
         source,
         dtype=_dtype_of(config) or _dtype_of(text),
-        max_position_embeddings=text.max_position_embeddings,
-        kv_values_per_token=2 * math.prod(kv_shape(text)),
+        max_position_embeddings=count_positions(text),
+        kv_values_per_token=num_kv_values(text) + num_item_values(config) // count_positions(text),
+        state_bytes_per_sequence=count_state_bytes(text),
         stored_as=None if quantized is None else quantized.label,
     )
 

@@ -31,6 +31,7 @@ class CheckPrompt:
     positions: Tensor  # [num_position_rows, num_tokens]
     image_inputs: dict[str, Tensor]
     """Inputs of transformers' model that describe the image; none for a model without images."""
+    spans: list[tuple[int, int]]
 
     def run(self, model: Any, num_tokens: int, **options: Any) -> Any:
         """Run transformers' model on the first tokens, which include the image."""
@@ -58,9 +59,10 @@ def make_prompt(model: FlatModel, num_tokens: int) -> CheckPrompt:
     token_ids, image_ids = torch.randint(model.vocab_size, (2, num_tokens), generator=generator)
     positions = torch.arange(num_tokens).expand(family.num_position_rows, -1)
     image_inputs: dict[str, Tensor] = {}
-    if family.tower is not None:
-        config: Any = family.model.config
-        placeholder_id = config.image_token_id
+    spans: list[tuple[int, int]] = []
+    config: Any = family.model.config
+    placeholder_id = getattr(config, "image_token_id", None)
+    if family.tower is not None and placeholder_id is not None:
         token_ids[token_ids == placeholder_id] = int(placeholder_id == 0)
         token_ids[IMAGE_SPAN] = placeholder_id
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
@@ -69,11 +71,13 @@ def make_prompt(model: FlatModel, num_tokens: int) -> CheckPrompt:
         image_inputs = {IMAGE_GRID: grid, "mm_token_type_ids": kinds, "token_type_ids": kinds}
         placeholder = PlaceholderRange(IMAGE_SPAN.start, IMAGE_SPAN.stop - IMAGE_SPAN.start)
         item = Item(IMAGE, "", placeholder, {IMAGE_GRID: grid})
-        located = family.locate(EngineRequest("", token_ids.tolist(), [item], SamplingParams()))
+        request = EngineRequest("", token_ids.tolist(), [item], SamplingParams())
+        spans = family.spans_of(request)
+        located = family.locate(request)
         positions = positions if located is None else located.prompt
     token_ids, image_ids = token_ids.to(model.device), image_ids.to(model.device)
     embeddings = model.embed(token_ids)
     if image_inputs:
         embeddings[IMAGE_SPAN] = model.embed(image_ids[IMAGE_SPAN])
     image_inputs = {name: tensor.to(model.device) for name, tensor in image_inputs.items()}
-    return CheckPrompt(token_ids, embeddings, positions.to(model.device), image_inputs)
+    return CheckPrompt(token_ids, embeddings, positions.to(model.device), image_inputs, spans)

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shared.models.language import LanguageAdapter
+from shared.models.language import AttendItems, LanguageAdapter
+from shared.models.states import recurrent_layers
 from workers.engine.model.attention import ATTENTION, KVCache
+from workers.engine.model.states import NO_STATES, StatePool, StateStep
 from workers.engine.model.step_plan import plan_step
-from workers.engine.model.support import kv_shape, layer_windows
+from workers.engine.model.support import kv_shapes, layer_windows
 
 
 class BatchLayout(NamedTuple):
@@ -24,6 +26,7 @@ class BatchLayout(NamedTuple):
     block_tables: Sequence[Sequence[int]]
     query_start_loc: Sequence[int]
     seq_lens: Sequence[int]
+    spans: Sequence[Sequence[tuple[int, int]]] = ()
 
 
 class StepInputs(NamedTuple):
@@ -41,6 +44,12 @@ class StepInputs(NamedTuple):
     """Rows whose final hidden states are needed; no logits are computed for them."""
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32
     """Output buffer for these states; None if `hidden_rows` is None."""
+    token_ids: Tensor | None = None  # [num_tokens]
+    """Tokens of the batch, for layers that use their ids besides the embeddings."""
+    states: StateStep = NO_STATES
+    """States of recurrent layers."""
+    attend_items: AttendItems | None = None
+    """Cross attention to the items of requests; None for a model without cross attention."""
 
 
 class DecoderModel(ABC):
@@ -56,6 +65,12 @@ class DecoderModel(ABC):
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.vocab_size = int(family.decoder.config.vocab_size)
+        self.keeps_states = bool(recurrent_layers(family.decoder.config))
+        """Whether the model has recurrent layers, with a state for each sequence."""
+
+    def new_states(self, num_slots: int) -> StatePool:
+        """Return a pool for the states of `num_slots` sequences."""
+        return StatePool(self.family.decoder, num_slots)
 
     @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -85,18 +100,20 @@ class FlatModel(DecoderModel):
     def __init__(self, family: LanguageAdapter) -> None:
         super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        self._windows = set(layer_windows(family.decoder.config))
+        self._windows = set(layer_windows(family.decoder_config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
         # The memory is zeroed: a masked NaN would still spoil the sum over the values.
-        zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
-        return [(zeros(), zeros()) for _ in range(num_layers)]
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        shapes = [
+            (num_blocks, block_size, *shape) for shape in kv_shapes(self.family.decoder_config)
+        ]
+        return [(zeros(shape), zeros(shape)) for shape in shapes]
 
     def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         return plan_step(
             *batch,
+            opens_full_layers=self.family.opens_full_layers,
             block_size=kv_cache[0][0].shape[1],
             dtype=self.dtype,
             device=self.device,
@@ -104,14 +121,17 @@ class FlatModel(DecoderModel):
         )
 
     def forward(self, step: StepInputs) -> Tensor:
-        with _copied_hidden(self.family.decoder, step):
+        attention: dict[str, Any] = {"plan": step.plan, "kv_cache": step.kv_cache}
+        attention |= self.family.layer_inputs(step.token_ids)
+        if step.attend_items is not None:
+            attention["attend_items"] = step.attend_items
+        with _copied_hidden(self.family.decoder, step), step.states.applied():
             logits = self.family.forward(
                 step.embeddings[None],
                 step.positions,
                 step.sampled_rows,
                 step.deepstack,
-                plan=step.plan,
-                kv_cache=step.kv_cache,
+                **attention,
             )
         return logits[0]
 

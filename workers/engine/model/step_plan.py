@@ -6,6 +6,9 @@ the step alone, once for all layers with the same window.
 With a sliding window of w tokens, the token at t sees the tokens (t - w, t]. A sequence that brings
 the tokens [past, seq_len) needs nothing before past + 1 - w, so blocks that lie wholly before it
 are not read; `first` is the first token of the first block that is read.
+
+A span is a run of tokens that attend to each other in both directions, such as an image's tokens.
+All its tokens are cached or in the chunk, so only the mask of the chunk differs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +37,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows [start, stop) of the batch: several tokens of one sequence, attending causally."""
+    """Rows [start, stop) of the batch: several tokens of one sequence."""
 
     start: int
     stop: int
@@ -63,17 +66,21 @@ def plan_step(
     block_tables: Sequence[Sequence[int]],
     query_start_loc: Sequence[int],
     seq_lens: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]] = (),
     *,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     windows: Iterable[Window] = (None,),
+    opens_full_layers: bool = True,
 ) -> StepPlan:
     """Return the plan of a batch with one block table per sequence.
 
     Sequence i has the batch's tokens [query_start_loc[i], query_start_loc[i + 1]), which are the
     last of its `seq_lens[i]` tokens. Token t of a sequence is stored in block
-    `block_table[t // block_size]`. `windows` are the windows of the model's layers.
+    `block_table[t // block_size]`. `spans` are the spans of each sequence, none by default.
+    `windows` are the windows of the model's layers. Unless it `opens_full_layers`, layers without a
+    window are causal in spans, too.
     """
     slots: list[int] = []
     for i, (table, seq_len) in enumerate(zip(block_tables, seq_lens, strict=True)):
@@ -82,9 +89,10 @@ def plan_step(
             table[t // block_size] * block_size + t % block_size for t in range(past, seq_len)
         ]
     batch = _Batch(block_tables, query_start_loc, seq_lens, block_size, dtype, device)
+    open_spans = {window: spans for window in windows if window or opens_full_layers}
     return StepPlan(
         torch.tensor(slots, device=device),
-        {window: _plan_reads(batch, window) for window in windows},
+        {window: _plan_reads(batch, window, open_spans.get(window, ())) for window in windows},
     )
 
 
@@ -112,7 +120,9 @@ class _Batch:
         return self.block_tables[i][first // self.block_size : stop]
 
 
-def _plan_reads(batch: _Batch, window: Window) -> CacheReads:
+def _plan_reads(
+    batch: _Batch, window: Window, spans: Sequence[Sequence[tuple[int, int]]]
+) -> CacheReads:
     decodes: dict[int, list[int]] = {}
     chunks = []
     for i, seq_len in enumerate(batch.seq_lens):
@@ -122,7 +132,8 @@ def _plan_reads(batch: _Batch, window: Window) -> CacheReads:
             decodes.setdefault(_length_class(seq_len - first), []).append(i)
         else:
             blocks = torch.tensor(batch.blocks(i, first), device=batch.device)
-            mask = _chunk_mask(stop - start, first, seq_len, window, batch)
+            open_spans = spans[i] if spans else ()
+            mask = _chunk_mask(stop - start, first, seq_len, window, open_spans, batch)
             chunks.append(PrefillChunk(start, stop, blocks, seq_len - first, mask))
     is_whole_batch = not chunks and len(decodes) == 1
     return CacheReads(
@@ -169,20 +180,27 @@ def _plan_decodes(
 
 
 def _chunk_mask(
-    num_queries: int, first: int, seq_len: int, window: Window, batch: _Batch
+    num_queries: int,
+    first: int,
+    seq_len: int,
+    window: Window,
+    spans: Sequence[tuple[int, int]],
+    batch: _Batch,
 ) -> Tensor | None:
     """Return the mask [num_queries, seq_len - first] of a chunk; None if it is plainly causal.
 
     Query j is token seq_len - num_queries + j. Columns are the tokens [first, seq_len).
     """
-    if num_queries == seq_len and (window is None or seq_len <= window):
+    if num_queries == seq_len and (window is None or seq_len <= window) and not spans:
         return None
-    hidden = torch.ones(num_queries, seq_len - first, dtype=torch.bool)
-    last = seq_len - num_queries - first  # the column of query 0
-    if window is None:
-        hidden.triu_(last + 1)
-    else:
-        hidden = hidden.triu(last + 1) | hidden.tril(last - window)
+    every = torch.ones(num_queries, seq_len - first, dtype=torch.bool)
+    past = seq_len - num_queries
+    last = past - first  # the column of query 0
+    hidden = every.triu(last + 1)
+    for start, stop in spans:
+        hidden[max(start - past, 0) : stop - past, max(start - first, 0) : stop - first] = False
+    if window is not None:
+        hidden |= every.tril(last - window)
     return _additive_mask(hidden, batch.dtype, batch.device)
 
 

@@ -26,47 +26,24 @@ from workers.gateway.schemas.transcription import (
 
 JSON, TEXT = "json", "text"
 
-LANGUAGES = {
-    "ar": "Arabic",
-    "bg": "Bulgarian",
-    "bn": "Bengali",
-    "cs": "Czech",
-    "da": "Danish",
-    "de": "German",
-    "el": "Greek",
-    "en": "English",
-    "es": "Spanish",
-    "fa": "Persian",
-    "fi": "Finnish",
-    "fr": "French",
-    "he": "Hebrew",
-    "hi": "Hindi",
-    "hu": "Hungarian",
-    "id": "Indonesian",
-    "it": "Italian",
-    "ja": "Japanese",
-    "ko": "Korean",
-    "ms": "Malay",
-    "nl": "Dutch",
-    "no": "Norwegian",
-    "pl": "Polish",
-    "pt": "Portuguese",
-    "ro": "Romanian",
-    "ru": "Russian",
-    "sv": "Swedish",
-    "sw": "Swahili",
-    "ta": "Tamil",
-    "th": "Thai",
-    "tl": "Tagalog",
-    "tr": "Turkish",
-    "uk": "Ukrainian",
-    "ur": "Urdu",
-    "vi": "Vietnamese",
-    "yue": "Cantonese",
-    "zh": "Chinese",
-}
+_NAMES = """
+af Afrikaans; am Amharic; ar Arabic; as Assamese; az Azerbaijani; ba Bashkir; be Belarusian; bg
+Bulgarian; bn Bengali; bo Tibetan; br Breton; bs Bosnian; ca Catalan; cs Czech; cy Welsh; da
+Danish; de German; el Greek; en English; es Spanish; et Estonian; eu Basque; fa Persian; fi
+Finnish; fo Faroese; fr French; gl Galician; gu Gujarati; ha Hausa; haw Hawaiian; he Hebrew; hi
+Hindi; hr Croatian; ht Haitian Creole; hu Hungarian; hy Armenian; id Indonesian; is Icelandic; it
+Italian; ja Japanese; jw Javanese; ka Georgian; kk Kazakh; km Khmer; kn Kannada; ko Korean; la
+Latin; lb Luxembourgish; ln Lingala; lo Lao; lt Lithuanian; lv Latvian; mg Malagasy; mi Maori; mk
+Macedonian; ml Malayalam; mn Mongolian; mr Marathi; ms Malay; mt Maltese; my Myanmar; ne Nepali;
+nl Dutch; nn Nynorsk; no Norwegian; oc Occitan; pa Punjabi; pl Polish; ps Pashto; pt Portuguese;
+ro Romanian; ru Russian; sa Sanskrit; sd Sindhi; si Sinhala; sk Slovak; sl Slovenian; sn Shona; so
+Somali; sq Albanian; sr Serbian; su Sundanese; sv Swedish; sw Swahili; ta Tamil; te Telugu; tg
+Tajik; th Thai; tk Turkmen; tl Tagalog; tr Turkish; tt Tatar; uk Ukrainian; ur Urdu; uz Uzbek; vi
+Vietnamese; yi Yiddish; yo Yoruba; yue Cantonese; zh Chinese
+"""
+LANGUAGES = dict(entry.split(maxsplit=1) for entry in _NAMES.split(";"))
 """Names of languages for the instruction, by their codes."""
-WITHOUT_SPACES = frozenset({"ja", "th", "yue", "zh"})
+WITHOUT_SPACES = frozenset({"ja", "lo", "my", "th", "yue", "zh"})
 """Languages that write words without spaces between them."""
 
 
@@ -105,6 +82,7 @@ def plan_transcription(
             form.model,
             messages=[Message("user", [AudioPart(AudioURL(piece)), content])],
             timeout_s=form.timeout_s,
+            template_kwargs=_variables_of(form),
         )
         for piece in pieces
     ]
@@ -125,6 +103,12 @@ def instruction_of(form: TranscriptionForm) -> str:
     language = "" if form.language is None else f"{LANGUAGES[form.language]} "
     instruction = f"Transcribe the {language}speech into text."
     return instruction if not form.prompt else f"{instruction}\n{form.prompt}"
+
+
+def _variables_of(form: TranscriptionForm) -> dict[str, Any]:
+    """Return the variables for chat templates that have tokens for them, such as Whisper's."""
+    variables = {"task": "transcribe", "language": form.language, "prompt": form.prompt}
+    return {name: value for name, value in variables.items() if value}
 
 
 class TranscriptionAssembler(Assembler[TranscriptionOptions]):

@@ -24,7 +24,8 @@ class TranscriptionForm(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     language: Annotated[str, Meta(pattern="^[a-z]{2,3}$")] | None = None
     """ISO 639 code of the spoken language, such as `en`; by default the model detects it."""
     prompt: Annotated[str, Meta(max_length=4096)] | None = None
-    """Further instructions to the model, such as the spelling of names."""
+    """Further instructions to the model, such as the spelling of names; for Whisper, the text
+    before the recording."""
     response_format: str = "json"
     """`json`, or `text` for the text alone."""
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None

@@ -13,7 +13,7 @@ from shared.config.schema import ModelConfig
 from shared.errors import ConfigError, ContextTooLong, MediaTooLarge
 from shared.models.family import ModelFamily
 from shared.models.frame_sampling import ASSUMED_FPS
-from shared.models.generic_vision import find_obstacle
+from shared.models.generic_hearing import find_obstacle
 from shared.models.layout import MediaLayout, PlannedLayout
 from shared.models.media import (
     DecodedAudio,

@@ -26,6 +26,7 @@ from shared.errors import (
 from shared.models.chat_templates import check_chat_templates
 from shared.models.layout import PlannedLayout
 from shared.models.media import DecodedMedia
+from shared.models.reach import count_positions
 from shared.models.registry import find_family
 from shared.protocol.multimodal import (
     DEFAULT_SAMPLING,
@@ -93,16 +94,27 @@ class Processor:
                 f"{folder}: the model cannot be read: {error}", field="path"
             ) from error
         check_chat_templates(folder)
+        family = find_family(config)
         tokenizer.chat_template = tokenizer.chat_template or _legacy_chat_template(folder)
+        own_template = None
+        if not tokenizer.chat_template and family is not None and family.chat_template is not None:
+            tokenizer.chat_template = own_template = family.chat_template(folder)
         if not tokenizer.chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
-        family = find_family(config)
         self._inputs = open_inputs(family, folder, config, model)
         self.placeholder_ids = {name: media.placeholder_id for name, media in self._inputs.items()}
-        self.tokenizer = PromptTokenizer(tokenizer, self.placeholder_ids.values())
+        around = {media.placeholder_id: media.layout.around for media in self._inputs.values()}
+        self.tokenizer = PromptTokenizer(
+            tokenizer,
+            self.placeholder_ids.values(),
+            around,
+            is_complete=own_template is not None,
+        )
+        self.needs_sound = family is not None and family.language.attends_items
+        """Whether each prompt must have a sound."""
         default = None if family is None else family.tool_format
         self._tool_parser = model.tool_parser or self.tokenizer.find_tool_format(default)
-        longest: int = config.get_text_config().max_position_embeddings
+        longest = count_positions(config.get_text_config())
         self.max_model_len = min(longest, model.max_model_len or longest)
         """Limit on prompt and answer together, in tokens."""
         self.vocab_size: int = config.get_text_config().vocab_size

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -39,14 +39,24 @@ _TEMPLATE_ERRORS = (
 class PromptTokenizer:
     """A tokenizer with a chat template. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, placeholder_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        placeholder_ids: Collection[int],
+        around: Mapping[int, tuple[str, str]],
+        *,
+        is_complete: bool = False,
+    ) -> None:
         """Wrap transformers' `tokenizer`.
 
         `placeholder_ids` are the placeholder tokens of media. The chat template of a model with
-        placeholders accepts messages as lists of parts.
+        placeholders accepts messages as lists of parts. `around` are the texts before and after a
+        medium, by its placeholder token. If the template `is_complete`, it writes all special
+        tokens of a prompt.
         """
         self._tokenizer = tokenizer
         self._takes_parts = bool(placeholder_ids)
+        self._is_complete = is_complete
         self._takes_strings = not self._takes_parts or _writes_strings(tokenizer)
         self._reserved = _reserved_names(tokenizer)
         self._control_ids = {
@@ -59,6 +69,12 @@ class PromptTokenizer:
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
+        markers = {tokenizer.convert_ids_to_tokens(i): text for i, text in around.items()}
+        self._around = {
+            marker: before + marker + after
+            for marker, (before, after) in markers.items()
+            if before or after
+        }
         self._byte_decoder = TokenByteDecoder(self._encoder)
         self.takes_tools = self._writes_tools()
         """Whether the chat template writes tools."""
@@ -148,6 +164,8 @@ class PromptTokenizer:
         model's processor adds them unless the template has written a BOS, unlike LLaVA's template.
         """
         bos: str | None = self._tokenizer.bos_token
+        if self._is_complete:
+            return False
         return self._takes_parts and not (bos and text.startswith(bos))
 
     def _control_token_error(self, prompt: Prompt) -> InvalidRequest:
@@ -185,6 +203,8 @@ class PromptTokenizer:
             raise InvalidRequest(
                 f"the model's chat template refuses the messages: {error}", field="messages"
             ) from error
+        for marker, surrounded in self._around.items():
+            templated = templated.replace(marker, surrounded)
         return templated
 
     def _writes_tools(self) -> bool:

@@ -34,6 +34,7 @@ class Case:
     softcap: float | None = None
     num_splits: int = 1
     seed: int = 0
+    has_sinks: bool = False
 
 
 spans = st.lists(
@@ -53,10 +54,13 @@ cases = st.builds(
     softcap=st.sampled_from([None, 2.0]),
     num_splits=st.sampled_from([1, 2, 8]),
     seed=st.integers(0, 2**31),
+    has_sinks=st.booleans(),
 )
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, case: Case, sinks: Tensor | None
+) -> Tensor:
     """In float64; query j of the last ones sees the keys up to its own token, in its window."""
     num_queries, seq_len = len(query), len(key)
     key, value = (x.double().repeat_interleave(case.group, dim=1) for x in (key, value))
@@ -65,8 +69,11 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Te
         scores = case.softcap * torch.tanh(scores / case.softcap)
     behind = torch.arange(seq_len - num_queries, seq_len)[:, None] - torch.arange(seq_len)
     is_visible = (behind >= 0) & (behind < (case.window or seq_len))
-    weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    weights = scores.masked_fill(~is_visible, -torch.inf).exp()
+    sums = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        sums += sinks.double().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / sums, value)
 
 
 @dataclass
@@ -82,6 +89,7 @@ class Step:
     key: Tensor
     value: Tensor
     expected: Tensor
+    sinks: Tensor | None
 
 
 def make_step(case: Case) -> Step:
@@ -98,6 +106,7 @@ def make_step(case: Case) -> Step:
     key_cache, value_cache = (torch.randn(shape).to(case.dtype) for _ in range(2))
     query = torch.randn(num_tokens, case.num_kv_heads * case.group, case.head_dim).to(case.dtype)
     key, value = (torch.randn(num_tokens, *row).to(case.dtype) for _ in range(2))
+    sinks = torch.randn(query.shape[1]).to(case.dtype) if case.has_sinks else None
     expected = torch.empty(query.shape, dtype=torch.float64)
     for i, (past, _) in enumerate(case.spans):
         rows = slice(starts[i], starts[i + 1])
@@ -105,8 +114,10 @@ def make_step(case: Case) -> Step:
         whole = [
             torch.cat([old, new[rows]]) for old, new in zip(past_rows, (key, value), strict=True)
         ]
-        expected[rows] = dense_attention(query[rows], whole[0], whole[1], case)
-    return Step(tables, starts, seq_lens, query, key_cache, value_cache, key, value, expected)
+        expected[rows] = dense_attention(query[rows], whole[0], whole[1], case, sinks)
+    return Step(
+        tables, starts, seq_lens, query, key_cache, value_cache, key, value, expected, sinks
+    )
 
 
 def make_plan(step: Step, case: Case, device: torch.device) -> KernelPlan:
@@ -129,7 +140,8 @@ def run_kernels(step: Step, case: Case, device: torch.device) -> Tensor:
     caches = step.key_cache.to(device), step.value_cache.to(device)
     write_cache(step.key.to(device), step.value.to(device), *caches, plan.slot_mapping)
     query = step.query.to(device)
-    return paged_attention(query, *caches, plan, SCALE, case.window, case.softcap).cpu()
+    sinks = None if step.sinks is None else step.sinks.to(device)
+    return paged_attention(query, *caches, plan, SCALE, case.window, case.softcap, sinks).cpu()
 
 
 def check(case: Case, device: torch.device) -> None:
@@ -159,6 +171,8 @@ def test_any_batch_equals_attention_by_definition(device: torch.device, case: Ca
         Case([(0, 200)], window=20, head_dim=80),
         Case([(130, 70)], softcap=1.5, group=7, dtype=torch.bfloat16),
         Case([(100, 1)], softcap=1.5, group=16, num_kv_heads=1, dtype=torch.float16),
+        Case([(5, 1), (0, 7), (13, 13), (40, 1)], num_splits=2, has_sinks=True),
+        Case([(200, 1), (3, 1), (0, 40)], num_splits=64, window=20, has_sinks=True),
     ],
     ids=[
         "first token",
@@ -170,6 +184,8 @@ def test_any_batch_equals_attention_by_definition(device: torch.device, case: Ca
         "prompt longer than the window",
         "chunk, soft cap",
         "all heads share, soft cap",
+        "mixed, sinks",
+        "splits without keys, sinks",
     ],
 )
 def test_named_shapes_equal_attention_by_definition(device: torch.device, case: Case) -> None:

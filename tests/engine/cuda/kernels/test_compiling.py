@@ -18,7 +18,7 @@ KERNELS = {
     "_rotate_and_write",
     "_write_cache",
 }
-MODELS = ("Qwen2-VL-2B", "Gemma-3-4B", "GQA-fp32-64", "GQA-fp16-80")
+MODELS = ("Qwen2-VL-2B", "Gemma-3-4B", "gpt-oss-20b", "GQA-fp32-64", "GQA-fp16-80")
 # Limit per program: Hopper has 227 KiB, the smaller chips of the Ada generation have 99 KiB.
 SHARED_BYTES = 99 * 2**10
 

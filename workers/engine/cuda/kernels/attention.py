@@ -33,12 +33,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """See `workers.engine.model.attention.paged_attention`; rows without a tile are undefined."""
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads, head_dim)
     group = num_heads // key_cache.shape[2]
-    arguments = (query, key_cache, value_cache, plan, scale, window, softcap)
+    arguments = (query, key_cache, value_cache, plan, scale, window, softcap, sinks)
     if len(plan.chunks):
         rows = pad_to_power_of_two(count_queries(group, head_dim, query.dtype) * group, MIN_SIDE)
         _launch(output, None, plan.chunks, 1, rows, CHUNK_BYTES, *arguments)
@@ -79,6 +80,7 @@ def _launch(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     num_kv_heads, head_dim = key_cache.shape[2:]
     assert query.stride()[1:] == (head_dim, 1)
@@ -101,6 +103,7 @@ def _launch(
         plan.block_table.stride(0),
         scale,
         softcap or 1.0,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=query.shape[1] // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -131,6 +134,7 @@ def _attend(
     table_stride,
     scale,
     softcap,
+    sinks,  # [num_heads] or None
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -147,19 +151,18 @@ def _attend(
     # Row r is query r // GROUP of the tile, and head r % GROUP of the group with this KV head.
     r = tl.arange(0, ROWS)
     row, head = first_row + r // GROUP, kv_head * GROUP + r % GROUP
-    position = first_position + r // GROUP
     d = tl.arange(0, DIM_PAD)
     is_query = (r // GROUP < num_queries)[:, None] & (d < HEAD_DIM)[None, :]
     q_at = query + row[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
-
     low, high = _key_range(first_position, num_queries, split, KEYS, NUM_SPLITS, WINDOW)
     attended, lse = _attend_keys(
         q,
         key_cache + kv_head * HEAD_DIM,
         value_cache + kv_head * HEAD_DIM,
         block_table + sequence * table_stride,
-        position,
+        first_position + r // GROUP,
+        _load_sinks(sinks, head, split),
         low,
         high,
         scale,
@@ -185,6 +188,15 @@ def _load_tile(tiles, tile):
     """Return the fields of a tile, as listed at `TILE_WIDTH`."""
     at = tiles + tile * TILE
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _load_sinks(sinks, head, split):
+    """Return the sink of each row in the first split, and -inf otherwise, for log2."""
+    scores = tl.full(head.shape, float("-inf"), tl.float32)
+    if sinks is not None:
+        scores = tl.where(split == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, scores)
+    return scores
 
 
 @triton.jit
@@ -216,6 +228,7 @@ def _attend_keys(
     value_cache,
     table,  # block table of the sequence
     position,  # [ROWS]
+    maximum,  # [ROWS], score of the sink or -inf
     low,
     high,
     scale,
@@ -235,8 +248,7 @@ def _attend_keys(
     DIM_PAD: tl.constexpr = q.shape[1]
     d = tl.arange(0, DIM_PAD)
     is_dim = d < HEAD_DIM
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
+    total = tl.where(maximum == float("-inf"), 0.0, 1.0)
     acc = tl.full([ROWS, DIM_PAD], 0.0, tl.float32)
     for start in range(low, high, KEYS):
         n = start + tl.arange(0, KEYS)

@@ -1,0 +1,36 @@
+"""Token mask of a model's own rules, such as the language with which Whisper's answers begin."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.models.language import TokenRules
+
+
+class RulesMask:
+    """Mask of one choice; implements `workers.engine.core.sequence.TokenMask`."""
+
+    def __init__(self, rules: TokenRules, vocab_size: int) -> None:
+        self._rules = rules
+        self._vocab_size = vocab_size
+        self._num_tokens = 0
+
+    def allowed(self) -> NDArray[np.int32] | None:
+        rules, num_after = self._rules, self._num_tokens - len(self._rules.beginning)
+        if num_after < 0:
+            return _pack(rules.beginning[num_after], self._vocab_size)
+        suppressed = rules.suppressed if num_after else rules.suppressed + rules.suppressed_first
+        return ~_pack(suppressed, self._vocab_size) if suppressed else None
+
+    def advance(self, token_id: int) -> None:
+        self._num_tokens += 1
+
+
+@lru_cache(16)
+def _pack(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
+    """Return a bit for each token, which is set for these."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[[*token_ids]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
