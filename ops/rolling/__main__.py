@@ -19,9 +19,9 @@ from ops.rolling.load import send_all
 from shared.protocol.versions import range_words
 from shared.telemetry import logs
 
-# Commits from the last change on that needs a drain: since then, requests have their tenant and id
-# in their subject. Workers of older commits cannot run together with newer ones.
-OLDER = ("ccc318c1",)
+# Commits from the last change on that needs a drain: since then, parts of requests have ids that no
+# client may choose. Workers of older commits cannot run together with newer ones.
+OLDER = ("0c810446",)
 OTHER = {"old": "new", "new": "old"}
 
 
