@@ -95,10 +95,10 @@ class Job:
 
     @property
     def tenant(self) -> str:
-        """Tenant of the request; "" if it has no valid tenant."""
+        """Tenant of the job; "" if it has no valid tenant."""
         if self.ticket is not None:
             return self.ticket.tenant
-        tenant = self.delivery.tenant
+        tenant = self.delivery.tenant or names.split_id(self.request_id or "")[1]
         return tenant if names.is_name(tenant) else ""
 
     @property

@@ -66,7 +66,7 @@ def context_of(bus: Bus, timeout_s: float = 600.0, max_deliver: int = 1, **agent
 
 
 async def begin(bus: Bus, begun: Begun = BEGUN) -> StepLog:
-    log = StepLog(bus, "", f"resp_{secrets.token_hex(8)}")
+    log = StepLog(bus, begun.tenant, f"resp_{secrets.token_hex(8)}")
     await log.append(begun)
     return log
 
@@ -254,12 +254,14 @@ async def first_result(log: StepLog) -> Result:
     raise AssertionError("there is no result")
 
 
-async def test_an_unreadable_log_is_a_dead_letter(bus: Bus) -> None:
-    log = await begin(bus)
+@pytest.mark.parametrize("tenant", ["", "alice"])
+async def test_an_unreadable_log_is_a_dead_letter_of_its_tenant(bus: Bus, tenant: str) -> None:
+    log = await begin(bus, replace(BEGUN, tenant=tenant))
     result = b'{"type":"result","index":1,"turn":7,"call":0,"outcome":"failed"}'
-    await bus.publish_without_id(subjects.step("", log.response_id), result)
-    letter = await dead_letter_of(context_of(bus), to_json(ResponseTask(log.response_id, "")))
-    assert letter.request_id == job_of(log)
+    await bus.publish_without_id(subjects.step(tenant, log.response_id), result)
+    task = to_json(ResponseTask(log.response_id, tenant))
+    letter = await dead_letter_of(context_of(bus), task)
+    assert (letter.request_id, letter.tenant) == (job_of(log), tenant)
     assert (letter.role, letter.error.code) == ("agent", "undecodable_message")
 
 
