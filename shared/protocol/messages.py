@@ -10,8 +10,8 @@ generator → generator         CachedImages                 pm.result.image_<ke
 stages → client               TokenChunk, Finish, Failure  pm.tokens.<id>           JSON
 stages → client               MediaChunk, OutputEnd        pm.tokens.<id>.<output>  JSON
 stages → stages               OutputEnds                   pm.tokens.<id>.ends      JSON
-any role → operators          DeadLetter                   pm.dead.<stage>.<id>     msgpack
-any worker → any client       AttemptRecord                pm.attempt.<id>          JSON
+any role → operators          DeadLetter                   pm.dead.<role>.<job id>  msgpack
+any worker → any client       AttemptRecord                pm.attempt.<job id>      JSON
 gateway → gateways            RequestRecord                pm.job.<id>              JSON
 client, renderer → renderer   MediaHead                    pm.media.<sha256>        JSON
 client, renderer → renderer   (bytes)                      pm.media.<sha256>.<number>
@@ -88,6 +88,7 @@ class DeadLetter(Struct, frozen=True):
     version: str
     subject: str
     request_id: str | None
+    """Id of the job, which is a request, a batch or a response; null for a message without one."""
     attempts: int
     error: ErrorInfo
     traceback: str
@@ -103,7 +104,7 @@ class DeadLetter(Struct, frozen=True):
 
 
 class AttemptRecord(Versioned, frozen=True):
-    """Attempt of a worker at a request. A second record of the same attempt contains its outcome.
+    """Attempt of a worker at a job. A second record of the same attempt contains its outcome.
 
     A successful attempt has no second record, because no later attempt depends on it.
     """

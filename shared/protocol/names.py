@@ -5,11 +5,13 @@ public names, such as `org/qwen2.5`, so their names are encoded in subjects, and
 """
 
 import re
+from typing import Literal
 
 NAME_RULE = "must be 1 to 128 letters, digits, '-' or '_'"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # A line of a batch may have several prompts.
 _OWN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}(?:~[ti]?[0-9]{1,19}(?:-[0-9]{1,19})?){0,2}")
+_JOB_ID = re.compile(r"(?:batch|response):[A-Za-z0-9_-]{1,128}(?:@[A-Za-z0-9_-]{1,128})?")
 MAX_MODEL_LEN = 128
 # It leaves room for a stage and a lane in the name of a consumer.
 MAX_MODEL_TOKEN_LEN = 200
@@ -113,6 +115,20 @@ def part_id(whole_id: str, part: str | int) -> str:
     """
     name, tenant = split_id(whole_id)
     return scoped_id(f"{name}{PART_MARK}{part}", tenant)
+
+
+def job_id(kind: Literal["batch", "response"], name: str, tenant: str) -> str:
+    """Return the id of a batch or a response in its attempts and dead letters.
+
+    Clients choose the ids of requests, batches and responses separately, so they may be equal. No
+    request can have an id of this form.
+    """
+    return scoped_id(f"{kind}:{name}", tenant)
+
+
+def is_job_id(value: str) -> bool:
+    """Return whether `value` is an id of `job_id`."""
+    return _JOB_ID.fullmatch(value) is not None
 
 
 def split_id(request_id: str) -> tuple[str, str]:

@@ -457,9 +457,12 @@ def ended(request_id: str) -> str:
     return f"pm.ended.{request_id}"
 
 
-def attempts(request_id: str) -> str:
-    """Subject of the attempts at a request: the worker that claimed it, and the outcome."""
-    return f"pm.attempt.{request_id}"
+def attempts(job_id: str) -> str:
+    """Subject of the attempts at a job: the worker that claimed it, and the outcome.
+
+    The id of a job is the id of a request, the name of an item task, or an id of `names.job_id`.
+    """
+    return f"pm.attempt.{job_id}"
 
 
 def item_task(key: str) -> str:
@@ -518,12 +521,13 @@ def job(request_id: str) -> str:
     return f"pm.job.{request_id}"
 
 
-def dead(role: str, request_id: str) -> str:
-    return f"pm.dead.{role}.{request_id}"
+def dead(role: str, job_id: str) -> str:
+    """Subject of the dead letters of a job. Its id is as in `attempts`."""
+    return f"pm.dead.{role}.{job_id}"
 
 
-def dead_of(request_id: str) -> str:
-    return f"pm.dead.*.{request_id}"
+def dead_of(job_id: str) -> str:
+    return f"pm.dead.*.{job_id}"
 
 
 def audit(identity: str) -> str:

@@ -45,7 +45,8 @@ EndJob = Callable[["Job", PagemillError], Awaitable[None]]
 class Job:
     """A delivery in a worker, from its arrival to its settlement.
 
-    `request_id` is None for a message without a usable id, which can only become a dead letter.
+    `request_id` is an id of `names.job_id` for a batch or a response. It is None for a message
+    without a usable id, which can only become a dead letter.
     `end` ends the subject of the job with an error, if it is not a request with a token log.
     """
 
@@ -94,10 +95,10 @@ class Job:
 
     @property
     def tenant(self) -> str:
-        """Tenant of the request; "" if it has no valid tenant."""
+        """Tenant of the job; "" if it has no valid tenant."""
         if self.ticket is not None:
             return self.ticket.tenant
-        tenant = self.delivery.tenant
+        tenant = self.delivery.tenant or names.split_id(self.request_id or "")[1]
         return tenant if names.is_name(tenant) else ""
 
     @property

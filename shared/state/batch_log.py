@@ -32,7 +32,6 @@ from shared.state import batch_room
 from shared.state.log_pages import PagedLog, PagedRecord
 
 READ_AT_ONCE = 16
-BATCHER = "batcher"
 CANCELLED_EARLY_S = 3600.0
 """Time for which the cancellation of an unknown batch is stored."""
 

@@ -8,6 +8,7 @@ from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import DeadLetter, decode_dead_letter
 from shared.protocol.requests import GenerateRequest, version_of_request
+from shared.protocol.steps import decode_response_task
 from shared.protocol.versions import version_header
 from shared.state.response_status import find_any_tenants
 
@@ -15,7 +16,8 @@ from shared.state.response_status import find_any_tenants
 async def read_newest(bus: Bus, limit: int) -> AsyncIterator[tuple[str, DeadLetter]]:
     """Yield the latest `limit` letters, the newest first, each with its name for `find`.
 
-    The name is the id of the request, or `unnamed-` and a number for one without a valid id.
+    The name is the id of the job, see `subjects.attempts`, or `unnamed-` and a number for a
+    message without a valid id.
     """
     first, sequence = await bus.figures.sequence_range(subjects.DEAD_STREAM)
     while limit > 0 and sequence >= first:
@@ -26,13 +28,14 @@ async def read_newest(bus: Bus, limit: int) -> AsyncIterator[tuple[str, DeadLett
         sequence -= 1
 
 
-async def find(bus: Bus, request_id: str) -> DeadLetter:
-    """Return the latest dead letter of a request. Raises NotFound."""
-    if not names.is_task_id(request_id):
-        raise InvalidRequest("not a request id", field="request_id")
-    stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
+async def find(bus: Bus, name: str) -> DeadLetter:
+    """Return the latest dead letter with a name of `read_newest`. Raises NotFound."""
+    if not (names.is_task_id(name) or names.is_job_id(name)):
+        raise InvalidRequest("not the name of a dead letter", field="name")
+    stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(name))
     if stored is None:
-        raise NotFound(f"no dead letter of request {request_id}", field="request_id")
+        hint = "`pagemill dead list` shows the names of all letters"
+        raise NotFound(f"no dead letter has the name {name}: {hint}", field="name")
     return decode_dead_letter(stored.data)
 
 
@@ -51,16 +54,20 @@ async def requeue(bus: Bus, request_id: str, request: GenerateRequest) -> None:
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(request_id))
 
 
-async def requeue_response(bus: Bus, letter: DeadLetter) -> None:
-    """Queue a response again. Raises InvalidRequest if it has ended.
+async def requeue_response(bus: Bus, letter: DeadLetter) -> str:
+    """Queue a response again, and return its id. Raises InvalidRequest if it has ended.
 
-    Its attempt records are removed first. Raises Overloaded or Unavailable without deleting the
-    letters.
+    Its attempt records are removed first. Raises NotFound if the letter has lost its content, and
+    Overloaded or Unavailable without deleting the letters.
     """
-    assert letter.request_id is not None
-    response = await find_any_tenants(bus, letter.request_id)
+    if letter.request_id is None or not letter.input:
+        raise NotFound("the dead letter does not contain the response", field="name")
+    task = decode_response_task(letter.input)
+    response = await find_any_tenants(bus, task.response_id)
     if response is None or response.state not in ("queued", "in_progress"):
         raise InvalidRequest("the response has ended: create another one", field="request_id")
-    await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(letter.request_id))
+    job_id = names.job_id("response", task.response_id, task.tenant)
+    await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(job_id))
     await bus.publish_without_id(letter.subject, letter.input)
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(letter.request_id))
+    return task.response_id

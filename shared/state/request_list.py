@@ -18,10 +18,8 @@ from shared.protocol.messages import AttemptRecord, RequestRecord, decode_attemp
 from shared.protocol.reading import State
 from shared.protocol.records import Failure, Finish, TokenChunk
 from shared.state import request_registry
-from shared.state.batch_log import BATCHER
 from shared.state.log_reader import GRACE_S
 from shared.state.log_records import decode_record
-from shared.state.response_status import AGENT
 from shared.state.token_log import last_record
 
 # Number of messages to read from the end of each stream.
@@ -91,7 +89,7 @@ class RequestTable:
         self.traces: dict[str, Trace] = {}
 
     def add_name(self, subject: str) -> Trace | None:
-        """Return the trace of a request; None for the name of an item task."""
+        """Return the trace of a request; None for an item task, a batch or a response."""
         name = subjects.id_in(subject)
         return self.traces.setdefault(name, Trace()) if names.is_scoped_id(name) else None
 
@@ -116,11 +114,7 @@ class RequestTable:
 
     def add_attempts(self, messages: Iterable[StoredMessage]) -> None:
         for message in messages:
-            attempt = decode_attempt(message.data)
-            # Responses and batches are no requests.
-            if attempt is not None and attempt.stage in (AGENT, BATCHER):
-                continue
-            trace = self.add_name(message.subject)
+            attempt, trace = decode_attempt(message.data), self.add_name(message.subject)
             if trace is not None and attempt is not None:
                 trace.attempts.append(attempt)
                 trace.model = trace.model or attempt.model or None

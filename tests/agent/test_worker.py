@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.config.parsing import parse_config
-from shared.errors import Overloaded, PagemillError, Poisoned, Unavailable
-from shared.protocol import subjects
+from shared.errors import NotFound, Overloaded, PagemillError, Poisoned, Unavailable, WorkerFailure
+from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.items import ListedTool, MessageItem
 from shared.protocol.messages import AttemptRecord, DeadLetter, decode_attempt, decode_dead_letter
 from shared.protocol.records import error_info
 from shared.protocol.renderer_rpc import ErrorReply, Tokenized
+from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import (
     ApprovedCall,
     Asked,
@@ -36,7 +37,7 @@ from shared.protocol.steps import (
 )
 from shared.responses.tools import schema_digest
 from shared.stage.runtime import Context
-from shared.state import dead_letters, step_log
+from shared.state import dead_letters, request_status, step_log
 from shared.state.step_log import StepLog, open_log
 from tests.agent.test_mcp_client import (
     BUSY,
@@ -65,9 +66,13 @@ def context_of(bus: Bus, timeout_s: float = 600.0, max_deliver: int = 1, **agent
 
 
 async def begin(bus: Bus, begun: Begun = BEGUN) -> StepLog:
-    log = StepLog(bus, "", f"resp_{secrets.token_hex(8)}")
+    log = StepLog(bus, begun.tenant, f"resp_{secrets.token_hex(8)}")
     await log.append(begun)
     return log
+
+
+def job_of(log: StepLog) -> str:
+    return names.job_id("response", log.response_id, log.tenant)
 
 
 async def carry_out(context: Context, log: StepLog) -> bool:
@@ -249,12 +254,14 @@ async def first_result(log: StepLog) -> Result:
     raise AssertionError("there is no result")
 
 
-async def test_an_unreadable_log_is_a_dead_letter(bus: Bus) -> None:
-    log = await begin(bus)
+@pytest.mark.parametrize("tenant", ["", "alice"])
+async def test_an_unreadable_log_is_a_dead_letter_of_its_tenant(bus: Bus, tenant: str) -> None:
+    log = await begin(bus, replace(BEGUN, tenant=tenant))
     result = b'{"type":"result","index":1,"turn":7,"call":0,"outcome":"failed"}'
-    await bus.publish_without_id(subjects.step("", log.response_id), result)
-    letter = await dead_letter_of(context_of(bus), to_json(ResponseTask(log.response_id, "")))
-    assert letter.request_id == log.response_id
+    await bus.publish_without_id(subjects.step(tenant, log.response_id), result)
+    task = to_json(ResponseTask(log.response_id, tenant))
+    letter = await dead_letter_of(context_of(bus), task)
+    assert (letter.request_id, letter.tenant) == (job_of(log), tenant)
     assert (letter.role, letter.error.code) == ("agent", "undecodable_message")
 
 
@@ -273,7 +280,7 @@ async def die(bus: Bus, log: StepLog, num_steps: Sequence[int]) -> None:
     delivery = await consumer.next()
     for number, steps in enumerate(num_steps):
         attempt = AttemptRecord("agent", f"agent-dead{number}", number + 1, 1.0 + number, steps)
-        await bus.publish_without_id(subjects.attempts(log.response_id), to_json(attempt))
+        await bus.publish_without_id(subjects.attempts(job_of(log)), to_json(attempt))
     await consumer.stop()
     await delivery.retry(0)
 
@@ -296,7 +303,7 @@ async def test_a_response_of_which_agents_die_is_given_up(
     assert error is not None
     assert error.code == code
     if code == "poison":
-        letter = await dead_letters.find(bus, log.response_id)
+        letter = await dead_letters.find(bus, job_of(log))
         assert (letter.role, len(letter.history)) == ("agent", len(num_steps))
 
 
@@ -304,14 +311,14 @@ async def test_a_requeued_response_has_no_history(bus: Bus) -> None:
     log = await begin(bus, replace(BEGUN, ancestors=["gone"]))
     await enqueue(bus, log)
     attempt = to_json(AttemptRecord("agent", "agent-dead", 1, 1.0, 1))
-    await bus.publish_without_id(subjects.attempts(log.response_id), attempt)
+    await bus.publish_without_id(subjects.attempts(job_of(log)), attempt)
     task = to_json(ResponseTask(log.response_id, ""))
     letter = DeadLetter(
         role="agent",
         worker="agent-dead",
         version="0",
         subject=subjects.response("m"),
-        request_id=log.response_id,
+        request_id=job_of(log),
         attempts=1,
         error=error_info(Poisoned("16 workers died while they processed this request")),
         traceback="",
@@ -321,8 +328,10 @@ async def test_a_requeued_response_has_no_history(bus: Bus) -> None:
         input_len=len(task),
         failed_ms=1.0,
     )
-    await dead_letters.requeue_response(bus, letter)
-    assert not await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(log.response_id))
+    assert await dead_letters.requeue_response(bus, letter) == log.response_id
+    assert not await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(job_of(log)))
+    with pytest.raises(NotFound, match="does not contain the response"):
+        await dead_letters.requeue_response(bus, replace(letter, input=b""))
 
 
 async def ended_of(bus: Bus, log: StepLog) -> Ended:
@@ -399,9 +408,24 @@ async def test_a_pause_ends_with_the_drain_of_the_agent(bus: Bus, renderer: Rend
     # The next agent gets it.
     assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 1
     assert (await open_log(bus, "", log.response_id)).state.ended is None
-    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(log.response_id))
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(job_of(log)))
     attempts = [decode_attempt(message.data) for message in stored]
     assert [attempt and attempt.outcome for attempt in attempts] == ["open", "requeued"]
+
+
+async def test_a_request_with_the_id_of_a_response_has_other_records(
+    bus: Bus, renderer: Renderer
+) -> None:
+    renderer.fail(WorkerFailure("for the test"))
+    log = await begin(bus, TRUNCATED)
+    await handle(context_of(bus), log)
+    assert (await request_status.find(bus, log.response_id)).attempts == []
+    with pytest.raises(NotFound):
+        await dead_letters.find(bus, log.response_id)
+    await dead_letters.requeue(bus, log.response_id, GenerateRequest("m", prompt="?"))
+    assert await bus.has_messages(subjects.ATTEMPTS_STREAM, subjects.attempts(job_of(log)))
+    assert (await dead_letters.find(bus, job_of(log))).role == "agent"
+    await bus.purge(subjects.REQUESTS_STREAM, subjects.request("m", log.response_id))
 
 
 async def test_required_tools_of_a_busy_server_are_an_error_that_passes(bus: Bus) -> None:

@@ -11,7 +11,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import Cancelled
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, RequestRecord
 from shared.protocol.records import ChoiceDelta, OutputSummary, StageSpan, Usage
@@ -72,7 +72,8 @@ async def filled(broker: EmbeddedServer, bus: Bus) -> Bus:
         await registered(bus, f"two-{RUN}", parts=2)
         await finish(bus, f"two-{RUN}~1")
         await attempt(bus, "item_abc", "encoder")
-        await attempt(bus, "resp_abc", "agent")
+        await attempt(bus, names.job_id("response", f"resp-{RUN}", ""), "agent")
+        await attempt(bus, names.job_id("batch", f"batch-{RUN}", "acme"), "batcher")
         await attempt(bus, f"direct-{RUN}", "coordinator")
         await attempt(bus, f"direct-{RUN}", "engine", model=MODEL)
         await end_request(bus, f"direct-{RUN}", 1, Cancelled("by its client"), [])
@@ -105,11 +106,11 @@ async def test_each_state_is_reported_with_its_details(filled: Bus) -> None:
     assert rows[f"queued-{RUN}"].age_s is None
 
 
-async def test_parts_stand_for_their_request_and_items_and_responses_are_none(filled: Bus) -> None:
+async def test_parts_stand_for_their_request_and_other_jobs_are_none(filled: Bus) -> None:
     rows = await listed(filled)
     assert f"two-{RUN}" not in rows
     assert rows[f"two-{RUN}~1"].model == MODEL
-    assert not [name for name in rows if name.startswith(("item_", "resp_"))]
+    assert not [name for name in rows if "item_" in name or "resp-" in name or "batch-" in name]
 
 
 async def test_requests_of_tenants_are_listed_with_their_tokens(filled: Bus) -> None:

@@ -18,7 +18,9 @@ from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.errors import Cancelled
-from shared.protocol import subjects
+from shared.protocol import names, subjects
+from shared.protocol.batch_log import BatchBegun
+from shared.protocol.encoding import to_json
 from shared.protocol.permissions import OPERATOR
 from shared.stage.runtime import Context
 from shared.state import dead_letters
@@ -250,6 +252,20 @@ async def test_a_cancellation_before_its_request_is_answered_twice(
     assert (await error_in(log))["code"] == "cancelled"
     await tenants[0].publish(name)
     assert (await error_in(log))["code"] == "cancelled"
+
+
+async def test_an_unread_batch_with_the_id_of_a_request_leaves_its_records_alone(
+    operator: Bus, tenants: list[Tenant], name: str
+) -> None:
+    begun = BatchBegun(name, "a", "", "", 0, "", 0, 2**32)
+    await operator.publish_without_id(subjects.batch_begun("a", name), to_json(begun))
+    await operator.publish_without_id(subjects.batch_log("a", name), b"of a newer version")
+    await tenants[0].nc.jetstream().publish(f"pm.batch.{name}", b"{}")
+    attempts = subjects.attempts(names.job_id("batch", name, "a"))
+    await until(lambda: operator.has_messages(subjects.ATTEMPTS_STREAM, attempts))
+    assert await coordinator.why_unread(operator, f"{name}@a") is None
+    log = subjects.stored_batch(subjects.batch_log("a", name))
+    await operator.purge(subjects.BATCHES_STREAM, log)
 
 
 ODD_NAMES = {

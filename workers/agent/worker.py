@@ -61,8 +61,8 @@ class Agent:
 
     def _response_of(self, delivery: Delivery) -> Job | None:
         task = _task_of(delivery)
-        response_id = None if task is None else task.response_id
-        job = Job(delivery, self._context.bus.now_ms(), response_id, end=self._end)
+        job_id = None if task is None else _id_of(task)
+        job = Job(delivery, self._context.bus.now_ms(), job_id, end=self._end)
         return self._stage.receive_job(job)
 
     async def _handle(self, job: Job) -> None:
@@ -151,4 +151,8 @@ def _task_of(delivery: Delivery) -> ResponseTask | None:
         task = decode_response_task(delivery.data)
     except UNDECODABLE:
         return None
-    return task if names.is_name(task.response_id) else None
+    return task if names.is_job_id(_id_of(task)) else None
+
+
+def _id_of(task: ResponseTask) -> str:
+    return names.job_id("response", task.response_id, task.tenant)

@@ -23,10 +23,15 @@ ID_RULE = f"the id of a batch must be 1 to {MAX_BATCH_ID_LEN} letters, digits, '
 
 
 def id_of(delivery: Delivery) -> str | None:
-    """Return the id of a batch with its tenant; None for an invalid one, which has no log."""
+    """Return the id of the job of an order; None if the id of its batch is invalid."""
     name = subjects.last_token(delivery.subject)
     is_valid = names.is_name(name) and len(name) <= MAX_BATCH_ID_LEN
-    return names.scoped_id(name, delivery.tenant) if is_valid else None
+    return names.job_id("batch", name, delivery.tenant) if is_valid else None
+
+
+def _batch_of(job: Job) -> tuple[str, str]:
+    """Return the id of a batch and its tenant."""
+    return subjects.last_token(job.delivery.subject), job.delivery.tenant
 
 
 class BatchOrders:
@@ -40,7 +45,7 @@ class BatchOrders:
         """Begin or cancel a batch. Raises PagemillError for an order that is refused."""
         if job.request_id is None:
             raise DecodeError(ID_RULE, field="batch_id")
-        batch_id, tenant = names.split_id(job.request_id)
+        batch_id, tenant = _batch_of(job)
         if subjects.is_batch_cancellation(job.delivery.subject):
             await batch_log.cancel_by_id(self._bus, tenant, batch_id)
         # A client may publish its order again.
@@ -61,7 +66,7 @@ class BatchOrders:
         """End the batch of an order with an error, unless it has begun."""
         if job.request_id is None or subjects.is_batch_cancellation(job.delivery.subject):
             return
-        batch_id, tenant = names.split_id(job.request_id)
+        batch_id, tenant = _batch_of(job)
         if await batch_log.open_batch(self._bus, tenant, batch_id) is not None:
             return
         now_s = int(self._bus.now_ms() / 1000)

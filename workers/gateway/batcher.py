@@ -90,8 +90,7 @@ class Batcher:
 
     def _batch_of(self, delivery: Delivery) -> Job | None:
         task = _task_of(delivery)
-        # The batches of two tenants may have the same id.
-        job_id = None if task is None else names.scoped_id(task.batch_id, task.tenant)
+        job_id = None if task is None else names.job_id("batch", task.batch_id, task.tenant)
         job = Job(delivery, self._context.bus.now_ms(), job_id, end=self._end)
         return self._stage.receive_job(job)
 
@@ -128,7 +127,7 @@ class Batcher:
     async def _run(self, log: BatchLog) -> bool:
         run = BatchRun(self._context, self._app, self._endpoints, self._slots, log)
         begun = log.state.begun
-        job_id = names.scoped_id(begun.batch_id, begun.tenant)
+        job_id = names.job_id("batch", begun.batch_id, begun.tenant)
         self._runs[job_id] = run
         try:
             return await run.carry_out()
@@ -181,7 +180,7 @@ def _task_of(delivery: Delivery) -> BatchJob | None:
         task = decode_batch_job(delivery.data)
     except UNDECODABLE:
         return None
-    return task if names.is_name(task.batch_id) else None
+    return task if names.is_job_id(names.job_id("batch", task.batch_id, task.tenant)) else None
 
 
 def _num_lines(run: BatchRun, state: LineState) -> int:

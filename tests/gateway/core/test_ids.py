@@ -51,6 +51,20 @@ def test_no_client_can_choose_the_id_of_a_part(part: str) -> None:
     assert named_request_id(CHAT, part).startswith("chatcmpl-")
 
 
+@pytest.mark.parametrize("tenant", ["", "acme"])
+def test_no_client_can_choose_the_id_of_a_job(tenant: str) -> None:
+    for job_id in (names.job_id("batch", "r", tenant), names.job_id("response", "r", tenant)):
+        assert names.is_job_id(job_id)
+        assert names.split_id(job_id)[1] == tenant
+        assert not names.is_task_id(job_id)
+        assert named_request_id(CHAT, job_id).startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("value", ["r", "batch:", "batch:a.b", "batch:*", "batch:r@", "x:r", "r:1"])
+def test_other_ids_are_no_jobs(value: str) -> None:
+    assert not names.is_job_id(value)
+
+
 @pytest.mark.parametrize("value", ["r", "~0", "r~", "r~0~", "r~0~1~2", "r~x", "r~A", "item_1~0"])
 def test_other_ids_are_no_parts(value: str) -> None:
     assert not names.is_part_id(value)

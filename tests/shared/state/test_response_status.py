@@ -6,7 +6,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.errors import InvalidRequest, NotFound
-from shared.protocol import subjects
+from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json, to_msgpack
 from shared.protocol.items import ListedTool, MessageItem
 from shared.protocol.messages import DeadLetter, Heartbeat
@@ -78,16 +78,17 @@ async def test_a_dead_response_is_given_to_the_agents_again_unless_it_has_ended(
     await log.append(begun("never"))
     subject, task = subjects.response("m"), to_json(ResponseTask(log.response_id, "alice"))
     error = ErrorInfo("overloaded", "the store is full", None, "server", retryable=True)
+    job_id = names.job_id("response", log.response_id, "alice")
     letter = DeadLetter(
-        "agent", "agent-1", "0", subject, log.response_id, 3, error, "", [], b"", task, 9, 1.0
+        "agent", "agent-1", "0", subject, job_id, 3, error, "", [], b"", task, 9, 1.0
     )
-    name = subjects.dead("agent", log.response_id)
+    name = subjects.dead("agent", job_id)
     await bus.publish(name, to_msgpack(letter), log.response_id)
     await bus.purge(subjects.RESPONSES_STREAM, subjects.RESPONSES_FILTER)
     await dead_letters.requeue_response(bus, letter)
     assert (await bus.figures.size(subjects.RESPONSES_STREAM))[0] == 1
     with pytest.raises(NotFound):
-        await dead_letters.find(bus, log.response_id)
+        await dead_letters.find(bus, job_id)
     await log.append(Ended(0, "failed", 2))
     with pytest.raises(InvalidRequest, match="has ended"):
         await dead_letters.requeue_response(bus, letter)

@@ -6,9 +6,10 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,9 +20,17 @@ from shared.protocol.requests import decode_request
 from shared.state import dead_letters
 from workers.cli.audited import audited
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, RequestId, find_login
+from workers.cli.options import ConfigFile, NatsUrl, find_login
 from workers.cli.terminal import format_time, harmless, out, print_json, print_line, print_rows
 from workers.roles import AGENT
+
+LetterName = Annotated[
+    str,
+    Parameter(
+        help="Name of the dead letter, as `pagemill dead list` shows it: the id of a request, or"
+        " `batch:` or `response:` and an id, with `@` and the tenant if it has one."
+    ),
+]
 
 dead = App(name="dead", help="Inspect and requeue requests that no attempt could answer.")
 
@@ -35,7 +44,7 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
     limit
         Maximum number of letters.
     """
-    table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
+    table = Table("failed", "name", "role", "attempts", "code", "message", box=None)
     async with connected(find_login(config, nats), "dead") as bus:
         async for name, letter in dead_letters.read_newest(bus, limit):
             table.add_row(
@@ -52,7 +61,7 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
 
 @dead.command(name="show")
 async def show_letter(
-    request_id: RequestId, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    name: LetterName, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Print one dead letter: cause, attempts, traceback, and the request itself.
 
@@ -62,14 +71,14 @@ async def show_letter(
         Print one JSON object.
     """
     async with connected(find_login(config, nats), "dead") as bus:
-        letter = await dead_letters.find(bus, request_id)
+        letter = await dead_letters.find(bus, name)
     print_json(letter) if json else _print_letter(letter)
     return 0
 
 
 @dead.command(name="requeue")
 async def requeue_letter(
-    request_id: RequestId, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    name: LetterName, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Publish the request of a dead letter again, under the same id, or continue a response.
 
@@ -79,15 +88,15 @@ async def requeue_letter(
         Open the request in $EDITOR first.
     """
     async with connected(find_login(config, nats), "dead") as bus:
-        letter = await dead_letters.find(bus, request_id)
-        recorded = audited(bus, "dead.requeue", request_id, letter.tenant)
+        letter = await dead_letters.find(bus, name)
+        recorded = audited(bus, "dead.requeue", name, letter.tenant)
         if letter.role == AGENT:
             async with recorded:
-                await dead_letters.requeue_response(bus, letter)
-            out.print(f"queued again: pagemill where {request_id}", highlight=False)
+                response_id = await dead_letters.requeue_response(bus, letter)
+            out.print(f"queued again: pagemill where {response_id}", highlight=False)
             return 0
         if not letter.request:
-            raise NotFound(f"the dead letter of {request_id} does not contain the request")
+            raise NotFound(f"the dead letter of {name} does not contain a request to send again")
         try:
             request = decode_request(_edit(letter.request) if edit else letter.request)
         except msgspec.MsgspecError as error:
@@ -95,8 +104,8 @@ async def requeue_letter(
             message = f"the edited request is not valid: {error}" if edit else hint
             raise InvalidRequest(message) from error
         async with recorded:
-            await dead_letters.requeue(bus, request_id, request)
-    out.print(f"published again: pagemill follow {request_id}", highlight=False)
+            await dead_letters.requeue(bus, name, request)
+    out.print(f"published again: pagemill follow {name}", highlight=False)
     return 0
 
 
