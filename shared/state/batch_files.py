@@ -24,8 +24,6 @@ from shared.protocol.requests import tenant_header
 from shared.state import batch_room, media_store
 from shared.state.media_store import CHUNK_BYTES, MAX_CHUNKS_IN_FLIGHT, StoredFile
 
-ROLLUP = {"Nats-Rollup": "sub"}
-"""Header of a message that replaces all earlier messages of its subject."""
 MAX_LENT = 256
 """Limit on the files of one request. More than any request may use are ignored."""
 _FILE_NAME = re.compile(rb"(?:media:|file-)([0-9a-f]{64})")
@@ -77,8 +75,7 @@ async def _write(
     before = await look_up(bus, name, tenant)
     if before is not None:
         head = replace(head, expires_s=max(head.expires_s or 0, before.head.expires_s or 0))
-    ttl_s = max(1, round((head.expires_s or 0) - bus.now_ms() / 1000))
-    headers = tenant_header(tenant) | ROLLUP | {"Nats-TTL": f"{ttl_s}s"}
+    headers = replacing_headers(bus, head.expires_s or 0, tenant)
     credit = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
 
     async def copy(number: int) -> None:
@@ -95,6 +92,12 @@ async def _write(
             await _purge(bus, name, tenant)
         raise
     return StoredFile(name, head, bus.now_ms())
+
+
+def replacing_headers(bus: Bus, expires_s: int, tenant: str) -> dict[str, str]:
+    """Return headers of a message that expires, and replaces earlier messages of its subject."""
+    ttl_s = max(1, round(expires_s - bus.now_ms() / 1000))
+    return tenant_header(tenant) | {"Nats-Rollup": "sub", "Nats-TTL": f"{ttl_s}s"}
 
 
 class MediaLender:
@@ -141,18 +144,6 @@ async def look_up(bus: Bus, name: str, tenant: str) -> StoredFile | None:
     stored = await bus.read_last(subjects.BATCHES_STREAM, subject)
     head = None if stored is None else decode_media_head(stored.data)
     return None if stored is None or head is None else StoredFile(name, head, stored.stored_ms)
-
-
-async def list_files(bus: Bus, tenant: str) -> list[StoredFile]:
-    """Return all input files of a tenant, the newest first. Raises Unavailable."""
-    subject = subjects.stored_batch(subjects.batch_file(tenant, "*"))
-    files: list[StoredFile] = []
-    for message in reversed(await bus.read(subjects.BATCHES_STREAM, subject)):
-        head = decode_media_head(message.data)
-        if head is not None:
-            name = subjects.last_token(message.subject)
-            files.append(StoredFile(name, head, message.stored_ms))
-    return files
 
 
 async def remove(bus: Bus, name: str, tenant: str) -> None:
