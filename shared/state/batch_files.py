@@ -5,7 +5,6 @@ its chunks are moved here. As there, the name of a file is the SHA-256 of its by
 """
 
 import asyncio
-import hashlib
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -58,7 +57,7 @@ async def store(bus: Bus, content: bytes, expires_s: int, tenant: str) -> Stored
     async def read(number: int) -> bytes:
         return content[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
-    return await _write(bus, hashlib.sha256(content).hexdigest(), head, read, tenant)
+    return await _write(bus, await media_store.hash_media(content), head, read, tenant)
 
 
 async def _write(
@@ -89,7 +88,7 @@ async def _write(
         await bus.publish_without_id(subjects.batch_file(tenant, name), to_json(head), headers)
     except BaseException:
         if before is None:
-            await _purge(bus, name, tenant)
+            await remove(bus, name, tenant)
         raise
     return StoredFile(name, head, bus.now_ms())
 
@@ -148,10 +147,6 @@ async def look_up(bus: Bus, name: str, tenant: str) -> StoredFile | None:
 
 async def remove(bus: Bus, name: str, tenant: str) -> None:
     """Remove a file. Batches in progress that read it fail. Raises Unavailable."""
-    await _purge(bus, name, tenant)
-
-
-async def _purge(bus: Bus, name: str, tenant: str) -> None:
     head = subjects.stored_batch(subjects.batch_file(tenant, name))
     await bus.purge(subjects.BATCHES_STREAM, head)
     chunks = subjects.stored_batch(subjects.batch_file_chunk(tenant, name, "*"))
