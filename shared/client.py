@@ -4,7 +4,7 @@ renderers.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ async def ask(
     sampling: Mapping[str, Any] | None = None,
     *,
     is_repeated: bool = False,
-) -> AsyncIterator[LogRecord]:
+) -> AsyncGenerator[LogRecord, None]:
     """Publish `request` and yield the records of its log in order, up to the final one.
 
     The id contains the tenant of the request, see `shared.protocol.names.scoped_id`. `sampling` has
@@ -84,7 +84,7 @@ async def follow(
     start: int = 0,
     timeout_s: float | None = None,
     is_void: Callable[[], Awaitable[bool]] | None = None,
-) -> AsyncIterator[LogRecord]:
+) -> AsyncGenerator[LogRecord, None]:
     """Yield the log of a request from record `start` on: the stored records, then new ones.
 
     `timeout_s` is the time that the request has left. If the log has no final record well after it,
@@ -105,7 +105,7 @@ async def follow_output(
     start: int = 0,
     timeout_s: float | None = None,
     is_void: Callable[[], Awaitable[bool]] | None = None,
-) -> AsyncIterator[OutputRecord]:
+) -> AsyncGenerator[OutputRecord, None]:
     """Yield the records of an output other than the text, from record `start` to its OutputEnd.
 
     `is_void` is as in `follow`. Raises what `follow` raises.

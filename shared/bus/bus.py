@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from datetime import UTC, datetime
 
 import structlog
 from nats.aio.msg import Msg
@@ -246,15 +247,27 @@ class Bus:
         does not answer within BROKER_DEADLINE_S.
         """
         messages: list[StoredMessage] = []
-        num_bytes, more = 0, True
-        while more:
-            next_sequence = messages[-1].sequence + 1 if messages else first
-            batch, more = await self.read_batch(stream, subject, next_sequence)
-            messages += batch
-            num_bytes += sum(len(message.data) for message in batch)
+        num_bytes = 0
+        async for message in self.read_forwards(stream, subject, first):
+            messages.append(message)
+            num_bytes += len(message.data)
             if max_bytes is not None and num_bytes > max_bytes:
                 raise PayloadTooLarge(f"{subject} has more than {max_bytes} bytes")
         return messages
+
+    async def read_forwards(
+        self, stream: str, subject: str, first: int = 1
+    ) -> AsyncIterator[StoredMessage]:
+        """Yield the messages of `subject` from sequence `first` on, oldest first.
+
+        They are read as they are used. Raises Unavailable.
+        """
+        more = True
+        while more:
+            batch, more = await self.read_batch(stream, subject, first)
+            for message in batch:
+                yield message
+                first = message.sequence + 1
 
     async def read_batch(
         self,
@@ -297,6 +310,16 @@ class Bus:
                 if message.sequence < end:
                     yield message
             end, length = start, 2 * length
+
+    async def first_since(self, stream: str, subject: str, time_ms: float) -> int | None:
+        """Return the sequence of the first message of `subject` that was stored since a time.
+
+        The time is in Unix milliseconds of the broker's clock. Raises Unavailable.
+        """
+        start_time = datetime.fromtimestamp(time_ms / 1000, UTC).isoformat()
+        query = {"start_time": start_time, "next_by_subj": subject, "batch": 1}
+        messages, _ = await direct_get(self.connection, stream, query)
+        return messages[0].sequence if messages else None
 
     async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
         """Return the latest message of `subject`, which may have wildcards."""

@@ -80,6 +80,8 @@ STEPS_FILTER = "pm.steps.>"
 BATCHJOBS_FILTER = "pm.batchjob.*"
 BATCH_FILTER = "pm.batchlog.>"
 BATCHES_FILTER = "pm.batches.>"
+# First character of the last token of `batch_results`, which names of files cannot have.
+RESULTS_MARK = "="
 BATCHES_BEGUN = "pm.batches.*.*.begun"
 APPEND_FILTER = "pm.append.>"
 TOKENS_FILTER = "pm.tokens.>"
@@ -406,6 +408,11 @@ def batch_log(tenant: str, batch_id: str) -> str:
 def batch_file(tenant: str, name: str) -> str:
     """Subject of the head of an input file. `name` is the SHA-256 of its bytes."""
     return f"{_batches_of(tenant)}.file.{name}"
+
+
+def batch_results(tenant: str, batch_id: str) -> str:
+    """Subject that marks the end of a batch with results. `batch_file` with `*` includes it."""
+    return batch_file(tenant, f"{RESULTS_MARK}{batch_id}")
 
 
 def batch_file_chunk(tenant: str, name: str, number: int | str) -> str:

@@ -5,7 +5,6 @@ its chunks are moved here. As there, the name of a file is the SHA-256 of its by
 """
 
 import asyncio
-import hashlib
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,8 +23,6 @@ from shared.protocol.requests import tenant_header
 from shared.state import batch_room, media_store
 from shared.state.media_store import CHUNK_BYTES, MAX_CHUNKS_IN_FLIGHT, StoredFile
 
-ROLLUP = {"Nats-Rollup": "sub"}
-"""Header of a message that replaces all earlier messages of its subject."""
 MAX_LENT = 256
 """Limit on the files of one request. More than any request may use are ignored."""
 _FILE_NAME = re.compile(rb"(?:media:|file-)([0-9a-f]{64})")
@@ -60,7 +57,7 @@ async def store(bus: Bus, content: bytes, expires_s: int, tenant: str) -> Stored
     async def read(number: int) -> bytes:
         return content[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
-    return await _write(bus, hashlib.sha256(content).hexdigest(), head, read, tenant)
+    return await _write(bus, await media_store.hash_media(content), head, read, tenant)
 
 
 async def _write(
@@ -77,8 +74,7 @@ async def _write(
     before = await look_up(bus, name, tenant)
     if before is not None:
         head = replace(head, expires_s=max(head.expires_s or 0, before.head.expires_s or 0))
-    ttl_s = max(1, round((head.expires_s or 0) - bus.now_ms() / 1000))
-    headers = tenant_header(tenant) | ROLLUP | {"Nats-TTL": f"{ttl_s}s"}
+    headers = replacing_headers(bus, head.expires_s or 0, tenant)
     credit = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
 
     async def copy(number: int) -> None:
@@ -92,9 +88,15 @@ async def _write(
         await bus.publish_without_id(subjects.batch_file(tenant, name), to_json(head), headers)
     except BaseException:
         if before is None:
-            await _purge(bus, name, tenant)
+            await remove(bus, name, tenant)
         raise
     return StoredFile(name, head, bus.now_ms())
+
+
+def replacing_headers(bus: Bus, expires_s: int, tenant: str) -> dict[str, str]:
+    """Return headers of a message that expires, and replaces earlier messages of its subject."""
+    ttl_s = max(1, round(expires_s - bus.now_ms() / 1000))
+    return tenant_header(tenant) | {"Nats-Rollup": "sub", "Nats-TTL": f"{ttl_s}s"}
 
 
 class MediaLender:
@@ -143,24 +145,8 @@ async def look_up(bus: Bus, name: str, tenant: str) -> StoredFile | None:
     return None if stored is None or head is None else StoredFile(name, head, stored.stored_ms)
 
 
-async def list_files(bus: Bus, tenant: str) -> list[StoredFile]:
-    """Return all input files of a tenant, the newest first. Raises Unavailable."""
-    subject = subjects.stored_batch(subjects.batch_file(tenant, "*"))
-    files: list[StoredFile] = []
-    for message in reversed(await bus.read(subjects.BATCHES_STREAM, subject)):
-        head = decode_media_head(message.data)
-        if head is not None:
-            name = subjects.last_token(message.subject)
-            files.append(StoredFile(name, head, message.stored_ms))
-    return files
-
-
 async def remove(bus: Bus, name: str, tenant: str) -> None:
     """Remove a file. Batches in progress that read it fail. Raises Unavailable."""
-    await _purge(bus, name, tenant)
-
-
-async def _purge(bus: Bus, name: str, tenant: str) -> None:
     head = subjects.stored_batch(subjects.batch_file(tenant, name))
     await bus.purge(subjects.BATCHES_STREAM, head)
     chunks = subjects.stored_batch(subjects.batch_file_chunk(tenant, name, "*"))

@@ -11,6 +11,7 @@ from shared.batches.state import BatchState
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
 from shared.errors import Fenced, NotFound, PagemillError, UnsupportedVersion
+from shared.helpers.taking import take
 from shared.protocol import names, subjects
 from shared.protocol.batch_log import (
     BatchBegun,
@@ -29,6 +30,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.requests import tenant_header
 from shared.protocol.stored_size import LOG_BYTES_HEADER, MESSAGE_BYTES
 from shared.state import batch_room
+from shared.state.batch_files import replacing_headers
 from shared.state.log_pages import PagedLog, PagedRecord
 
 READ_AT_ONCE = 16
@@ -65,6 +67,10 @@ class BatchLog:
             num_bytes += checkpoint.output_bytes + checkpoint.error_bytes
         headers = tenant_header(begun.tenant) | {LOG_BYTES_HEADER: str(num_bytes)}
         ttl_s = begun.expires_s - self._bus.now_ms() / 1000
+        if isinstance(record, BatchEnded) and num_bytes > len(data):
+            # The batch has results. Lists of files skip a mark without an end, but miss an end
+            # without a mark.
+            await self._mark_results()
         try:
             self._last_sequence = await self._bus.append(
                 self._subject, data, self._last_sequence, ttl_s, headers
@@ -78,6 +84,13 @@ class BatchLog:
                 raise
             self._last_sequence = stored.sequence
         self.state = replace(self.state, last=record)
+
+    async def _mark_results(self) -> None:
+        """Store the mark of the results, see `shared.state.file_list`."""
+        begun = self.state.begun
+        subject = subjects.batch_results(begun.tenant, begun.batch_id)
+        headers = replacing_headers(self._bus, begun.expires_s, begun.tenant)
+        await self._bus.publish_without_id(subject, b"", headers)
 
     async def is_cancelled(self) -> bool:
         """Read the order to cancel the batch, and return whether there is one."""
@@ -196,12 +209,7 @@ async def list_begun(
     With `after`, the list begins with the next order after this batch. Raises NotFound if there is
     no such batch, and Unavailable.
     """
-    orders: list[BatchBegun] = []
-    async for order in iterate_begun(bus, tenant, after):
-        orders.append(order)
-        if len(orders) == limit:
-            break
-    return orders
+    return await take(iterate_begun(bus, tenant, after), limit)
 
 
 async def iterate_begun(
@@ -271,3 +279,5 @@ async def remove_results(bus: Bus, log: BatchLog) -> None:
             await log.append(structs.replace(ended, index=log.next_index, removed=True))
     subject = subjects.stored_batch(subjects.batch_log(begun.tenant, begun.batch_id))
     await bus.purge(subjects.BATCHES_STREAM, subject, keep=1)
+    mark = subjects.stored_batch(subjects.batch_results(begun.tenant, begun.batch_id))
+    await bus.purge(subjects.BATCHES_STREAM, mark)

@@ -189,22 +189,8 @@ async def look_up(bus: Bus, name: str, tenant: str = "") -> StoredFile | None:
     return None if stored is None else StoredFile(name, *stored)
 
 
-async def list_uploads(bus: Bus, tenant: str = "") -> list[StoredFile]:
-    """Return the files that the tenant has uploaded and that are still stored, the newest first.
-
-    Raises Unavailable.
-    """
-    marks = await bus.read(subjects.MEDIA_STREAM, subjects.media_upload(tenant, "*"))
-    names = [subjects.last_token(mark.subject) for mark in reversed(marks)]
-    files: list[StoredFile] = []
-    for first in range(0, len(names), MAX_CHUNKS_IN_FLIGHT):
-        lookups = (look_up(bus, name, tenant) for name in names[first:][:MAX_CHUNKS_IN_FLIGHT])
-        files += [file for file in await asyncio.gather(*lookups) if file is not None]
-    return files
-
-
 async def _mark_uploaded(bus: Bus, name: str, tenant: str) -> None:
-    """Store the mark that `list_uploads` finds. The head of a file is found by its name alone."""
+    """Store the mark that lists of files find. The head of a file is found by its name alone."""
     subject = subjects.media_upload(tenant, name)
     await bus.publish_without_id(subject, b"", tenant_header(tenant))
 

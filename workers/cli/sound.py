@@ -4,7 +4,7 @@ import asyncio
 import base64
 import contextlib
 import wave
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import IO
 
@@ -34,7 +34,7 @@ def find_audio(config: Config, model: str, *, text_given: bool = False) -> str:
 
 async def while_saving(
     bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
-) -> AsyncIterator[LogRecord]:
+) -> AsyncGenerator[LogRecord, None]:
     """Yield the records of a request, and write its sound to a WAV file as it is received.
 
     If the request fails, the file contains the sound up to that point.

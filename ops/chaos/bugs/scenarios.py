@@ -224,6 +224,22 @@ SCENARIOS = {
         step_ms=30.0,
         batches=Batches(lines=200, patience_s=120.0),
     ),
+    # Batchers resume when others have continued their batches, which have not ended.
+    "stopped batchers": replace(
+        BATCHES,
+        batchers=2,
+        fault_every_s=4.0,
+        faults={"stop:batcher": 1.0},
+        step_ms=60.0,
+        batches=Batches(lines=600, patience_s=120.0),
+    ),
+    # The batch would last for much longer than its window of a minute.
+    "expired batches": replace(
+        BATCHES,
+        step_ms=50.0,
+        num_blocks=1024,
+        batches=Batches(num=1, lines=500, expired=1, patience_s=150.0),
+    ),
     # The lines in flight would last for much longer than the cancellation.
     "cancelled batches": replace(
         BATCHES, step_ms=20.0, num_blocks=1024, batches=Batches(cancelled=1, patience_s=120.0)

@@ -1,7 +1,7 @@
 """Bugs of the outputs other than the text: their writers, their ends, and records after them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from ops.chaos.bugs.registry import bug
@@ -128,7 +128,7 @@ def piece_of_sound_sent_twice() -> None:
     encoded = sound._encoded
 
     async def stammer(
-        active: ActiveRequest, logs: Sequence[AsyncIterator[AnyRecord]], form: str
+        active: ActiveRequest, logs: Sequence[AsyncGenerator[AnyRecord, None]], form: str
     ) -> AsyncGenerator[bytes, None]:
         number = 0
         async for piece in encoded(active, logs, form):

@@ -9,12 +9,16 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.state import batch_files
+from shared.state.batch_log import READ_AT_ONCE
+from shared.state.media_store import MediaUpload
 from tests.gateway.conftest import Gateway, Start
 from tests.support.media import png
 from workers.gateway.http.auth import digest, make_key
 
 FILES = "/v1/files"
 MIB = 2**20
+ABSENT = f"file-{'0' * 64}"
 
 
 async def upload(http: httpx.AsyncClient, data: bytes, **fields: str) -> httpx.Response:
@@ -114,6 +118,49 @@ async def test_what_is_no_upload_is_refused(
 ) -> None:
     answer = await http.request("POST", FILES, **upload)  # type: ignore[arg-type]
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_a_page_of_the_list_reads_only_its_files(http: httpx.AsyncClient, bus: Bus) -> None:
+    ids = []
+    for number in range(60):
+        data = secrets.token_bytes(9)
+        if number % 3:
+            sending = MediaUpload(bus)
+            await sending.write(data)
+            file = await sending.finish("a.png", "vision")
+        else:
+            file = await batch_files.store(bus, data, int(bus.now_ms() / 1000) + 3600, "")
+        ids.append(f"file-{file.name}")
+    reads: list[str] = []
+    end_watch = await bus.watch_subjects("$JS.API.DIRECT.GET.*", reads.append)
+    page = (await http.get(FILES, params={"limit": 7})).json()
+    await bus.connection.nc.flush()
+    await end_watch()
+    assert 0 < len(reads) <= 2 + READ_AT_ONCE
+    assert [file["id"] for file in page["data"]] == ids[:-8:-1]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (ids[-1], ids[-7], True)
+    assert await listed(http, order="asc", limit=9, after=ids[0]) == ids[1:]
+    older = await listed(http, limit=9, after=ids[-1])
+    assert older[:59] == ids[-2::-1]
+    assert await listed(http) == [ids[-1], *older]
+    inputs = [file_id for number, file_id in enumerate(ids) if number % 3 == 0]
+    assert await listed(http, purpose="batch", limit=3, order="asc", after=ids[3]) == inputs[2:]
+    answers = [
+        await http.get(FILES, params={name: value})
+        for name, value in (("order", "no"), ("limit", 0), ("after", "file-x"), ("after", ABSENT))
+    ]
+    assert [answer.status_code for answer in answers] == [400, 400, 404, 404]
+
+
+async def listed(http: httpx.AsyncClient, **query: str | int) -> list[str]:
+    """Return the ids of all pages of a list."""
+    ids: list[str] = []
+    has_more = True
+    while has_more:
+        page = (await http.get(FILES, params=query)).json()
+        ids += [file["id"] for file in page["data"]]
+        has_more, query["after"] = page["has_more"], page["last_id"]
+    return ids
 
 
 async def test_a_file_belongs_to_its_tenant(another: Start) -> None:

@@ -102,14 +102,6 @@ async def test_lines_are_read_from_the_position_of_a_cutter(bus: Bus) -> None:
     assert [line async for line in batch_files.read_lines(bus, file, "t", cutter)] == lines[12_345:]
 
 
-async def test_a_tenant_finds_its_files(bus: Bus) -> None:
-    tenant = f"t{secrets.token_hex(4)}"
-    files = [await upload(bus, secrets.token_bytes(10), tenant) for _ in range(3)]
-    await upload(bus, secrets.token_bytes(10), f"{tenant}x")
-    listed = await batch_files.list_files(bus, tenant)
-    assert [file.name for file in listed] == [file.name for file in reversed(files)]
-
-
 async def test_a_file_expires(bus: Bus) -> None:
     file = await upload(bus, b"x", life_s=1)
     while await batch_files.look_up(bus, file.name, "t") is not None:

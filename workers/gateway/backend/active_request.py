@@ -99,7 +99,7 @@ class ActiveRequest:
         )
 
     async def events(
-        self, logs: Sequence[AsyncIterator[AnyRecord]], start: Sequence[int]
+        self, logs: Sequence[AsyncGenerator[AnyRecord, None]], start: Sequence[int]
     ) -> AsyncIterator[bytes]:
         """Yield the encoded events of each log, from the log's number in `start`.
 
@@ -110,22 +110,23 @@ class ActiveRequest:
         # Each record reserves the same number of event numbers, so that they do not depend on the
         # events of earlier records.
         max_events = self._assembler.max_events
-        async for part, record in self._merged(logs):
-            position[part] = record.index * max_events
-            first, is_new = start[part], (record.index + 1) * max_events > start[part]
-            # A preview that the client has seen is not read again.
-            is_needed = is_new or isinstance(record, ImageRecord)
-            file = await self._read_file(record) if is_needed else ""
-            events = await self._add_record(part, record, file, self._event_id(position), first)
-            for answer_event in events:
-                if position[part] >= first:
-                    data = self.encode(to_json(answer_event), self._event_id(position))
-                    yield self._event_head(answer_event) + data
-                position[part] += 1
-            position[part] = (record.index + 1) * max_events - 1
+        async with aclosing(self._merged(logs)) as records:
+            async for part, record in records:
+                position[part] = record.index * max_events
+                first, is_new = start[part], (record.index + 1) * max_events > start[part]
+                # A preview that the client has seen is not read again.
+                is_needed = is_new or isinstance(record, ImageRecord)
+                file = await self._read_file(record) if is_needed else ""
+                events = await self._add_record(part, record, file, self._event_id(position), first)
+                for answer_event in events:
+                    if position[part] >= first:
+                        data = self.encode(to_json(answer_event), self._event_id(position))
+                        yield self._event_head(answer_event) + data
+                    position[part] += 1
+                position[part] = (record.index + 1) * max_events - 1
 
     async def collect_answer(
-        self, logs: Sequence[AsyncIterator[AnyRecord]], scope: MutableMapping[str, Any]
+        self, logs: Sequence[AsyncGenerator[AnyRecord, None]], scope: MutableMapping[str, Any]
     ) -> Any:
         """Read the logs to their ends, and return the whole answer.
 
@@ -133,15 +134,16 @@ class ActiveRequest:
         RequestFailed, AnswerTooLarge or Overloaded.
         """
         budget, refusal = self._context.answer_budget, self.kind.budget.output
-        async for part, record in self._merged(logs):
-            file = await self._read_file(record)
-            if num_bytes := self._assembler.num_bytes_of(record, file):
-                budget.extend(scope, num_bytes, refusal)
-            await self._add_record(part, record, file)
+        async with aclosing(self._merged(logs)) as records:
+            async for part, record in records:
+                file = await self._read_file(record)
+                if num_bytes := self._assembler.num_bytes_of(record, file):
+                    budget.extend(scope, num_bytes, refusal)
+                await self._add_record(part, record, file)
         return self._assembler.answer()
 
     async def sound(
-        self, logs: Sequence[AsyncIterator[AnyRecord]]
+        self, logs: Sequence[AsyncGenerator[AnyRecord, None]]
     ) -> AsyncGenerator[AudioChunk, None]:
         """Yield the records of the speech, to the end of the request. Raises RequestFailed."""
         self._assembler.collects_answer = False
@@ -152,7 +154,7 @@ class ActiveRequest:
                     yield record
 
     def _merged(
-        self, logs: Sequence[AsyncIterator[AnyRecord]]
+        self, logs: Sequence[AsyncGenerator[AnyRecord, None]]
     ) -> AsyncGenerator[tuple[int, AnyRecord], None]:
         return self.kind.order(self.options, merge_logs(logs))
 
@@ -209,13 +211,13 @@ class ActiveRequest:
         """Return the error with the client's name of its field."""
         return self.kind.fields_of(self.options, part).translate(failure.error)
 
-    def follow_logs(self) -> list[AsyncIterator[AnyRecord]]:
+    def follow_logs(self) -> list[AsyncGenerator[AnyRecord, None]]:
         """Return the logs, each read to its end, or until the request must have ended.
 
         The last one is the log of the output besides the text, if there is one.
         """
         bus, rest_s = self._context.bus, max(0.0, self._rest_s)
-        logs: list[AsyncIterator[AnyRecord]] = [
+        logs: list[AsyncGenerator[AnyRecord, None]] = [
             client.follow(bus, part, timeout_s=rest_s) for part in self.parts
         ]
         output = self.options.output
@@ -284,7 +286,9 @@ class ActiveRequest:
         return format_event_id(position) if self.has_event_ids else ""
 
 
-async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merge_logs(
+    logs: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
     """Yield records as they arrive, each with the number of its log. Raises the errors of the logs.
 
     No log is read ahead by more than one record. All readers end with the generator.
@@ -309,6 +313,8 @@ async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[i
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+        for log in logs:
+            await log.aclose()
 
 
 async def find_request(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from shared.bus.streams import MEDIA_REUSE_S
 from shared.errors import NotFound
+from shared.protocol import subjects
 from shared.protocol.multimodal import MEDIA_SCHEME
-from shared.state import batch_files, batch_log, media_store
+from shared.state import batch_files, batch_log, file_list, media_store
 from shared.state.media_store import StoredFile
 from workers.gateway.app import AppContext
 from workers.gateway.backend.batches import (
@@ -26,6 +27,8 @@ class TenantFile(NamedTuple):
     """A file that a tenant may read and delete."""
 
     body: FileObject
+    mark: str
+    """Last token of the subject of its mark, see `shared.state.file_list`."""
     read: Callable[[], AsyncIterator[bytes]]
     """Returns the content, in pieces."""
     remove: Callable[[], Awaitable[None]]
@@ -47,21 +50,31 @@ async def find_file(context: AppContext, tenant: str, file_id: str) -> TenantFil
     return None if file is None else _of_stored(context, file, tenant)
 
 
-async def list_files(context: AppContext, tenant: str, purpose: str | None) -> list[FileObject]:
-    """Return the files of a tenant, the newest first; all of them, or those with a purpose.
+async def list_files(
+    context: AppContext, tenant: str, purpose: str | None, after: str | None, *, newest_first: bool
+) -> AsyncIterator[FileObject]:
+    """Yield the files of a tenant in order of their times; all of them, or those with a purpose.
 
-    Raises Unavailable.
+    With `after`, the list begins after this file. It is read while it is used. Raises NotFound if
+    there is no such file, and Unavailable.
     """
-    bus = context.bus
-    media, inputs = await asyncio.gather(
-        media_store.list_uploads(bus, tenant), batch_files.list_files(bus, tenant)
-    )
-    files = [describe(context, file) for file in (*media, *inputs)]
-    if purpose in (None, BATCH_OUTPUT):
-        states = await batch_log.open_batches(bus, await batch_log.list_begun(bus, tenant))
-        files += [_describe_result(file) for state in states for file in result_files(state)]
-    chosen = [file for file in files if purpose in (None, file.purpose)]
-    return sorted(chosen, key=lambda file: (file.created_at, file.id), reverse=True)
+    bus, start_ms, is_after = context.bus, None, after is None
+    if after is not None:
+        file = await find_file(context, tenant, after)
+        times = [] if file is None else await file_list.times_of(bus, tenant, file.mark)
+        if not times:
+            raise NotFound(f"the list has no {after!r}", field="after")
+        # A list that has the file twice must end.
+        start_ms = min(times) if newest_first else max(times)
+    async for entry in file_list.iterate_files(bus, tenant, start_ms, newest_first=newest_first):
+        if isinstance(entry, StoredFile):
+            files = [describe(context, entry)]
+        else:
+            files = [_describe_result(file) for file in result_files(entry)]
+        for body in files if newest_first else reversed(files):
+            if is_after and purpose in (None, body.purpose):
+                yield body
+            is_after = is_after or body.id == after
 
 
 def describe(context: AppContext, file: StoredFile) -> FileObject:
@@ -98,7 +111,9 @@ def _of_result(context: AppContext, file: ResultFile) -> TenantFile:
         if log is not None:
             await batch_log.remove_results(context.bus, log)
 
-    return TenantFile(_describe_result(file), lambda: read_result_file(context.bus, file), remove)
+    mark = f"{subjects.RESULTS_MARK}{file.state.begun.batch_id}"
+    body = _describe_result(file)
+    return TenantFile(body, mark, lambda: read_result_file(context.bus, file), remove)
 
 
 def _of_stored(context: AppContext, file: StoredFile, tenant: str) -> TenantFile:
@@ -123,4 +138,4 @@ def _of_stored(context: AppContext, file: StoredFile, tenant: str) -> TenantFile
         else:
             await media_store.remove(bus, file, tenant)
 
-    return TenantFile(describe(context, file), read, remove)
+    return TenantFile(describe(context, file), file.name, read, remove)

@@ -1,7 +1,7 @@
 """Response with the sound of a request. It starts with the first samples."""
 
 import base64
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -26,7 +26,7 @@ class SoundStream(Response):
         self,
         context: AppContext,
         active: ActiveRequest,
-        logs: Sequence[AsyncIterator[AnyRecord]],
+        logs: Sequence[AsyncGenerator[AnyRecord, None]],
         sound_format: str,
         on_disconnect: Callable[[], None],
         part: ByteRange | None = None,
@@ -80,7 +80,7 @@ def etag_of(request_id: str) -> str:
 
 
 async def _encoded(
-    active: ActiveRequest, logs: Sequence[AsyncIterator[AnyRecord]], sound_format: str
+    active: ActiveRequest, logs: Sequence[AsyncGenerator[AnyRecord, None]], sound_format: str
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(active.sound(logs)) as chunks:
         async for chunk in chunks:

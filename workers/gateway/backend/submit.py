@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from typing import Any
 
 from msgspec import UNSET, structs
@@ -190,7 +190,7 @@ async def _publish(
     part: int,
     request: GenerateRequest,
     sampling: dict[str, Any],
-) -> AsyncIterator[LogRecord]:
+) -> AsyncGenerator[LogRecord, None]:
     """Publish one part and yield its log.
 
     This generator lives as long as the answer, so it must not refer to the received body.
@@ -203,8 +203,8 @@ async def _publish(
 
 
 async def _once_recorded(
-    active: ActiveRequest, log: AsyncIterator[AnyRecord]
-) -> AsyncIterator[AnyRecord]:
+    active: ActiveRequest, log: AsyncGenerator[AnyRecord, None]
+) -> AsyncGenerator[AnyRecord, None]:
     """Yield a log as soon as the request's record is stored.
 
     Without a record the answer could not be resumed, so no event of it may be sent.
@@ -227,7 +227,7 @@ async def _open_logs(
     plan: SubmitPlan[Options],
     *,
     is_named: bool,
-) -> list[AsyncIterator[AnyRecord]]:
+) -> list[AsyncGenerator[AnyRecord, None]]:
     """Return the logs of the answer, and publish the parts that have no log yet.
 
     A named request may have been sent before. Its parts with a log are only followed, but a part
@@ -256,7 +256,7 @@ async def _respond(
     context: AppContext,
     request: Request,
     active: ActiveRequest,
-    logs: Sequence[AsyncIterator[AnyRecord]],
+    logs: Sequence[AsyncGenerator[AnyRecord, None]],
     start: Sequence[int],
     refuse: ErrorResponder,
     plan: SubmitPlan[Options],
@@ -285,7 +285,7 @@ async def _respond_whole(
     context: AppContext,
     request: Request,
     active: ActiveRequest,
-    logs: Sequence[AsyncIterator[AnyRecord]],
+    logs: Sequence[AsyncGenerator[AnyRecord, None]],
     refuse: ErrorResponder,
     headers: Mapping[str, str],
 ) -> Response:

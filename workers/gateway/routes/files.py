@@ -13,13 +13,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from shared.errors import DiskFull, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from shared.helpers.taking import take
 from shared.protocol import subjects
 from shared.state import batch_files
 from shared.state.media_store import MediaUpload, StoredFile
 from workers.gateway.app import AppContext, Json
 from workers.gateway.backend.files import TenantFile, describe, find_file, list_files
 from workers.gateway.core.multipart import FileHead, FormEvent, FormStream, FormValue
-from workers.gateway.core.pages import page_of
+from workers.gateway.core.pages import limit_of
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_form
 from workers.gateway.http.errors import BodyTooLarge, RequestTimeout, validation_error
@@ -79,13 +80,15 @@ async def upload_file(context: AppContext, request: Request, caller: Caller) -> 
 )
 async def list_all(context: AppContext, request: Request, caller: Caller) -> Response:
     query = request.query_params
-    files = await list_files(context, caller.tenant, query.get("purpose"))
-    page = page_of(files, lambda file: file.id, query, MAX_PAGE)
-    ids = [file.id for file in page.items]
-    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
-    return Json(
-        FileList(data=page.items, first_id=first_id, last_id=last_id, has_more=page.has_more)
-    )
+    limit, order = limit_of(query, MAX_PAGE, MAX_PAGE), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", field="order")
+    purpose, after = query.get("purpose"), query.get("after")
+    files = list_files(context, caller.tenant, purpose, after, newest_first=order == "desc")
+    page = await take(files, limit + 1)
+    data = page[:limit]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return Json(FileList(data=data, first_id=first_id, last_id=last_id, has_more=len(page) > limit))
 
 
 @ROUTES.endpoint(
