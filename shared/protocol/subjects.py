@@ -79,6 +79,8 @@ STEP_FILTER = "pm.step.>"
 STEPS_FILTER = "pm.steps.>"
 BATCHJOBS_FILTER = "pm.batchjob.*"
 BATCH_FILTER = "pm.batchlog.>"
+# Token in place of the id of a batch in the subjects of input files.
+BATCH_FILES = "file"
 BATCHES_FILTER = "pm.batches.>"
 # First character of the last token of `batch_results`, which names of files cannot have.
 RESULTS_MARK = "="
@@ -407,7 +409,7 @@ def batch_log(tenant: str, batch_id: str) -> str:
 
 def batch_file(tenant: str, name: str) -> str:
     """Subject of the head of an input file. `name` is the SHA-256 of its bytes."""
-    return f"{_batches_of(tenant)}.file.{name}"
+    return f"{_batches_of(tenant)}.{BATCH_FILES}.{name}"
 
 
 def batch_results(tenant: str, batch_id: str) -> str:

@@ -254,6 +254,18 @@ async def test_a_cancellation_before_its_request_is_answered_twice(
     assert (await error_in(log))["code"] == "cancelled"
 
 
+async def test_no_batch_is_stored_among_input_files(operator: Bus, tenants: list[Tenant]) -> None:
+    before, _ = await operator.figures.size(subjects.DEAD_STREAM)
+    await tenants[0].nc.jetstream().publish("pm.batch.file", b"{}")
+
+    async def has_ended() -> bool:
+        files = subjects.stored_batch(subjects.batch_file("a", "*"))
+        assert not await operator.has_messages(subjects.BATCHES_STREAM, files)
+        return (await operator.figures.size(subjects.DEAD_STREAM))[0] > before
+
+    await until(has_ended)
+
+
 async def test_an_unread_batch_with_the_id_of_a_request_leaves_its_records_alone(
     operator: Bus, tenants: list[Tenant], name: str
 ) -> None:

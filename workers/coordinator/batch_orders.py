@@ -19,14 +19,18 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state import batch_intake, batch_log
 
-ID_RULE = f"the id of a batch must be 1 to {MAX_BATCH_ID_LEN} letters, digits, '-' or '_'"
+ID_RULE = (
+    f"the id of a batch must be 1 to {MAX_BATCH_ID_LEN} letters, digits, '-' or '_', and must not"
+    f" be {subjects.BATCH_FILES!r}"
+)
 
 
 def id_of(delivery: Delivery) -> str | None:
     """Return the id of the job of an order; None if the id of its batch is invalid."""
     name = subjects.last_token(delivery.subject)
-    is_valid = names.is_name(name) and len(name) <= MAX_BATCH_ID_LEN
-    return names.job_id("batch", name, delivery.tenant) if is_valid else None
+    is_valid = len(name) <= MAX_BATCH_ID_LEN and name != subjects.BATCH_FILES
+    job_id = names.job_id("batch", name, delivery.tenant)
+    return job_id if is_valid and names.is_job_id(job_id) else None
 
 
 def _batch_of(job: Job) -> tuple[str, str]:
