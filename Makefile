@@ -172,7 +172,7 @@ alerts:  ## the alert rules in Prometheus, and when they fire; needs Debian's pa
 chaos-quick: .venv/dev  ## faults for three minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
-chaos-bugs: .venv/dev  ## every planted bug must be caught; 20 minutes
+chaos-bugs: .venv/dev  ## every planted bug must be caught; 30 minutes
 	$(BIN)/python -m ops.chaos bugs
 
 chaos-batch: .venv/dev  ## five batches of 2,000 lines under kills of every role; 10 minutes
