@@ -8,6 +8,7 @@ timer is lost with a process that dies.
 
 import asyncio
 import contextlib
+import math
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -215,12 +216,17 @@ class Coordinator:
 
     async def _is_put_off(self, delivery: Delivery, ticket: RequestTicket) -> bool:
         """Put a request off while it is unknown whether a worker has its task, which is lost."""
-        bus = self._context.bus
-        created_ms = bus.streams.tasks.created_ms
-        until_ms = min(created_ms + 1000 * REJOIN_S, ticket.deadline_ms)
-        if ticket.accepted_ms >= created_ms or bus.now_ms() >= until_ms:
+        now_ms, tasks = self._context.bus.now_ms(), self._context.bus.streams.tasks
+        until_ms = tasks.created_ms + 1000 * REJOIN_S
+        if delivery.attempt > 1 and math.isinf(tasks.since_ms):
+            # Another coordinator may have created the stream of tasks again.
+            until_ms = now_ms + 1000 * REJOIN_S
+        elif ticket.accepted_ms >= tasks.created_ms:
             return False
-        await delivery.retry((until_ms - bus.now_ms()) / 1000)
+        until_ms = min(until_ms, ticket.deadline_ms)
+        if now_ms >= until_ms:
+            return False
+        await delivery.retry((until_ms - now_ms) / 1000)
         return True
 
     async def _is_repeated(self, delivery: Delivery, request_id: str) -> bool:
