@@ -63,10 +63,12 @@ def write_qwen3(folder: Path, seed: int = 0) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     media = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
     starts = {"vision_start_token_id": VISION_START, "audio_start_token_id": AUDIO_START}
+    # transformers knows the number of embeddings of a chunk for this length alone.
+    ears = {**EARS, "downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 100}
     codec = range(CODEC_PAD, CODEC_PAD + 8)
     config = transformers.Qwen3OmniMoeConfig(
         thinker_config={
-            "audio_config": {**EARS, "downsample_hidden_size": 16, "n_window_infer": 40},
+            "audio_config": ears,
             "vision_config": {
                 **EYES,
                 "num_position_embeddings": 64,
@@ -75,6 +77,7 @@ def write_qwen3(folder: Path, seed: int = 0) -> None:
             "text_config": {**TEXT, **experts, "vocab_size": VOCAB_SIZE},
             "user_token_id": USER,
             "vision_end_token_id": VISION_END,
+            "audio_end_token_id": AUDIO_END,
             **media,
             **starts,
         },

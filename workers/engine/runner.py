@@ -7,6 +7,7 @@ task.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import structlog
@@ -46,7 +47,7 @@ class _RequestInputs:
     """Inputs of a request with items or a speech."""
 
     # Positions [num_position_rows, num_tokens] of the prompt, and the offset of later tokens.
-    prompt_positions: tuple[NDArray[np.int64], int]
+    prompt_positions: tuple[NDArray[Any], float]
     # Embeddings [num_embeds, width] of the items that batches have needed so far.
     embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
     speech: SpeechRows | None = None
@@ -87,7 +88,8 @@ class ModelRunner:
             self._attention = ItemAttention(model.family, max_num_seqs)
         # Keyed by mm_hash, which differs between tenants.
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
-        self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
+        family = model.family
+        self._no_positions = np.empty((family.num_position_rows, 0), family.position_type)
 
     @property
     def mm_cache_queries(self) -> int:
@@ -350,9 +352,9 @@ class ModelRunner:
         return rows, levels.view(num_tokens, -1, width).transpose(0, 1)
 
     def _make_positions(self, scheduled: list[ScheduledSequence]) -> Tensor:
-        """Return the rotary positions of the step: int64 [num_position_rows, num_tokens]."""
+        """Return the rotary positions of the step, [num_position_rows, num_tokens]."""
         num_tokens = sum(s.num_new_tokens for s in scheduled)
-        positions = np.empty((len(self._no_positions), num_tokens), np.int64)
+        positions = np.empty((len(self._no_positions), num_tokens), self._no_positions.dtype)
         begin = 0
         for s in scheduled:
             start, stop = s.sequence.num_computed_tokens, s.end
@@ -364,7 +366,7 @@ class ModelRunner:
             positions[:, begin:middle] = prompt[:, start : start + middle - begin]
             positions[:, middle:end] = np.arange(start + middle - begin, stop) + delta
             begin = end
-        return self._to_device(positions)
+        return torch.from_numpy(positions).to(self._model.device)
 
-    def _to_device(self, values: list[int] | list[list[int]] | NDArray[np.int64]) -> Tensor:
+    def _to_device(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
