@@ -235,6 +235,8 @@ def reference_qwen3(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     model = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(
         folder, dtype=dtype, experts_implementation="eager"
     )
+    # For a sound next to an image, transformers looks for these settings in the wrong config.
+    model.talker.config.audio_config = model.config.thinker_config.audio_config
     return model.eval()
 
 
@@ -276,7 +278,9 @@ class SpokenAnswer(NamedTuple):
 
 
 @torch.no_grad()
-def speak_qwen3(model: Any, prompt: list[int], num_tokens: int, num_frames: int) -> SpokenAnswer:
+def speak_qwen3(
+    model: Any, prompt: list[int], num_tokens: int, num_frames: int, **media: Any
+) -> SpokenAnswer:
     frames: list[list[int]] = []
     decode = model.code2wav.chunked_decode
 
@@ -295,13 +299,16 @@ def speak_qwen3(model: Any, prompt: list[int], num_tokens: int, num_frames: int)
         thinker_eos_token_id=IM_END,
         talker_max_new_tokens=num_frames + 1,
         talker_do_sample=False,
+        **media,
     )
     del model.code2wav.chunked_decode
     return SpokenAnswer(sequences[0, len(prompt) :].tolist(), frames[:num_frames], sound[0, 0])
 
 
 @torch.no_grad()
-def speak_qwen25(model: Any, prompt: list[int], num_tokens: int, num_frames: int) -> SpokenAnswer:
+def speak_qwen25(
+    model: Any, prompt: list[int], num_tokens: int, num_frames: int, **media: Any
+) -> SpokenAnswer:
     frames: list[list[int]] = []
     token2wav, talker = model.token2wav, model.talker
     forward = talker.forward
@@ -334,6 +341,8 @@ def speak_qwen25(model: Any, prompt: list[int], num_tokens: int, num_frames: int
         talker_max_new_tokens=num_frames,
         talker_do_sample=False,
         talker_eos_token_id=[CODEC_PAD, CODEC_EOS],
+        # `generate` passes everything else to the talker, which refuses pixels.
+        **{f"thinker_{key}" if "pixel" in key else key: value for key, value in media.items()},
     )
     del token2wav.forward, talker.forward
     return SpokenAnswer(sequences[0, len(prompt) :].tolist(), frames, sound)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
 from shared.helpers.lru import ByteLRU
-from shared.models.language import AttendItems
+from shared.models.language import AttendItems, PromptPositions
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
@@ -113,6 +113,9 @@ class ModelRunner:
             raise InvalidRequest(
                 "an item has no embedding, and the engine has no tower", field="items"
             )
+        if self._talker is not None:
+            located = self._talker.locate_speech(request.speech)
+            return family.count_positions_after(located, len(request.prompt_token_ids))
         return family.count_free_positions(request)
 
     def spans_of(self, request: EngineRequest) -> list[Span]:
@@ -126,17 +129,17 @@ class ModelRunner:
         """
         family = self._model.family
         if self._talker is not None:
+            positions = self._positions_of(self._talker.locate_speech(request.speech))
             speech = self._talker.speech_rows_of(request.speech)
-            self._prepared[request.request_id] = _RequestInputs(
-                (self._no_positions, 0), speech=speech
-            )
+            self._prepared[request.request_id] = _RequestInputs(positions, speech=speech)
         elif request.items:
-            positions = family.locate(request)
-            self._prepared[request.request_id] = _RequestInputs(
-                (self._no_positions, 0)
-                if positions is None
-                else (positions.prompt.numpy(), positions.delta)
-            )
+            positions = self._positions_of(family.locate(request))
+            self._prepared[request.request_id] = _RequestInputs(positions)
+
+    def _positions_of(self, located: PromptPositions | None) -> tuple[NDArray[Any], float]:
+        if located is None:
+            return self._no_positions, 0
+        return located.prompt.numpy(), located.delta
 
     @torch.inference_mode()
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:

@@ -372,7 +372,7 @@ class ThinkerAdapter(QwenAdapter):
     def hidden_states(
         self, embeddings: Tensor, positions: Tensor, deepstack: Tensor | None, **attention: Any
     ) -> Tensor:
-        """Return the output of the decoder; the arguments are those of `forward`."""
+        """Return the output of the decoder, with the same arguments as `forward`."""
         if deepstack is not None:
             attention["visual_pos_masks"] = torch.ones(embeddings.shape[:2], dtype=torch.bool)
             attention["deepstack_visual_embeds"] = list(deepstack)
