@@ -63,10 +63,12 @@ def write_qwen3(folder: Path, seed: int = 0) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     media = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
     starts = {"vision_start_token_id": VISION_START, "audio_start_token_id": AUDIO_START}
+    # transformers knows the number of embeddings of a chunk for this length alone.
+    ears = {**EARS, "downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 100}
     codec = range(CODEC_PAD, CODEC_PAD + 8)
     config = transformers.Qwen3OmniMoeConfig(
         thinker_config={
-            "audio_config": {**EARS, "downsample_hidden_size": 16, "n_window_infer": 40},
+            "audio_config": ears,
             "vision_config": {
                 **EYES,
                 "num_position_embeddings": 64,
@@ -75,6 +77,7 @@ def write_qwen3(folder: Path, seed: int = 0) -> None:
             "text_config": {**TEXT, **experts, "vocab_size": VOCAB_SIZE},
             "user_token_id": USER,
             "vision_end_token_id": VISION_END,
+            "audio_end_token_id": AUDIO_END,
             **media,
             **starts,
         },
@@ -232,6 +235,8 @@ def reference_qwen3(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     model = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(
         folder, dtype=dtype, experts_implementation="eager"
     )
+    # For a sound next to an image, transformers looks for these settings in the wrong config.
+    model.talker.config.audio_config = model.config.thinker_config.audio_config
     return model.eval()
 
 
@@ -273,7 +278,9 @@ class SpokenAnswer(NamedTuple):
 
 
 @torch.no_grad()
-def speak_qwen3(model: Any, prompt: list[int], num_tokens: int, num_frames: int) -> SpokenAnswer:
+def speak_qwen3(
+    model: Any, prompt: list[int], num_tokens: int, num_frames: int, **media: Any
+) -> SpokenAnswer:
     frames: list[list[int]] = []
     decode = model.code2wav.chunked_decode
 
@@ -292,13 +299,16 @@ def speak_qwen3(model: Any, prompt: list[int], num_tokens: int, num_frames: int)
         thinker_eos_token_id=IM_END,
         talker_max_new_tokens=num_frames + 1,
         talker_do_sample=False,
+        **media,
     )
     del model.code2wav.chunked_decode
     return SpokenAnswer(sequences[0, len(prompt) :].tolist(), frames[:num_frames], sound[0, 0])
 
 
 @torch.no_grad()
-def speak_qwen25(model: Any, prompt: list[int], num_tokens: int, num_frames: int) -> SpokenAnswer:
+def speak_qwen25(
+    model: Any, prompt: list[int], num_tokens: int, num_frames: int, **media: Any
+) -> SpokenAnswer:
     frames: list[list[int]] = []
     token2wav, talker = model.token2wav, model.talker
     forward = talker.forward
@@ -331,6 +341,8 @@ def speak_qwen25(model: Any, prompt: list[int], num_tokens: int, num_frames: int
         talker_max_new_tokens=num_frames,
         talker_do_sample=False,
         talker_eos_token_id=[CODEC_PAD, CODEC_EOS],
+        # `generate` passes everything else to the talker, which refuses pixels.
+        **{f"thinker_{key}" if "pixel" in key else key: value for key, value in media.items()},
     )
     del token2wav.forward, talker.forward
     return SpokenAnswer(sequences[0, len(prompt) :].tolist(), frames, sound)

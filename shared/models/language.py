@@ -6,9 +6,10 @@ Towers compute the embeddings of items; here the items are only checked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -47,8 +48,8 @@ class MediaPrompt(Protocol):
 class PromptPositions:
     """Rotary positions of a prompt. Each later token t has the position t + delta in every row."""
 
-    prompt: Tensor  # [num_position_rows, num_prompt_tokens] int64
-    delta: int
+    prompt: Tensor  # [num_position_rows, num_prompt_tokens]
+    delta: float
 
 
 class AttendItems(Protocol):
@@ -74,6 +75,8 @@ class LanguageAdapter:
     """Adapter of a plain decoder. Its positions are one row, the indexes of the tokens."""
 
     num_position_rows = 1
+    position_type: Literal["int64", "float32"] = "int64"
+    """Type of rotary positions: "float32" if the positions of some items have fractions."""
     opens_full_layers = True
     """Whether spans attend in both directions also in layers without a window."""
     attends_items = False
@@ -162,11 +165,15 @@ class LanguageAdapter:
         Raises InvalidRequest for a prompt that reaches beyond the last one.
         """
         located = self.locate(prompt) if prompt.items else None
-        length, limit = len(prompt.prompt_token_ids), self._num_positions
+        return self.count_positions_after(located, len(prompt.prompt_token_ids))
+
+    def count_positions_after(self, located: PromptPositions | None, length: int) -> int:
+        """Do the same for the positions of a prompt with `length` tokens."""
+        limit = self._num_positions
         if located is None:
             return limit - length
         check_reach(int(located.prompt.max()), limit, "the prompt's items reach", "items")
-        return limit - length - located.delta
+        return math.floor(limit - length - located.delta)
 
     @property
     def uses_token_ids(self) -> bool:

@@ -8,6 +8,7 @@ that class would use numpy, and the results of numpy differ.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,12 @@ _load_feature_extractor: Any = AutoFeatureExtractor.from_pretrained
 def count_tokens(num_frames: int) -> int:
     """Return the number of embeddings: a convolution and a mean each halve the frames."""
     return ((num_frames - 1) // 2 + 1) // 2
+
+
+def count_chunked_tokens(num_frames: int, chunk_len: int) -> int:
+    """Return the number of embeddings: three convolutions halve the frames of each chunk."""
+    num_chunks, rest = divmod(num_frames, chunk_len)
+    return num_chunks * -(-chunk_len // 8) + -(-rest // 8)
 
 
 class SoundLayout(PlannedLayout[AudioProbe, SamplePlan, Samples]):
@@ -144,10 +151,15 @@ class MelLayout(SoundLayout):
         if (num_tokens := self.count(num_frames)) < 1:
             raise InvalidMedia(
                 f"a sound of {len(samples)} samples at {SAMPLE_RATE} Hz is too short: the model"
-                f" needs at least {2 * self._hop_len + 1}",
+                f" needs at least {self._least_samples}",
                 field=field,
             )
         return num_frames, num_tokens
+
+    @property
+    def _least_samples(self) -> int:
+        """Number of samples of the shortest sound with an embedding."""
+        return next(n for n in itertools.count() if self.count(n + 1) > 0) * self._hop_len + 1
 
     # -- for the wire of each family --------------------------------------------------------------
 
@@ -196,9 +208,7 @@ class MelLayout(SoundLayout):
 
     def _extract(self, samples: Samples, num_frames: int) -> NDArray[np.float32]:
         """Return the features [num_bins, at least num_frames + NUM_FRAMES_BEHIND]."""
-        # The last kept frame extends into the next frame.
-        needed = (num_frames + NUM_FRAMES_BEHIND + 1) * self._hop_len
-        padded = torch.zeros(1, min(max(needed, MIN_PADDED_LEN), self._window_len))
+        padded = torch.zeros(1, self._padded_len(num_frames))
         padded[0, : len(samples)] = torch.from_numpy(samples)
         num_points: int = self._extractor.n_fft
         window = torch.hann_window(num_points)
@@ -209,6 +219,12 @@ class MelLayout(SoundLayout):
         levels = (torch.maximum(levels, levels.max() - 8.0) + 4.0) / 4.0
         features: NDArray[np.float32] = levels[0].numpy()
         return features
+
+    def _padded_len(self, num_frames: int) -> int:
+        """Return the number of samples to compute features from."""
+        # The last kept frame extends into the next frame.
+        needed = (num_frames + NUM_FRAMES_BEHIND + 1) * self._hop_len
+        return min(max(needed, MIN_PADDED_LEN), self._window_len)
 
 
 def _load_extractor(folder: Path) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,10 @@ else:
     torch = LazyModule("torch")
 
 
+Positions = NDArray[np.int64] | NDArray[np.float32]
+"""Rotary positions. They have fractions in models that do not round the times of frames."""
+
+
 class Run(Protocol):
     """Consecutive tokens of a prompt with special positions."""
 
@@ -30,7 +34,7 @@ class Run(Protocol):
     @property
     def length(self) -> int: ...
 
-    def positions(self) -> tuple[NDArray[np.int64], int]:
+    def positions(self) -> tuple[Positions, float]:
         """Return the positions [3, length], and the position of the next token.
 
         Position 0 is the position after the previous token.
@@ -58,6 +62,31 @@ class GridRun:
         return grid, int(grid.max()) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRun:
+    """Consecutive tokens of a prompt that form a grid. The times of its frames have fractions."""
+
+    offset: int
+    times: NDArray[np.float32]
+    rows: int
+    columns: int
+
+    @property
+    def length(self) -> int:
+        return len(self.times) * self.rows * self.columns
+
+    def positions(self) -> tuple[NDArray[np.float32], float]:
+        grid = timed_positions(self.times, self.rows, self.columns)
+        return grid, float(grid.max()) + 1
+
+
+def timed_positions(times: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+    """Return the positions of a grid with these times, [3, len(times) * rows * columns]."""
+    grid = np.indices((len(times), rows, columns), np.float32).reshape(3, -1)
+    grid[0] = np.repeat(times, rows * columns)
+    return grid
+
+
 def grid_positions(frames: int, rows: int, columns: int, step: float) -> NDArray[np.int64]:
     """Return the positions of a grid, [3, frames * rows * columns], from 0 on."""
     grid = np.indices((frames, rows, columns)).reshape(3, -1)
@@ -68,7 +97,8 @@ def grid_positions(frames: int, rows: int, columns: int, step: float) -> NDArray
 def locate_grids(num_tokens: int, runs: Iterable[Run]) -> PromptPositions:
     """Return the positions of a prompt with these runs, which are in order and do not overlap."""
     parts = []
-    at = position = 0
+    at: int = 0
+    position: float = 0
     for run in runs:
         parts.append(_count_on(position, run.offset - at))
         begin = position + run.offset - at
@@ -78,10 +108,10 @@ def locate_grids(num_tokens: int, runs: Iterable[Run]) -> PromptPositions:
         position = begin + num_positions
         at = run.offset + run.length
     parts.append(_count_on(position, num_tokens - at))
-    prompt = torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))
-    return PromptPositions(prompt, int(prompt.max()) + 1 - num_tokens)
+    prompt = torch.from_numpy(np.concatenate(parts, axis=1))
+    return PromptPositions(prompt, prompt.max().item() + 1 - num_tokens)
 
 
-def _count_on(position: int, num: int) -> NDArray[np.int64]:
+def _count_on(position: float, num: int) -> NDArray[Any]:
     """Return the positions of `num` tokens of text."""
-    return np.broadcast_to(np.arange(position, position + num), (3, num))
+    return np.broadcast_to(position + np.arange(num), (3, num))

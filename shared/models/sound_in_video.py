@@ -1,7 +1,6 @@
-"""Order of a video and its sound among the tokens of an item: alternating chunks of equal time.
+"""Order of a video and its sound among the tokens of an item.
 
-Each chunk has the embeddings of its frames, and then the embeddings of its sound. The rules are the
-same as in transformers' processor and positions of Qwen2.5-Omni.
+The rules are the same as in transformers' processors and positions of Qwen2.5-Omni and Qwen3-Omni.
 """
 
 from dataclasses import dataclass
@@ -9,14 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.models.mrope import grid_positions
+from shared.models.mrope import grid_positions, timed_positions
 
 Indexes = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SoundingVideo:
-    """A video with its sound, between a begin mark and an end mark."""
+    """A video with its sound in alternating chunks of equal time, between a begin and an end mark.
+
+    Each chunk has the embeddings of its frames, and then the embeddings of its sound.
+    """
 
     frames: int
     rows: int
@@ -81,3 +83,43 @@ class SoundingVideo:
             if begin >= len(times):
                 return np.split(np.arange(len(times)), starts[1:])
             starts.append(begin)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedVideo:
+    """A video with its sound, sorted by time, between a begin mark and an end mark."""
+
+    times: NDArray[np.float32]
+    """Position of each frame, from 0 on."""
+    rows: int
+    columns: int
+    num_heard: int
+    """Number of embeddings of the sound. Each has one position."""
+    offset: int = 0
+    """Index of the first mark in the prompt."""
+
+    @property
+    def num_seen(self) -> int:
+        return len(self.times) * self.rows * self.columns
+
+    @property
+    def length(self) -> int:
+        return self.num_seen + self.num_heard + 2
+
+    def order(self) -> Indexes:
+        """Return the order of the embeddings, as in `SoundingVideo`. A frame precedes its sound."""
+        seen = np.repeat(self.times, self.rows * self.columns)
+        return np.argsort(np.append(seen, np.arange(self.num_heard)), kind="stable")
+
+    def positions(self) -> tuple[NDArray[np.float32], float]:
+        """Return the positions [3, length], and the position of the next token."""
+        order = self.order()
+        seen = timed_positions(self.times, self.rows, self.columns)
+        sound = np.broadcast_to(np.arange(self.num_heard, dtype=np.float32), (3, self.num_heard))
+        inner = np.concatenate([seen, sound], axis=1)[:, order] + 1
+        # The end follows the last embeddings of one kind, as in transformers.
+        is_seen = order < self.num_seen
+        num_before = np.flatnonzero(is_seen != is_seen[-1])[-1] + 1
+        end = inner[:, num_before:].max() + 1
+        first, last = np.zeros((3, 1), np.float32), np.full((3, 1), end)
+        return np.concatenate([first, inner, last], axis=1), float(end) + 1

@@ -159,6 +159,11 @@ class SpeechBody(TaskBody, frozen=True, omit_defaults=True):
     """Given text of the request; None for a text that another stage writes."""
     prompt_token_ids: list[int] = []
     """Prompt of the text, for a talker that needs it."""
+    items: Annotated[list[MultiModalKwargsItem], since(3)] = []
+    """Items in the prompt, as in an `EngineBody`."""
+
+    def blobs(self) -> list[BlobRef]:
+        return [item.blob for item in self.items if item.blob is not None]
 
 
 class PaintBody(TaskBody, frozen=True):

@@ -56,8 +56,9 @@ def _follow(inputs: dict[str, str]) -> FollowBody:
 
 @edge_function(ANSWER, carries=TEXT, takes_body=True)
 def _speak_answer(source: FollowedTask) -> SpeechBody:
-    """Speak the text of an engine. The talker also reads the prompt."""
-    return SpeechBody(prompt_token_ids=source.body.prompt_token_ids)
+    """Speak the text of an engine. The talker also reads the prompt and its items."""
+    body = source.body
+    return SpeechBody(prompt_token_ids=body.prompt_token_ids, items=body.items)
 
 
 @edge_function("speech", carries=TEXT, takes_text=True)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Literal
 
 import structlog
@@ -14,6 +14,7 @@ from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.bus.heartbeats import DEAD_AFTER_S
+from shared.codec.envelope import TensorData
 from shared.config.schema import DeliveryConfig
 from shared.errors import PagemillError, Unavailable, UnsupportedVersion
 from shared.protocol import names, subjects
@@ -67,6 +68,8 @@ class Job:
         """None until the message has been decoded."""
         self.body: TaskBody | None = None
         """None until the message has been decoded."""
+        self.tensors: Sequence[TensorData] = ()
+        """Tensors of the message."""
         self.path: list[StageSpan] = []
         """The stages that the request has passed."""
         self.log: LogWriter | None = None
@@ -110,9 +113,14 @@ class Job:
             return None
         return subjects.place_of(self.delivery.msg_id or "", self.request_id)
 
-    def identify(self, header: TaskHeader, body: TaskBody | None = None) -> None:
-        """Set the header and the body of the decoded message."""
-        self.header, self.body = header, body
+    def identify(
+        self,
+        header: TaskHeader,
+        body: TaskBody | None = None,
+        tensors: Sequence[TensorData] = (),
+    ) -> None:
+        """Set the header, the body and the tensors of the decoded message."""
+        self.header, self.body, self.tensors = header, body, tensors
         self.path = header.path
 
     def replace_ticket(self, data: bytes) -> None:
@@ -121,9 +129,9 @@ class Job:
         The owners of the earlier payloads have released them.
         """
         if self.header is not None and self.body is not None:
-            task, _ = tasks.decode(data, type(self.body))
+            task, self.tensors = tasks.decode(data, type(self.body))
             self.header = replace(self.header, ticket=task.header.ticket)
-            self.inputs = task.body.blobs()
+            self.body, self.inputs = task.body, task.body.blobs()
 
 
 class StageCounters:

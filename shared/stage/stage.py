@@ -211,7 +211,12 @@ class Stage:
             return
         for edge in pipeline.followers_of(self.name):
             header = self._next_header(job)
-            await tasks.publish_follower(self.bus, pipeline, edge, header, job.body)
+            body = await tasks.publish_follower(
+                self.bus, pipeline, edge, header, job.body, job.tensors
+            )
+            # A follower reads the payloads after this stage, so it releases them.
+            passed = tasks.common_payloads(body, job.inputs)
+            job.inputs = [ref for ref in job.inputs if ref not in passed]
 
     def _next_header(self, job: Job) -> TaskHeader:
         """Return the header for the next stages, with this stage added to the path."""

@@ -13,7 +13,7 @@ from shared.codec.envelope import TensorData
 from shared.errors import DecodeError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
-from shared.protocol.pipeline import REQUEST, Edge, Pipeline, function_of
+from shared.protocol.pipeline import EDGE_FUNCTIONS, REQUEST, Edge, Pipeline, function_of
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import Prompt, decode_request
 from shared.protocol.task_messages import Task, TaskBody, TaskHeader
@@ -106,10 +106,23 @@ def _message_of(
 
 
 async def publish_follower(
-    bus: Bus, pipeline: Pipeline, edge: Edge, header: TaskHeader, body: TaskBody | None
-) -> None:
-    """Publish a follower's task for an output; `body` is the body of the output's writer."""
-    await publish(bus, edge, header, input_of_follower(pipeline, edge, body))
+    bus: Bus,
+    pipeline: Pipeline,
+    edge: Edge,
+    header: TaskHeader,
+    body: TaskBody | None,
+    tensors: Sequence[TensorData],
+) -> Struct:
+    """Publish a follower's task for an output, and return its body.
+
+    `body` and `tensors` come from the task of the output's writer.
+    """
+    source = input_of_follower(pipeline, edge, body)
+    # The tensors belong to the items in the body, which only some functions read.
+    passed = tensors if EDGE_FUNCTIONS[edge.function].takes_body else ()
+    await publish(bus, edge, header, source, passed)
+    result: Struct = function_of(edge)(source)
+    return result
 
 
 def common_payloads(result: Struct, payloads: Sequence[BlobRef]) -> list[BlobRef]:

@@ -212,7 +212,7 @@ class WorkerLoop:
     async def _run_task(self, job: Job, body: type[TaskBody], handle: HandleTask) -> None:
         stage = self._stage
         task, tensors = tasks.decode(job.delivery.data, body)
-        job.identify(task.header, task.body)
+        job.identify(task.header, task.body, tensors)
         job.inputs = task.body.blobs()
         # While the job waits for its turn, it may be delivered again.
         stage.claims.add(job)

@@ -5,15 +5,19 @@ stage is killed in the middle of its work.
 """
 
 import asyncio
+import base64
+import io
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.config.schema import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.records import (
@@ -24,7 +28,7 @@ from shared.protocol.records import (
     OutputRecord,
     TokenChunk,
 )
-from shared.protocol.requests import GenerateRequest
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.state.log_records import decode_record
 from tests import omni
@@ -35,10 +39,12 @@ from tests.cluster.processes import (
     until_nothing_is_left,
     until_records,
 )
+from tests.engine.model.test_parity import draw_image
 from workers.engine.runner import ModelRunner
 from workers.generator.core.schedule import Window
 from workers.generator.core.vocoder import Samples, Speaker, cut
 from workers.generator.loader import load_vocoder
+from workers.renderer.processing.processor import Processor
 
 # transformers warns that the penalty sees no prompt, as intended for the talker.
 pytestmark = [
@@ -60,6 +66,7 @@ models:
   qwen3:
     path: qwen3
     graph: qwen3-omni
+    tower: encoder
 {MODEL.format(num_frames=NUM_FRAMES, size=5, left=40, right=1)}
   qwen25:
     path: qwen25
@@ -71,12 +78,15 @@ delivery: {{ack_wait_s: 2.0, drain_s: 5.0, retry_delay_s: 0.1}}
 WORKERS = {
     "coordinator": ["coordinator"],
     "renderer": ["renderer"],
+    "encoder": ["encoder", "--model", "qwen3"],
     "engine": ["engine", "--model", "qwen3"],
     "talker": ["engine", "--stage", "talker", "--model", "qwen3"],
     "code2wav": ["generator", "--stage", "code2wav", "--model", "qwen3"],
 }
 OTHERS = {
-    f"{stage} of qwen25": [*call[:-1], "qwen25"] for stage, call in WORKERS.items() if call[1:]
+    f"{stage} of qwen25": [*call[:-1], "qwen25"]
+    for stage, call in WORKERS.items()
+    if call[1:] and stage != "encoder"
 }
 STEP_S = 0.03
 """Minimum time of a step, so that a worker can be killed in the middle of its work."""
@@ -120,10 +130,13 @@ class Said(NamedTuple):
     audio: list[OutputRecord]
 
 
-async def ask(bus: Bus, question: str, request_id: str, model: str = "qwen3") -> Said:
+async def ask(
+    bus: Bus, question: str | list[Message], request_id: str, model: str = "qwen3"
+) -> Said:
     request = GenerateRequest(
         model,
-        prompt_token_ids=omni.user_prompt(question),
+        messages=None if isinstance(question, str) else question,
+        prompt_token_ids=omni.user_prompt(question) if isinstance(question, str) else None,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=SEED),
         outputs=["text", "audio"],
     )
@@ -207,6 +220,29 @@ async def test_an_answer_is_heard_before_it_is_written_and_all_stages_are_killed
         # On a busy machine one more may have been given up.
         assert len({record.attempt for record in records}) >= 2
     check(await undisturbed, answers[QUESTIONS[1]])
+    await until_nothing_is_left(bus)
+
+
+async def test_an_answer_about_an_image_is_spoken(processes: Processes, bus: Bus) -> None:
+    """The encoder's embeddings go to the thinker, and to talkers, of which one is killed."""
+    folder, image = processes.folder / "qwen3", draw_image(7, 90, 120)
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+    messages = [Message("user", [ImagePart(ImageURL(url)), TextPart(QUESTIONS[1])])]
+    asking = asyncio.create_task(ask(bus, messages, "seen"))
+    await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens("seen", "codes"))
+    processes.kill("talker")
+    inputs = Qwen2VLImageProcessorPil.from_pretrained(folder)(image, return_tensors="pt")
+    num_embeds = int(inputs["image_grid_thw"].prod()) // 4
+    prompt: list[int] = []
+    for token_id in Processor(ModelConfig(str(folder))).tokenize(Prompt(messages)):
+        prompt += [token_id] * (num_embeds if token_id == omni.IMAGE else 1)
+    model = omni.reference_qwen3(folder)
+    expected = omni.speak_qwen3(model, prompt, NUM_TOKENS, NUM_FRAMES, **inputs)
+    speech = await asking
+    check(speech, expected)
+    assert len({record.attempt for record in speech.codes}) >= 2
     await until_nothing_is_left(bus)
 
 

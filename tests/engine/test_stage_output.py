@@ -7,8 +7,9 @@ from typing import Any, ClassVar, cast
 import msgspec
 import pytest
 
-from shared.errors import ConfigError, UnsupportedContent
+from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import (
     ChoiceDelta,
@@ -201,7 +202,6 @@ class _Talker:
     codes = range(90)
     end_token_ids = frozenset([96])
     voices: ClassVar[dict[str, int]] = {"ethan": 1}
-    media_token_ids = frozenset([7])
 
     def has_voice(self, name: str) -> bool:
         return name in self.voices
@@ -236,14 +236,15 @@ def test_the_talker_of_an_omni_model_provides_its_voices() -> None:
     assert refused.value.field == "the stage.voices"
 
 
-async def test_an_answer_about_an_image_is_not_spoken() -> None:
+async def test_the_items_of_a_prompt_belong_to_the_speech() -> None:
     async def progress() -> None:
         return
 
-    task = Task(TaskHeader("r", "omni", "interactive"), SpeechBody(prompt_token_ids=[1, 7, 2]))
-    with pytest.raises(UnsupportedContent) as refused:
-        await talker_output().render(task, progress)
-    assert refused.value.field == "outputs"
+    items = [MultiModalKwargsItem("image", "a", PlaceholderRange(1, 1))]
+    body = SpeechBody(prompt_token_ids=[1, 7, 2], items=items)
+    task = Task(TaskHeader("r", "omni", "interactive"), body)
+    rendered = await talker_output().render(task, progress)
+    assert rendered.task.body.items == items
 
 
 async def test_a_talker_speaks_each_token_that_has_a_successor(

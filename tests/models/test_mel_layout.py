@@ -1,5 +1,6 @@
 """Features of sounds equal transformers' features bit for bit; sounds that are refused."""
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,17 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest, MediaTooLarge
 from shared.models.families.qwen2_audio import Qwen2AudioLayout
-from shared.models.families.qwen_omni import OmniAudioLayout
+from shared.models.families.qwen_omni import OmniAudioLayout, Qwen3OmniAudioLayout
 from shared.models.mel_layout import SAMPLE_RATE, MelLayout, count_tokens
 from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import FrameSampling
 from tests.sounds import Samples, decoded, draw_sound, extract, transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+processing: Any = importlib.import_module(
+    "transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe"
+)
 
 NUM_BINS, WINDOW_S = 32, 4
 ANY = FrameSampling()
@@ -106,6 +111,46 @@ def test_tokens_equal_the_tokens_of_the_processors() -> None:
     for num_frames in range(3, 3001):
         # The formula of both processors.
         assert count_tokens(num_frames) == ((num_frames - 1) // 2 + 1 - 2) // 2 + 1
+
+
+QWEN3 = SimpleNamespace(
+    model_type="qwen3_omni_moe_thinker",
+    audio_config=SimpleNamespace(num_mel_bins=NUM_BINS, n_window=50),
+)
+
+
+@pytest.mark.parametrize("num_samples", [161, 320, 1_601, 16_000, 20_011, 64_000])
+def test_features_of_qwen3_omni_end_with_the_sound(
+    folder: Path, extractor: Any, num_samples: int
+) -> None:
+    layout = Qwen3OmniAudioLayout(folder, QWEN3)
+    samples = draw_sound(num_samples, num_samples)
+    fields = process(layout, samples)
+    # transformers' processor drops the rest of a frame.
+    extended = np.pad(samples, (0, -num_samples % 160))
+    output = extractor(
+        extended,
+        sampling_rate=SAMPLE_RATE,
+        padding=True,
+        truncation=False,
+        return_attention_mask=True,
+        return_tensors="np",
+    )
+    assert np.array_equal(to_numpy(fields["input_features"]), output["input_features"][0])
+    num_frames = int(to_numpy(fields["audio_frames"]))
+    assert num_frames == output["attention_mask"].sum()
+    decoded, num_tokens = layout.from_wire(layout.to_wire(fields), "item")
+    assert decoded == fields
+    assert num_tokens == processing._get_feat_extract_output_lengths(num_frames)
+
+
+def test_tokens_equal_the_tokens_of_qwen3_omnis_processor(folder: Path) -> None:
+    layout = Qwen3OmniAudioLayout(folder, QWEN3)
+    for num_frames in range(2, 1001):
+        expected = processing._get_feat_extract_output_lengths(num_frames)
+        assert layout.count(num_frames) == expected
+    with pytest.raises(InvalidMedia, match=r"160 samples .* at least 161"):
+        process(layout, draw_sound(0, 160))
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 320])

@@ -138,7 +138,8 @@ def expected_answer(twins: Twins, request: EngineRequest) -> list[int]:
             inputs[grids] = torch.stack([item[grids] for item in fields])
     located = twins.served.family.locate(request)
     token_ids = torch.tensor([request.prompt_token_ids])
-    num_tokens, delta = token_ids.shape[1], 0
+    num_tokens = token_ids.shape[1]
+    delta: float = 0
     positions = torch.arange(num_tokens).expand(3, -1)
     if located is not None:
         positions, delta = located.prompt, located.delta

@@ -12,10 +12,9 @@ from shared.helpers.validation import invalid_request, split_validation_error
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
-from shared.protocol.multimodal import IMAGE
-from shared.protocol.pipeline import ANSWER, REQUEST, TEXT, Pipeline, has_embeddings
+from shared.protocol.pipeline import REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
-from shared.protocol.requests import GenerateRequest, Prompt, TextPart, decode_request
+from shared.protocol.requests import GenerateRequest, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
 
 # Content parts of the OpenAI API that no stage accepts yet. Their error differs from that for an
@@ -93,7 +92,6 @@ def admit(
     if request.embedding is not None:
         resolved = _sampling_of_embedding(request, params, pipeline)
     part = _part_of(request, pipeline)
-    _check_images(request, part)
     outputs = [] if list(part.outputs) == [TEXT] else list(part.outputs)
     voice = _voice_of(request, part, resolved)
     image = _image_of(request, part, params)
@@ -141,22 +139,6 @@ def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
             "on_late: 'text' requires the text and another output in outputs", field="on_late"
         )
     return part
-
-
-def _check_images(request: GenerateRequest, part: Pipeline) -> None:
-    """Raise UnsupportedContent if a spoken answer is requested for a prompt with an image."""
-    if all(edge.function != ANSWER for edge in part.edges):
-        return
-    field = "features" if request.features else None
-    for i, message in enumerate(request.messages or []):
-        for j, content in enumerate(message.content if isinstance(message.content, list) else []):
-            if field is None and not isinstance(content, TextPart) and content.modality == IMAGE:
-                field = f"messages[{i}].content[{j}]"
-    if field is not None:
-        raise UnsupportedContent(
-            f"{field}: {request.model} speaks no answers about images: ask for text alone",
-            field=field,
-        )
 
 
 def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams) -> str | None:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
-from shared.errors import ConfigError, ContextTooLong, UnsupportedContent
+from shared.errors import ConfigError, ContextTooLong
 from shared.protocol.chunks import ChunkSpec, interpolate
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
@@ -129,14 +129,9 @@ class TalkerOutput:
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
 
     async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
-        """Raises RequestEnded, ContextTooLong for an answer that is too long, UnsupportedContent
-        for a prompt with media, and InvalidRequest for a prompt without an assistant turn."""
+        """Raises RequestEnded, ContextTooLong for an answer that is too long, and InvalidRequest
+        for a prompt without an assistant turn."""
         header, prompt = task.header, task.body.prompt_token_ids
-        if not self.talker.media_token_ids.isdisjoint(prompt):
-            raise UnsupportedContent(
-                f"stage {self.stage} speaks no answers about images: ask for text alone",
-                field="outputs",
-            )
         speech = SpokenText(prompt, [], header.voice, self.talker.num_inputs(prompt))
         tokens = self.talker.prompt_tokens(speech)
         _check_len(len(tokens), self.max_prompt_tokens, self.stage, "outputs")
@@ -153,7 +148,7 @@ class TalkerOutput:
             # never makes a frame before it has read the token.
             return min(num_frames, len(read))
 
-        return Rendered(Task(own, EngineBody(tokens, [])), speech, spoken, growth)
+        return Rendered(Task(own, EngineBody(tokens, task.body.items)), speech, spoken, growth)
 
     async def _follow(
         self, header: TaskHeader, speech: SpokenText, num_inputs: int, read: list[int]

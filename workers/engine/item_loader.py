@@ -51,12 +51,14 @@ class ItemLoader:
         item: MultiModalKwargsItem,
         tensors: Sequence[TensorData],
         progress: Callable[[], Awaitable[None]],
+        *,
+        reads_last: bool = True,
     ) -> Item:
         """Return the item with its tensors and, if there is one, its embedding.
 
         `progress` is called repeatedly while an encoder computes the embedding; an exception that
-        it raises ends the wait. Raises BlobLost if the item must be rendered or encoded again, and
-        the encoder's error if it could not encode the item.
+        it raises ends the wait. `reads_last` is as for the constructor. Raises BlobLost if the item
+        must be rendered or encoded again, and the encoder's error if it could not encode the item.
         """
         with contextlib.ExitStack() as views:
             if item.embedding is None:
@@ -87,7 +89,8 @@ class ItemLoader:
             # The step thread may read them after the request has ended.
             close = views.pop_all().close
             weakref.finalize(opened, close_soon, self._loop, close).atexit = False
-        if held is not None and self._embeddings is not None and self._reads_last:
+        is_last = self._reads_last and reads_last
+        if held is not None and self._embeddings is not None and is_last:
             await self._embeddings.acknowledge(held)
         return opened
 

@@ -31,7 +31,7 @@ from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.quantizer import QuantizedConfig
 from workers.engine.model.self_check import check_against_whole
 from workers.engine.model.support import check_supported, num_item_values
-from workers.engine.model.talker import Talker
+from workers.engine.model.talker import MediaParts, Talker
 from workers.engine.pooling_files import read_pooling
 
 READING, PACKING = "reading weights", "packing weights"
@@ -118,7 +118,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
     report_on(weights)
     family = registry.adapt(weights)
-    needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
+    needs_tower = tower is not None and _needs_tower(model)
     _check_generic(config, family, block_size, set_step)
     adapters = _load_adapters(family, model)
     with ThreadPoolExecutor(1) as executor:
@@ -194,7 +194,7 @@ def _load_talker(
     folder = Path(model.path)
     _check_files(folder)
     set_step(READING)
-    talker = load_part(getattr(torch, model.dtype), engine.device)
+    talker = load_part(getattr(torch, model.dtype), engine.device, _media_parts_of(model))
     longest: int = talker.decoder.config.max_position_embeddings
     max_model_len = min(longest, model.max_model_len or longest)
     block_size = _resolve_block_size(engine)
@@ -215,6 +215,17 @@ def _load_talker(
         codes=talker.codes,
         talker=talker,
     )
+
+
+def _media_parts_of(model: ModelConfig) -> MediaParts:
+    """Return the parts of a thinker that its talker needs."""
+    if not (model.max_images or model.max_videos or model.max_audios):
+        return "none"
+    return "tower" if _needs_tower(model) else "embeddings"
+
+
+def _needs_tower(model: ModelConfig) -> bool:
+    return model.tower == "engine" or model.local_tokens > 0
 
 
 def _codes_of(config: PreTrainedConfig, vocab_size: int) -> range | None:

@@ -7,6 +7,7 @@ task.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import structlog
@@ -17,7 +18,7 @@ from torch import Tensor
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
 from shared.helpers.lru import ByteLRU
-from shared.models.language import AttendItems
+from shared.models.language import AttendItems, PromptPositions
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
@@ -46,7 +47,7 @@ class _RequestInputs:
     """Inputs of a request with items or a speech."""
 
     # Positions [num_position_rows, num_tokens] of the prompt, and the offset of later tokens.
-    prompt_positions: tuple[NDArray[np.int64], int]
+    prompt_positions: tuple[NDArray[Any], float]
     # Embeddings [num_embeds, width] of the items that batches have needed so far.
     embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
     speech: SpeechRows | None = None
@@ -87,7 +88,8 @@ class ModelRunner:
             self._attention = ItemAttention(model.family, max_num_seqs)
         # Keyed by mm_hash, which differs between tenants.
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
-        self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
+        family = model.family
+        self._no_positions = np.empty((family.num_position_rows, 0), family.position_type)
 
     @property
     def mm_cache_queries(self) -> int:
@@ -111,6 +113,9 @@ class ModelRunner:
             raise InvalidRequest(
                 "an item has no embedding, and the engine has no tower", field="items"
             )
+        if self._talker is not None:
+            located = self._talker.locate_speech(request.speech)
+            return family.count_positions_after(located, len(request.prompt_token_ids))
         return family.count_free_positions(request)
 
     def spans_of(self, request: EngineRequest) -> list[Span]:
@@ -124,17 +129,17 @@ class ModelRunner:
         """
         family = self._model.family
         if self._talker is not None:
+            positions = self._positions_of(self._talker.locate_speech(request.speech))
             speech = self._talker.speech_rows_of(request.speech)
-            self._prepared[request.request_id] = _RequestInputs(
-                (self._no_positions, 0), speech=speech
-            )
+            self._prepared[request.request_id] = _RequestInputs(positions, speech=speech)
         elif request.items:
-            positions = family.locate(request)
-            self._prepared[request.request_id] = _RequestInputs(
-                (self._no_positions, 0)
-                if positions is None
-                else (positions.prompt.numpy(), positions.delta)
-            )
+            positions = self._positions_of(family.locate(request))
+            self._prepared[request.request_id] = _RequestInputs(positions)
+
+    def _positions_of(self, located: PromptPositions | None) -> tuple[NDArray[Any], float]:
+        if located is None:
+            return self._no_positions, 0
+        return located.prompt.numpy(), located.delta
 
     @torch.inference_mode()
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
@@ -350,9 +355,9 @@ class ModelRunner:
         return rows, levels.view(num_tokens, -1, width).transpose(0, 1)
 
     def _make_positions(self, scheduled: list[ScheduledSequence]) -> Tensor:
-        """Return the rotary positions of the step: int64 [num_position_rows, num_tokens]."""
+        """Return the rotary positions of the step, [num_position_rows, num_tokens]."""
         num_tokens = sum(s.num_new_tokens for s in scheduled)
-        positions = np.empty((len(self._no_positions), num_tokens), np.int64)
+        positions = np.empty((len(self._no_positions), num_tokens), self._no_positions.dtype)
         begin = 0
         for s in scheduled:
             start, stop = s.sequence.num_computed_tokens, s.end
@@ -364,7 +369,7 @@ class ModelRunner:
             positions[:, begin:middle] = prompt[:, start : start + middle - begin]
             positions[:, middle:end] = np.arange(start + middle - begin, stop) + delta
             begin = end
-        return self._to_device(positions)
+        return torch.from_numpy(positions).to(self._model.device)
 
-    def _to_device(self, values: list[int] | list[list[int]] | NDArray[np.int64]) -> Tensor:
+    def _to_device(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)

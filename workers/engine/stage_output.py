@@ -21,7 +21,8 @@ class Rendered(NamedTuple):
 
     task: Task[EngineBody]
     speech: SpokenText | None = None
-    """Text that a talker speaks. The prompt's tokens are only placeholders for it."""
+    """Text that a talker speaks. The prompt's tokens are only placeholders for it, and the items of
+    the task belong to it."""
     spoken: SpokenTokens | None = None
     """None if the numbers of spoken tokens are unknown or not needed."""
     growth: AsyncGenerator[SpokenText] | None = None

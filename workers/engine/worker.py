@@ -16,8 +16,9 @@ from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
+from shared.protocol.pipeline import ANSWER
 from shared.protocol.records import StageSpan
-from shared.protocol.task_messages import Task, TaskHeader
+from shared.protocol.task_messages import EngineBody, Task, TaskHeader
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
 from shared.stage.runtime import Context
@@ -30,13 +31,13 @@ from workers.engine.code_lead import CodeLead
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import encode_batches
-from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
 from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures, pull_load
 from workers.engine.open_request import NotBegun, OpenRequest, RecordPacer
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
-from workers.engine.stage_output import Rendered, StageOutput, TextOutput
+from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 from workers.engine.step_thread import StepThread
 
 WATCH_S = 0.5
@@ -212,18 +213,19 @@ class EngineWorker:
             )
             rendered = await self._output.render(task, progress)
             task, header = rendered.task, rendered.task.header
-            items = [await self._items.open(item, tensors, progress) for item in task.body.items]
-            if any(item.embedding is not None for item in task.body.items):
+            items = await self._open_items(task, tensors, progress)
+            edges = self._context.pipelines[self._model].gathered_by(self._stage.name)
+            if edges and any(item.embedding is not None for item in task.body.items):
                 # The span belongs to the fan-out stage, and this engine gathers its results.
-                edges = self._context.pipelines[self._model].gathered_by(self._stage.name)
-                stage = edges[0].target if edges else ""
                 times = began_ms, self._context.bus.now_ms()
-                job.path = [*job.path, StageSpan(stage, "", job.delivery.attempt, *times)]
+                span = StageSpan(edges[0].target, "", job.delivery.attempt, *times)
+                job.path = [*job.path, span]
+            speech = rendered.speech and replace(rendered.speech, items=items)
             grammar = await self._compile(header, progress)
             request = EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=task.body.prompt_token_ids,
-                items=items,
+                items=[] if speech else items,
                 sampling=header.sampling,
                 logged=self._output.logged(job.log.records, header.sampling.n),
                 lane=header.lane,
@@ -231,7 +233,7 @@ class EngineWorker:
                 adapter=header.adapter,
                 new_token_mask=None if grammar is None else grammar.new_mask,
                 embedding=header.embedding,
-                speech=rendered.speech,
+                speech=speech,
             )
             if self._kv is not None and task.body.kv:
                 request = replace(request, received=await self._kv.read(request, task.body.kv))
@@ -244,6 +246,19 @@ class EngineWorker:
             self._preparing.discard(request_id)
             self._adjust_capacity()
             self._ended.discard(request_id)
+
+    async def _open_items(
+        self, task: Task[EngineBody], tensors: list[TensorData], progress: Progress
+    ) -> list[Item]:
+        pipeline, header = self._context.pipelines[self._model], task.header
+        part = pipeline.part_for(header.outputs, text_given=header.text_given)
+        followers = part.followers_of(self._stage.name)
+        # A talker reads the items after the engine of the text.
+        reads_last = all(edge.function != ANSWER for edge in followers)
+        return [
+            await self._items.open(item, tensors, progress, reads_last=reads_last)
+            for item in task.body.items
+        ]
 
     def _is_crowded(self) -> bool:
         return len(self._preparing) > self._max_num_seqs

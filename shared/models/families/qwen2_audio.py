@@ -84,9 +84,12 @@ class AudioTower(TowerAdapter):
 
     def count(self, fields: Fields) -> int:
         num_frames = int(get_field(fields, "audio_frames", torch.int64, ()))
-        if (count := count_tokens(num_frames)) < 1:
+        if (count := self._count_tokens(num_frames)) < 1:
             refuse(f"audio_frames is {num_frames}, which is too short for an embedding")
         return count
+
+    def _count_tokens(self, num_frames: int) -> int:
+        return count_tokens(num_frames)
 
     def check(self, fields: Fields) -> None:
         num_bins = self._audio_config.num_mel_bins

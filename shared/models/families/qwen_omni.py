@@ -1,7 +1,7 @@
 """Thinkers of Qwen2.5-Omni and Qwen3-Omni, the parts that write text.
 
-A model's folder also has its talker and its vocoder. Qwen2.5-Omni accepts images, sounds and
-videos. If a request uses the sound of a video, its item has the fields of a video and of a sound.
+A model's folder also has its talker and its vocoder. Both accept images, sounds and videos. If a
+request uses the sound of a video, its item has the fields of a video and of a sound.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from shared.codec.arrays import from_numpy
@@ -19,19 +20,25 @@ from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, SharedFiel
 from shared.errors import InvalidRequest
 from shared.models.families.qwen2_audio import AudioTower
 from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds
-from shared.models.family import MediaInput, ModelFamily, VocoderKind
+from shared.models.family import MediaInput, ModelFamily
 from shared.models.frames import VideoSettings
 from shared.models.language import MediaItem
 from shared.models.lazy_module import LazyModule
-from shared.models.mel_layout import FRAMES, SOUND_FIELDS, MelLayout, count_tokens
-from shared.models.mrope import Run
+from shared.models.mel_layout import (
+    FRAMES,
+    SOUND_FIELDS,
+    MelLayout,
+    count_chunked_tokens,
+    count_tokens,
+)
+from shared.models.mrope import Run, TimedRun
 from shared.models.qwen_image import QwenImageLayout
 from shared.models.qwen_video import GRID, SECONDS, Qwen25VideoLayout
-from shared.models.sound_in_video import SoundingVideo
+from shared.models.sound_in_video import MergedVideo, SoundingVideo
 from shared.models.tower_adapter import Fields, refuse
 from shared.models.wire_pixels import tensors_of, to_numpy
 from shared.native.choices import KernelSetting
-from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Placement, content_hash
+from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality, Placement, content_hash
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +86,26 @@ class OmniAudioLayout(MelLayout):
         return self.shorten(features, features.shape[-1], field)
 
 
+class Qwen3OmniAudioLayout(OmniAudioLayout):
+    """Qwen3-Omni's features, which have no silence after the sound.
+
+    A sound is extended to whole frames, as in vLLM. transformers drops the rest of a frame.
+    """
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        super().__init__(folder, config)
+        self._config = getattr(config, "thinker_config", config)
+
+    def count(self, num_frames: int) -> int:
+        # The extractor mirrors half of its window at both ends.
+        if num_frames * self._hop_len <= self._extractor.n_fft // 2:
+            return 0
+        return _count_heard(self._config, num_frames)
+
+    def _padded_len(self, num_frames: int) -> int:
+        return num_frames * self._hop_len
+
+
 class OmniImageLayout(QwenImageLayout):
     """Fields of an image, for both thinkers."""
 
@@ -90,6 +117,7 @@ class OmniVideoLayout(Qwen25VideoLayout):
 
     metadata = (GRID, SECONDS, FRAMES)
     sends_values = True
+    sound_layout: type[OmniAudioLayout] = OmniAudioLayout
     sound: OmniAudioLayout
 
     @classmethod
@@ -97,7 +125,7 @@ class OmniVideoLayout(Qwen25VideoLayout):
         thinker = getattr(config, "thinker_config", config)
         layout = super().open(folder, thinker)
         if layout is not None:
-            layout.sound = OmniAudioLayout(folder, thinker)
+            layout.sound = cls.sound_layout(folder, thinker)
             layout.fingerprint = content_hash(layout.fingerprint, layout.sound.fingerprint)
         return layout
 
@@ -148,28 +176,30 @@ class OmniVideoLayout(Qwen25VideoLayout):
         return 128 * 28 * 28, 768 * 28 * 28
 
 
+class Qwen3OmniVideoLayout(OmniVideoLayout):
+    """Qwen3-Omni's fields of a video."""
+
+    sound_layout = Qwen3OmniAudioLayout
+
+    def _bounds(self, settings: VideoSettings) -> tuple[int, int]:
+        return 128 * 32 * 32, 768 * 32 * 32
+
+
 class OmniTower(QwenTower):
-    """Vision tower of a thinker."""
+    """Vision and audio tower of a thinker."""
 
     modules = ("model.visual", "model.audio_tower")
-    language_modules: tuple[str, ...] = ("model.language_model", "model.audio_tower", "lm_head")
 
     def __init__(self, config: PreTrainedConfig) -> None:
         # `config` is the config of the whole model or of its thinker.
         super().__init__(getattr(config, "thinker_config", config))
+        self._audio = self._open_audio()
+
+    def _open_audio(self) -> AudioTower:
+        return OmniAudioTower(self._config)
 
     def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         """Replace nothing: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
-
-
-class HearingTower(OmniTower):
-    """Vision and audio tower of Qwen2.5-Omni's thinker."""
-
-    language_modules = ("model.language_model", "lm_head")
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self._audio = OmniAudioTower(self._config)
 
     def count(self, fields: Fields) -> int:
         if _is_sound(fields):
@@ -226,6 +256,27 @@ class OmniAudioTower(AudioTower):
         return list(hidden.split([self.count(fields) for fields in batch]))
 
 
+class Qwen3OmniAudioTower(AudioTower):
+    """Audio tower of Qwen3-Omni's thinker. Its convolutions see chunks of one second."""
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        # Sounds in one pass are padded to the longest chunk, which changes their last embeddings.
+        return [self._encode_one(model, fields) for fields in batch]
+
+    def _encode_one(self, model: Any, fields: Fields) -> Tensor:
+        length = fields[FRAMES]
+        features = fields["input_features"][:, : int(length)].to(model.device)
+        lengths = length[None].to(model.device)
+        tower = model.model.audio_tower
+        hidden: Tensor = tower(features, feature_lens=lengths).last_hidden_state
+        # A sound has no features of earlier layers (DeepStack).
+        num_levels = len(self._config.vision_config.deepstack_visual_indexes)
+        return torch.nn.functional.pad(hidden, (0, num_levels * hidden.shape[1]))
+
+    def _count_tokens(self, num_frames: int) -> int:
+        return _count_heard(self._config, num_frames)
+
+
 def _is_sound(fields: Mapping[str, Any]) -> bool:
     return FRAMES in fields and GRID not in fields
 
@@ -239,23 +290,47 @@ def _without_sound(fields: Fields) -> Fields:
     return {name: value for name, value in fields.items() if name not in SOUND_FIELDS}
 
 
-def _sounding(config: Any, fields: Mapping[str, Any], offset: int = 0) -> SoundingVideo:
+def _is_third(config: Any) -> bool:
+    """Return whether the config belongs to Qwen3-Omni."""
+    return bool(config.model_type.startswith("qwen3"))
+
+
+def _count_heard(config: Any, num_frames: int) -> int:
+    """Return the number of embeddings of a sound."""
+    if not _is_third(config):
+        return count_tokens(num_frames)
+    return count_chunked_tokens(num_frames, 2 * config.audio_config.n_window)
+
+
+def _times(config: Any, fields: Mapping[str, Any]) -> NDArray[np.float32]:
+    """Return the positions of the frames of Qwen3-Omni's video, computed as in transformers."""
+    indexes = np.arange(int(fields[GRID][0]), dtype=np.float32)
+    return indexes * np.float32(fields[SECONDS]) * np.float32(config.position_id_per_seconds)
+
+
+def _sounding(
+    config: Any, fields: Mapping[str, Any], offset: int = 0
+) -> SoundingVideo | MergedVideo:
     """Return the arrangement of the item's embeddings in the prompt."""
     frames, height, width = fields[GRID].tolist()
     merge = config.vision_config.spatial_merge_size
     rate = config.position_id_per_seconds
+    num_heard = _count_heard(config, int(fields[FRAMES]))
+    if _is_third(config):
+        times = _times(config, fields)
+        return MergedVideo(times, height // merge, width // merge, num_heard, offset)
     return SoundingVideo(
         frames,
         height // merge,
         width // merge,
         step=float(fields[SECONDS]) * float(rate),
-        num_heard=count_tokens(int(fields[FRAMES])),
+        num_heard=num_heard,
         chunk_len=int(rate * config.seconds_per_chunk),
         offset=offset,
     )
 
 
-def _embed_ids(config: Any, video: SoundingVideo) -> list[int]:
+def _embed_ids(config: Any, video: SoundingVideo | MergedVideo) -> list[int]:
     """Return the placeholder tokens of a video and its sound, in order."""
     is_seen = video.order() < video.num_seen
     ids: list[int] = np.where(is_seen, config.video_token_id, config.audio_token_id).tolist()
@@ -268,6 +343,9 @@ class Qwen3OmniTower(OmniTower):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.num_levels = len(self._config.vision_config.deepstack_visual_indexes)
+
+    def _open_audio(self) -> AudioTower:
+        return Qwen3OmniAudioTower(self._config)
 
     def _embed(self, model: Any, pixel_values: Tensor, grids: Tensor) -> list[Tensor]:
         encoded = model.get_image_features(pixel_values, grids)
@@ -287,14 +365,21 @@ class ThinkerAdapter(QwenAdapter):
         **attention: Any,
     ) -> Tensor:
         model: Any = self.model
+        hidden = self.hidden_states(embeddings, positions, deepstack, **attention)
+        logits: Tensor = model.lm_head(hidden[:, sampled_rows])
+        return logits
+
+    def hidden_states(
+        self, embeddings: Tensor, positions: Tensor, deepstack: Tensor | None, **attention: Any
+    ) -> Tensor:
+        """Return the output of the decoder, with the same arguments as `forward`."""
         if deepstack is not None:
             attention["visual_pos_masks"] = torch.ones(embeddings.shape[:2], dtype=torch.bool)
             attention["deepstack_visual_embeds"] = list(deepstack)
-        hidden = self.decoder(
+        hidden: Tensor = self.decoder(
             inputs_embeds=embeddings, position_ids=positions[:, None], use_cache=False, **attention
         ).last_hidden_state
-        logits: Tensor = model.lm_head(hidden[:, sampled_rows])
-        return logits
+        return hidden
 
     @property
     def decoder(self) -> Any:
@@ -319,27 +404,48 @@ class ThinkerAdapter(QwenAdapter):
             refuse("a video with its sound is one run of tokens between two marks")
 
 
-def _family(
-    name: str, model_type: str, kind: str, tower: type[OmniTower], vocoder: VocoderKind
-) -> ModelFamily:
-    suffix = "id" if kind.startswith("Qwen3") else "index"
-    media = {IMAGE: MediaInput(OmniImageLayout, placeholder=f"image_token_{suffix}")}
-    if issubclass(tower, HearingTower):
-        media[AUDIO] = MediaInput(OmniAudioLayout, placeholder=f"audio_token_{suffix}")
-        media[VIDEO] = MediaInput(OmniVideoLayout.open, placeholder=f"video_token_{suffix}")
-    return ModelFamily(
-        name,
-        frozenset({model_type, f"{model_type}_thinker"}),
-        media=media,
-        tower=tower,
-        language=ThinkerAdapter,
-        vocoder=vocoder,
-        talker="code_predictor" if vocoder == "code2wav" else "thinker_states",
-        model_class=f"{kind}ThinkerForConditionalGeneration",
-    )
+class Qwen3ThinkerAdapter(ThinkerAdapter):
+    """Qwen3-Omni's thinker, which does not round the times of frames to whole positions."""
+
+    position_type = "float32"
+
+    def _runs_of(self, item: MediaItem) -> Sequence[Run]:
+        if GRID not in item.fields or _has_sound(item.fields):
+            return super()._runs_of(item)
+        _, rows, columns = self._grid_of(item)
+        times = _times(self.model.config, item.fields)
+        return [TimedRun(item.placeholder.offset, times, rows, columns)]
+
+
+def _media(
+    suffix: str, sound: type[OmniAudioLayout], video: type[OmniVideoLayout]
+) -> Mapping[Modality, MediaInput]:
+    return {
+        IMAGE: MediaInput(OmniImageLayout, placeholder=f"image_token_{suffix}"),
+        AUDIO: MediaInput(sound, placeholder=f"audio_token_{suffix}"),
+        VIDEO: MediaInput(video.open, placeholder=f"video_token_{suffix}"),
+    }
 
 
 FAMILIES: Sequence[ModelFamily] = (
-    _family("Qwen2.5-Omni", "qwen2_5_omni", "Qwen2_5Omni", HearingTower, "token2wav"),
-    _family("Qwen3-Omni", "qwen3_omni_moe", "Qwen3OmniMoe", Qwen3OmniTower, "code2wav"),
+    ModelFamily(
+        "Qwen2.5-Omni",
+        frozenset({"qwen2_5_omni", "qwen2_5_omni_thinker"}),
+        media=_media("index", OmniAudioLayout, OmniVideoLayout),
+        tower=OmniTower,
+        language=ThinkerAdapter,
+        vocoder="token2wav",
+        talker="thinker_states",
+        model_class="Qwen2_5OmniThinkerForConditionalGeneration",
+    ),
+    ModelFamily(
+        "Qwen3-Omni",
+        frozenset({"qwen3_omni_moe", "qwen3_omni_moe_thinker"}),
+        media=_media("id", Qwen3OmniAudioLayout, Qwen3OmniVideoLayout),
+        tower=Qwen3OmniTower,
+        language=Qwen3ThinkerAdapter,
+        vocoder="code2wav",
+        talker="code_predictor",
+        model_class="Qwen3OmniMoeThinkerForConditionalGeneration",
+    ),
 )

@@ -15,6 +15,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
 from shared.stage.graphs import graph_of
 from tests import omni
+from tests.engine.model.test_audio_parity import Clip, Content, HeardCase, Marks, fill_in, inputs_of
 from tests.engine.model.test_parity import (
     PROCESSOR,
     Case,
@@ -45,6 +46,8 @@ class Omni:
     """The model in transformers."""
     thinker: LoadedModel
     talker: LoadedModel
+    cases: dict[str, HeardCase]
+    """By question."""
     answers: dict[str, omni.SpokenAnswer]
     """By question."""
 
@@ -55,22 +58,51 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Omni]:
     omni.write_qwen3(folder / "3")
     omni.write_qwen25(folder / "2.5")
     return {
-        "3": make(folder / "3", omni.reference_qwen3, omni.speak_qwen3),
-        "2.5": make(folder / "2.5", omni.reference_qwen25, omni.speak_qwen25),
+        "3": make(folder / "3", omni.reference_qwen3, omni.speak_qwen3, 100),
+        "2.5": make(folder / "2.5", omni.reference_qwen25, omni.speak_qwen25, None),
     }
 
 
 def make(
-    folder: Path, read: Callable[[Path], Any], speak: Callable[..., omni.SpokenAnswer]
+    folder: Path,
+    read: Callable[[Path], Any],
+    speak: Callable[..., omni.SpokenAnswer],
+    chunk_len: int | None,
 ) -> Omni:
     whole = read(folder)
     model = ModelConfig(str(folder), dtype="float64", tower="engine")
+    cases = {
+        question: case_of(question, media, chunk_len)
+        for question, (_, media) in (QUESTIONS | ABOUT_MEDIA).items()
+    }
     answers = {
-        question: speak(whole, omni.user_prompt(question), num_tokens, NUM_FRAMES)
-        for question, num_tokens in QUESTIONS.items()
+        question: speak(
+            whole,
+            cases[question].request.prompt_token_ids,
+            num_tokens,
+            NUM_FRAMES,
+            **inputs_of(cases[question]),
+        )
+        for question, (num_tokens, _) in (QUESTIONS | ABOUT_MEDIA).items()
     }
     thinker, talker = load(model, ENGINE), load(model, ENGINE, speaks=True)
-    return Omni(folder, whole, thinker, talker, answers)
+    return Omni(folder, whole, thinker, talker, cases, answers)
+
+
+def case_of(question: str, media: list[Content], chunk_len: int | None) -> HeardCase:
+    """A question after some media, in the turn of a user."""
+    prompt = omni.user_prompt(question)
+    # The turn begins with a mark, the role and a line break.
+    words = [prompt[:3], *[[9]] * (len(media) - 1), prompt[3:]] if media else [prompt]
+    return fill_in(question, words, media, chunk_len, omni_marks())
+
+
+def omni_marks() -> Marks:
+    return Marks(
+        (omni.AUDIO_START, omni.AUDIO, omni.AUDIO_END),
+        (omni.VISION_START, omni.IMAGE, omni.VISION_END),
+        (omni.VISION_START, omni.VIDEO, omni.VISION_END),
+    )
 
 
 def thinker_answer(whole: Any, case: Case) -> list[int]:
@@ -98,8 +130,17 @@ def test_thinkers_write_what_transformers_writes(models: dict[str, Omni], name: 
 # -- talkers --------------------------------------------------------------------------------------
 
 NUM_FRAMES = 30
-QUESTIONS = {"What can you do?": 12, "Count three red circles.": 3, "Hi": 20}
-"""Questions, and the most tokens of their answers."""
+QUESTIONS: dict[str, tuple[int, list[Content]]] = {
+    "What can you do?": (12, []),
+    "Count three red circles.": (3, []),
+    "Hi": (20, []),
+}
+"""Questions, with the most tokens of their answers, and media before them."""
+ABOUT_MEDIA: dict[str, tuple[int, list[Content]]] = {
+    "What is it?": (9, [(90, 60)]),
+    "Who speaks?": (7, [18_000]),
+    "What do they do?": (8, [17_100, Clip(6, 3.0), (60, 120)]),
+}
 
 
 GREEDY = SamplingParams(
@@ -130,15 +171,17 @@ def speak(
         model.talker,
         num_blocks=engine.num_blocks or 0,
         block_size=engine.block_size or 0,
-        max_model_len=64,
+        max_model_len=min(160, (engine.num_blocks or 0) * (engine.block_size or 0)),
     )
     core = build_core(sized, engine)
     allowed = [*talker.codes, *talker.end_token_ids]
     spoken = {question: [*frames] for question, frames in logged.items()}
     waiting = []
     unread = {question: model.answers[question].token_ids for question in logged}
+    prompts = {question: model.cases[question].request for question in logged}
     for question, frames in logged.items():
-        speech = known_text(talker, question, unread[question], 0 if typing else None)
+        prompt = prompts[question]
+        speech = known_text(talker, prompt, unread[question], 0 if typing else None)
         waiting.append(
             EngineRequest(
                 question,
@@ -159,36 +202,37 @@ def speak(
             if num_typed[question] >= len(unread[question]):
                 del num_typed[question]
             number = num_typed.get(question)
-            core.extend_speech(question, known_text(talker, question, unread[question], number))
+            text = known_text(talker, prompts[question], unread[question], number)
+            core.extend_speech(question, replace(text, items=[]))
         if not core.has_work:
             continue
         for output in core.step():
-            assert output.error is None
+            assert output.error is None, output.error
             for delta in output.choices:
                 assert isinstance(delta, FrameDelta)
                 for code, residual in zip(delta.token_ids, delta.residuals, strict=True):
                     spoken[output.request_id] += [[code, *residual]] * (code in talker.codes)
-    assert engine is ROOMY or sampling is not GREEDY or core.stats().num_preemptions > 0
+    assert engine is not SMALL or sampling is not GREEDY or core.stats().num_preemptions > 0
     return spoken
 
 
 def known_text(
-    talker: Talker, question: str, answer: list[int], num_known: int | None
+    talker: Talker, request: EngineRequest, answer: list[int], num_known: int | None
 ) -> SpokenText:
     """An answer, whole or its beginning."""
-    prompt = omni.user_prompt(question)
+    prompt, items = request.prompt_token_ids, request.items
     if num_known is None:
-        return SpokenText(prompt, answer, omni.VOICES[0])
+        return SpokenText(prompt, answer, omni.VOICES[0], items=items)
     num_inputs = talker.num_inputs(prompt)
     assert num_inputs is not None
     num_inputs += max(0, num_known - 1)
-    return SpokenText(prompt, answer[:num_known], omni.VOICES[0], num_inputs)
+    return SpokenText(prompt, answer[:num_known], omni.VOICES[0], num_inputs, items)
 
 
 @pytest.mark.parametrize("name", ["3", "2.5"])
 def test_talkers_speak_what_transformers_speaks(models: dict[str, Omni], name: str) -> None:
     model = models[name]
-    expected = {question: answer.frames for question, answer in model.answers.items()}
+    expected = {question: model.answers[question].frames for question in QUESTIONS}
     assert sum(map(len, expected.values())) > NUM_FRAMES
     assert len({frame[0] for frames in expected.values() for frame in frames}) > 5
     nothing: Spoken = {question: [] for question in QUESTIONS}
@@ -198,6 +242,53 @@ def test_talkers_speak_what_transformers_speaks(models: dict[str, Omni], name: s
     assert speak(model, nothing, engine=SMALL, arrivals=random.Random(4)) == expected
     resumed = {question: frames[:5] for question, frames in expected.items()}
     assert speak(model, resumed) == expected
+
+
+@pytest.mark.parametrize("name", ["3", "2.5"])
+def test_talkers_speak_about_media_what_transformers_speaks(
+    models: dict[str, Omni], name: str
+) -> None:
+    model = models[name]
+    expected = {question: model.answers[question].frames for question in ABOUT_MEDIA}
+    assert len({frame[0] for frames in expected.values() for frame in frames}) > 5
+    nothing: Spoken = {question: [] for question in ABOUT_MEDIA}
+    assert speak(model, nothing) == expected
+    # Without the media, the same weights speak otherwise.
+    bare = {
+        question: replace(case, request=replace(case.request, items=[]))
+        for question, case in model.cases.items()
+    }
+    assert speak(replace(model, cases=bare), nothing) != expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["3", "2.5"])
+def test_any_schedule_speaks_about_media_the_same(models: dict[str, Omni], name: str) -> None:
+    """Also with embeddings of an encoder, and while the answer is read."""
+    model = models[name]
+    expected = {question: model.answers[question].frames for question in ABOUT_MEDIA}
+    nothing: Spoken = {question: [] for question in ABOUT_MEDIA}
+    small = msgspec.structs.replace(SMALL, num_blocks=30)
+    assert speak(model, nothing, engine=small) == expected
+    resumed = {question: frames[:5] for question, frames in expected.items()}
+    assert speak(model, resumed) == expected
+    encoded = {question: encoded_case(model, case) for question, case in model.cases.items()}
+    assert speak(replace(model, cases=encoded), nothing) == expected
+    if name == "3":
+        assert speak(model, nothing, typing=random.Random(5)) == expected
+
+
+def encoded_case(model: Omni, case: HeardCase) -> HeardCase:
+    """The case with embeddings of a tower, in place of pixels and features."""
+    tower = model.thinker.tower
+    assert tower is not None
+    items = []
+    for item in case.request.items:
+        (embedding,) = tower.encode([item.fields])
+        names = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "audio_frames"}
+        fields = {name: value for name, value in item.fields.items() if name in names}
+        items.append(replace(item, fields=fields, embedding=embedding))
+    return replace(case, request=replace(case.request, items=items))
 
 
 @pytest.mark.parametrize("name", ["3", "2.5"])
@@ -218,7 +309,7 @@ def test_a_text_outside_of_the_vocabulary_is_not_spoken(models: dict[str, Omni],
 def test_a_talker_that_reads_while_it_speaks_says_the_same(models: dict[str, Omni]) -> None:
     """For every arrival of the text, in small chunks, with preemption, and after logged frames."""
     model = models["3"]
-    expected = {question: answer.frames for question, answer in model.answers.items()}
+    expected = {question: model.answers[question].frames for question in QUESTIONS}
     nothing: Spoken = {question: [] for question in QUESTIONS}
     resumed = {question: frames[:5] for question, frames in expected.items()}
     for seed, (logged, engine) in enumerate([(nothing, ROOMY), (nothing, SMALL), (resumed, ROOMY)]):

@@ -12,7 +12,7 @@ import torch
 
 from shared.codec.arrays import from_numpy
 from shared.errors import InvalidRequest
-from shared.models.families.qwen_omni import OmniVideoLayout
+from shared.models.families.qwen_omni import OmniVideoLayout, Qwen3OmniVideoLayout
 from shared.models.frames import VideoSettings
 from shared.models.mrope import locate_grids
 from shared.models.sound_in_video import SoundingVideo
@@ -31,6 +31,7 @@ from tests.engine.model.test_audio_parity import (
     CutOnce,
     HeardCase,
     build_omni,
+    build_qwen3_omni,
     make_twins,
     reference_answer,
     sound_item,
@@ -52,6 +53,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 processing: Any = importlib.import_module(
     "transformers.models.qwen2_5_omni.processing_qwen2_5_omni"
 )
+processing3: Any = importlib.import_module(
+    "transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe"
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,13 @@ Content = Sounding | int | tuple[int, int]
 """A video with its sound, a number of samples of a sound, or the size of an image."""
 
 
-def transformers_tokens(grid: list[int], seconds: float, num_heard: int) -> list[int]:
+def transformers_tokens(
+    grid: list[int], seconds: float, num_heard: int, chunk_len: int | None
+) -> list[int]:
     """Return the tokens that transformers' processor puts in the place of a video."""
     kind = processing.Qwen2_5OmniProcessor
+    if chunk_len is not None:
+        kind = processing3.Qwen3OmniMoeProcessor
     stub = SimpleNamespace(
         audio_bos_token=f"{AUDIO_START} ",
         audio_eos_token=f"{AUDIO_END} ",
@@ -81,17 +89,19 @@ def transformers_tokens(grid: list[int], seconds: float, num_heard: int) -> list
         0,
         {"num_audio_tokens": [num_heard]},
         0,
-        position_id_per_seconds=25,
+        position_id_per_seconds=25 if chunk_len is None else 13,
         seconds_per_chunk=2.0,
     )
     return [int(number) for number in text.split()]
 
 
-def sounding_item(content: Sounding, offset: int, seed: int) -> tuple[Item, list[int]]:
+def sounding_item(
+    content: Sounding, offset: int, seed: int, chunk_len: int | None
+) -> tuple[Item, list[int]]:
     video = video_item(content.clip, offset, seed)
-    sound = sound_item(draw_sound(seed, content.num_samples), offset)
+    sound = sound_item(draw_sound(seed, content.num_samples), offset, chunk_len)
     grid, seconds = video.fields["video_grid_thw"], float(video.fields["second_per_grid_ts"])
-    ids = transformers_tokens(grid.tolist(), seconds, sound.placeholder.length)
+    ids = transformers_tokens(grid.tolist(), seconds, sound.placeholder.length, chunk_len)
     mask = bytearray(-(-len(ids) // 8))
     for i in range(1, len(ids) - 1):
         mask[i // 8] |= 1 << i % 8
@@ -100,18 +110,20 @@ def sounding_item(content: Sounding, offset: int, seed: int) -> tuple[Item, list
     return Item("video", video.mm_hash + sound.mm_hash, placeholder, fields), ids
 
 
-def make_case(name: str, *contents: Content, num_words: int = 5) -> Case:
+def make_case(name: str, chunk_len: int | None, num_words: int = 5) -> Case:
+    """The case of this name. For `chunk_len` see `sound_item`."""
+    contents = CASES[name]
     rng = np.random.default_rng(sum(name.encode()))
     token_ids: list[int] = rng.integers(0, NUM_WORDS, num_words).tolist()
     items, images, sounds = [], [], []
     for seed, content in enumerate(contents):
         offset = len(token_ids) + 1
         if isinstance(content, Sounding):
-            item, ids = sounding_item(content, offset, seed)
+            item, ids = sounding_item(content, offset, seed, chunk_len)
             sounds.append(draw_sound(seed, content.num_samples))
             token_ids += [VISION_START, *ids, VISION_END]
         elif isinstance(content, int):
-            item = sound_item(draw_sound(seed, content), offset)
+            item = sound_item(draw_sound(seed, content), offset, chunk_len)
             sounds.append(draw_sound(seed, content))
             token_ids += [AUDIO_START, *[AUDIO] * item.placeholder.length, AUDIO_END]
         else:
@@ -133,19 +145,26 @@ CASES: dict[str, list[Content]] = {
     "sparse": [Sounding(Clip(6, 0.4), 20_011)],
     # In transformers, too, the sound of a video may be longer than its frames.
     "long": [Sounding(Clip(2, 2.0), 32_000)],
-    "two": [Sounding(Clip(4, 3.0), 9_000), Sounding(Clip(5, 1.0), 12_345)],
-    "mixed": [3_217, Sounding(Clip(4, 2.0), 20_011), (60, 120), Sounding(Clip(2, 1.0), 3_200)],
+    "two": [Sounding(Clip(4, 3.0), 19_000), Sounding(Clip(5, 1.0), 22_345)],
+    "mixed": [17_217, Sounding(Clip(4, 2.0), 20_011), (60, 120), Sounding(Clip(2, 1.0), 16_200)],
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> Twins:
-    return make_twins(build_omni())
+@pytest.fixture(scope="module", params=[None, 100], ids=["qwen2_5_omni", "qwen3_omni"])
+def chunk_len(request: pytest.FixtureRequest) -> int | None:
+    """Number of frames of a sound that Qwen3-Omni hears at once; None for Qwen2.5-Omni."""
+    length: int | None = request.param
+    return length
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
-    return [make_case(name, *contents) for name, contents in CASES.items()]
+def model(chunk_len: int | None) -> Twins:
+    return make_twins(build_omni()) if chunk_len is None else make_twins(build_qwen3_omni(), 2)
+
+
+@pytest.fixture(scope="module")
+def cases(chunk_len: int | None) -> list[Case]:
+    return [make_case(name, chunk_len) for name in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +197,9 @@ def test_positions_equal_the_positions_of_transformers(model: Twins, cases: list
         )
         located = model.served.family.locate(case.request)
         assert located is not None
-        assert located.prompt.tolist() == expected[:, 0].tolist(), case.request.request_id
-        assert located.delta == int(deltas)
+        # transformers adds fractions with 32 bits.
+        torch.testing.assert_close(located.prompt.float(), expected[:, 0].float())
+        assert located.delta == pytest.approx(deltas.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +220,18 @@ def test_videos_with_sound_are_answered_as_by_transformers(
 
 
 def test_a_prompt_may_be_cut_anywhere_in_a_video_with_sound(
-    model: Twins, answers: dict[str, list[int]]
+    model: Twins, answers: dict[str, list[int]], chunk_len: int | None
 ) -> None:
-    case = make_case("short", *CASES["short"])
+    case = make_case("short", chunk_len)
     for cut in range(1, len(case.request.prompt_token_ids), 3):
         schedule = CutOnce(random.Random(0), 96, 16, cut, 0.0)
         assert run_schedule(model, [case], schedule) == {"short": answers["short"]}, cut
 
 
 def test_another_sound_of_the_same_video_changes_the_answer(
-    model: Twins, answers: dict[str, list[int]]
+    model: Twins, answers: dict[str, list[int]], chunk_len: int | None
 ) -> None:
-    case = make_case("equal", *CASES["equal"])
+    case = make_case("equal", chunk_len)
     (item,) = case.request.items
     other = sound_item(draw_sound(99, 32_000), 0).fields
     changed = replace(item, mm_hash="other", fields={**item.fields, **other})
@@ -221,9 +241,10 @@ def test_another_sound_of_the_same_video_changes_the_answer(
     assert others["equal"] != answers["equal"]
 
 
-def test_the_layout_places_tokens_as_transformers_does(model: Twins) -> None:
+def test_the_layout_places_tokens_as_transformers_does(model: Twins, chunk_len: int | None) -> None:
     config = model.reference.config
-    layout = OmniVideoLayout(VideoSettings(), config)
+    kind = OmniVideoLayout if chunk_len is None else Qwen3OmniVideoLayout
+    layout = kind(VideoSettings(), config)
     rng = np.random.default_rng(0)
     for _ in range(200):
         grid = [int(rng.integers(1, 9)), *(2 * rng.integers(1, 4, 2)).tolist()]
@@ -235,8 +256,9 @@ def test_the_layout_places_tokens_as_transformers_does(model: Twins) -> None:
         }
         placement = layout.place(metadata, lambda text: [])
         assert placement is not None
-        num_heard = int(processing._get_feat_extract_output_lengths(frames))
-        assert placement.token_ids == transformers_tokens(grid, seconds, num_heard)
+        module = processing if chunk_len is None else processing3
+        num_heard = int(module._get_feat_extract_output_lengths(frames))
+        assert placement.token_ids == transformers_tokens(grid, seconds, num_heard, chunk_len)
 
 
 def test_a_plain_video_has_no_placement(model: Twins) -> None:
@@ -273,8 +295,10 @@ def replace_mask(place: PlaceholderRange, mask: bytes) -> PlaceholderRange:
 
 
 @pytest.mark.parametrize("how", ["mark", "order", "seconds", "missing", "mask"])
-def test_an_item_whose_place_does_not_fit_is_refused(model: Twins, how: str) -> None:
-    request = make_case("equal", *CASES["equal"]).request
+def test_an_item_whose_place_does_not_fit_is_refused(
+    model: Twins, how: str, chunk_len: int | None
+) -> None:
+    request = make_case("equal", chunk_len).request
     model.served.family.check(request)
     with pytest.raises(InvalidRequest):
         model.served.family.check(replace(request, items=[broken(request.items[0], how)]))

@@ -125,6 +125,29 @@ def test_the_item_fits_the_model_that_it_was_rendered_for(folder: Path, reader: 
     )
 
 
+def test_items_of_qwen3_omni_fit_the_model(tmp_path: Path, decoders: MediaDecoders) -> None:
+    omni.write_qwen3(tmp_path)
+    settings = SETTINGS | {"patch_size": omni.EYES["patch_size"]}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    reader = Reader(Processor(ModelConfig(str(tmp_path))), decoders)
+    data = files.sounding()
+    adapter = find_tower(AutoConfig.from_pretrained(tmp_path))
+    assert adapter is not None
+    sound = reader.read(data, AUDIO, FrameSampling())
+    silent, both = reader.read(data, sampling=FrameSampling()), reader.read(data)
+    assert both.fields == {**silent.fields, **sound.fields}
+    for item in (sound, silent, both):
+        fields = {name: to_torch(tensor) for name, tensor in item.fields.items()}
+        adapter.check(fields)
+        assert adapter.count(fields) == item.num_tokens
+    # The sound goes on between the frames, which come first.
+    assert both.placement is not None
+    ids = np.array(both.placement.token_ids[1:-1])
+    runs = np.split(ids, np.flatnonzero(np.diff(ids)) + 1)
+    assert [run[0] for run in runs[:3]] == [omni.VIDEO, omni.AUDIO, omni.VIDEO]
+    assert sum(len(run) for run in runs if run[0] == omni.AUDIO) == sound.num_tokens
+
+
 def with_sound(video: DecodedVideo, seconds: float, fails: bool = True) -> DecodedVideo:
     def read(plan: Any) -> Iterator[np.ndarray[Any, Any]]:
         assert not fails, "the sound was decoded"

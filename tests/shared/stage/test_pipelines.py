@@ -8,6 +8,7 @@ import pytest
 from shared.config.schema import Config, EngineConfig, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.pipeline import function_of
 from shared.protocol.task_messages import EngineBody, SpeechBody
 from shared.stage import tasks
@@ -285,7 +286,8 @@ def test_a_graph_of_the_product_adds_a_talker_and_a_vocoder_that_may_be_changed(
     assert pipeline.voices == ["Chelsie"]
     assert pipeline.stage("code2wav").chunks == ChunkSpec(size=9, left=30, right=1)  # type: ignore[union-attr]
     (edge,) = pipeline.followers_of("engine")
-    source = input_of_follower(pipeline, edge, EngineBody([1, 2], []))
-    assert function_of(edge)(source) == SpeechBody(prompt_token_ids=[1, 2])
+    items = [MultiModalKwargsItem("image", "a", PlaceholderRange(1, 1))]
+    source = input_of_follower(pipeline, edge, EngineBody([1, 2], items))
+    assert function_of(edge)(source) == SpeechBody(prompt_token_ids=[1, 2], items=items)
     # No text is given to a talker that speaks answers.
     assert list(pipeline.with_text_given.outputs) == []

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import structlog
 
@@ -14,19 +15,22 @@ from ops.token_logs import read_log
 from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.codec import envelope
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
 from shared.config.schema import Config, DeliveryConfig, ModelConfig, StageConfig
 from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, decode_attempt
-from shared.protocol.pipeline import ENDS
+from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
+from shared.protocol.pipeline import ANSWER, ENDS
 from shared.protocol.records import ChoiceDelta, Failure, Finish, OutputSummary, Usage
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.task_messages import (
     EngineBody,
     FollowBody,
     RequestTicket,
+    SpeechBody,
     Task,
     TaskBody,
     TaskHeader,
@@ -44,6 +48,10 @@ SPEECH = {
     "inputs": {"tokens": {"from": "engine", "function": "follow", "mode": "stream"}},
     "output": {"name": "speech", "kind": "audio"},
 }
+TALKER = {
+    **SPEECH,
+    "inputs": {"text": {"from": "engine", "function": ANSWER, "mode": "stream"}},
+}
 OUTPUTS = ["text", "speech"]
 DELTA = [ChoiceDelta(0, 0, [1], "a", finish_reason="stop")]
 SUMMARY = OutputSummary(Usage(1, 1), 1)
@@ -51,8 +59,8 @@ SUMMARY = OutputSummary(Usage(1, 1), 1)
 Handle = Callable[[Task[Any], list[TensorData], Job], Awaitable[Outcome]]
 
 
-def make_context(bus: Bus, model: str, stage: str) -> Context:
-    stages = msgspec.convert({"speech": SPEECH}, dict[str, StageConfig])
+def make_context(bus: Bus, model: str, stage: str, speech: Any = SPEECH) -> Context:
+    stages = msgspec.convert({"speech": speech}, dict[str, StageConfig])
     delivery = DeliveryConfig(ack_wait_s=1.0, retry_delay_s=0.1, drain_s=5.0)
     config = Config({model: ModelConfig("nowhere", stages=stages)}, delivery=delivery)
     worker = f"{stage}-{secrets.token_hex(4)}"
@@ -61,9 +69,15 @@ def make_context(bus: Bus, model: str, stage: str) -> Context:
 
 @contextlib.asynccontextmanager
 async def serving(
-    bus: Bus, model: str, stage: str, body: type[TaskBody], handle: Handle, capacity: int = 4
+    bus: Bus,
+    model: str,
+    stage: str,
+    body: type[TaskBody],
+    handle: Handle,
+    capacity: int = 4,
+    speech: Any = SPEECH,
 ) -> AsyncIterator[Context]:
-    context = make_context(bus, model, stage)
+    context = make_context(bus, model, stage, speech)
     loop = WorkerLoop(context)
     await loop.add_stage([model], capacity, body, handle)
     running = asyncio.create_task(loop.run())
@@ -99,12 +113,18 @@ async def accept(bus: Bus, model: str, request_id: str) -> RequestTicket:
     return RequestTicket(bus.now_ms(), deadline_ms, delivery.sequence, delivery.receipt)
 
 
-async def put(bus: Bus, stage: str, header: TaskHeader, body: TaskBody | None = None) -> None:
+async def put(
+    bus: Bus,
+    stage: str,
+    header: TaskHeader,
+    body: TaskBody | None = None,
+    tensors: Sequence[TensorData] = (),
+) -> None:
     assert header.ticket is not None
     task = Task(header, EngineBody([1], []) if body is None else body)
     msg_id = subjects.stage_msg_id(stage, header.request_id, header.ticket.place, header.round)
     subject = subjects.stage(stage, header.model, header.lane, header.request_id)
-    await bus.publish(subject, envelope.encode(task, []), msg_id)
+    await bus.publish(subject, envelope.encode(task, tensors), msg_id)
 
 
 async def is_queued(bus: Bus, request_id: str) -> bool:
@@ -184,6 +204,35 @@ async def test_a_new_round_starts_followers_when_its_text_is_complete(
         await settled(bus, spoken)
     *_, finish = await read_log(bus, spoken.request_id)
     assert isinstance(finish, Finish)
+
+
+async def test_a_talker_has_the_items_of_its_prompt_and_releases_them(
+    bus: Bus, model: str, spoken: TaskHeader
+) -> None:
+    place, ref = PlaceholderRange(0, 1), BlobRef("worker", bytes(32), 4)
+    small = MultiModalKwargsItem("image", "a", place, fields={"pixels": 0})
+    large = MultiModalKwargsItem("image", "b", place, blob=ref)
+    tensor = from_numpy(np.arange(3))
+    owned: dict[str, list[BlobRef]] = {}
+
+    async def write(task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
+        outcome = await write_text(task, tensors, job)
+        owned["engine"] = job.inputs
+        return outcome
+
+    async def speak(task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
+        assert task.body.items == [small, large]
+        assert [bytes(each.data) for each in tensors] == [bytes(tensor.data)]
+        owned["speech"] = [*job.inputs]
+        return await write_speech(task, tensors, job)
+
+    async with (
+        serving(bus, model, "engine", EngineBody, write, speech=TALKER),
+        serving(bus, model, "speech", SpeechBody, speak, speech=TALKER),
+    ):
+        await put(bus, "engine", spoken, EngineBody([1], [small, large]), [tensor])
+        await settled(bus, spoken)
+    assert owned == {"engine": [], "speech": [ref]}
 
 
 async def test_an_output_that_ended_before_its_worker_died_is_noted(

@@ -206,7 +206,7 @@ def test_integers_and_scales_that_belong_to_no_weight_are_read_over(
 def load_talker(folder: Path) -> object:
     load_part = find_talker(folder)
     assert load_part is not None
-    return load_part(torch.float32, "cpu")
+    return load_part(torch.float32, "cpu", "tower")
 
 
 def load_vocoder_of(folder: Path) -> object:

@@ -80,6 +80,8 @@ class SpokenText:
     num_inputs: int | None = None
     """Number of tokens in the talker's sequence that have their input rows so far; None for a whole
     answer, where all have them."""
+    items: list[Item] = field(default_factory=list)
+    """Items in the prompt. They are not set in later parts of an answer."""
 
 
 Span = tuple[int, int]

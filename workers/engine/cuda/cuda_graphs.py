@@ -39,7 +39,7 @@ class GraphBuffers:
     """Inputs of a decode step at fixed addresses; initially all rows are padding."""
 
     embeddings: Tensor  # [max_num_seqs, hidden_size]
-    positions: Tensor  # [num_position_rows, max_num_seqs] int64
+    positions: Tensor  # [num_position_rows, max_num_seqs]
     slot_mapping: Tensor  # [max_num_seqs] int32
     decodes: Tensor  # [max_num_seqs, 4] int32, as in the plan
     block_table: Tensor  # [max_num_seqs, max_num_blocks] int32
@@ -54,6 +54,7 @@ class GraphBuffers:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        position_type: torch.dtype = torch.int64,
     ) -> "GraphBuffers":
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -62,7 +63,7 @@ class GraphBuffers:
         padding = torch.stack([rows, rows * 0 + 1, rows * 0, rows], dim=1)
         return cls(
             zeros(max_num_seqs, hidden_size, dtype=dtype),
-            zeros(num_position_rows, max_num_seqs, dtype=torch.int64),
+            zeros(num_position_rows, max_num_seqs, dtype=position_type),
             zeros(max_num_seqs).fill_(NO_SLOT),
             padding.clone(),
             zeros(max_num_seqs, max_num_blocks),

@@ -100,6 +100,7 @@ class GpuModel(FlatModel):
             config.hidden_size,
             self.dtype,
             self.device,
+            getattr(torch, self.family.position_type),
         )
         rows = torch.arange(self._num_rows, device=self.device)
         run = super().forward

@@ -1,41 +1,41 @@
 """Qwen2.5-Omni's talker: one codebook, and a row of the thinker for each spoken token.
 
-A row is the sum of the thinker's last hidden state and the token's embedding. The engine that wrote
-the answer does not send these rows. The talker loads a copy of the thinker and computes them again,
-in one pass over prompt and answer.
+A row is the sum of the thinker's last hidden state and the token's embedding, or the hidden state
+alone at the embeddings of media.
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
+from shared.models.families.qwen_omni import OmniTower
+from shared.models.language import PromptPositions
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import SpokenText
-from workers.engine.model.talker import SpeechRows, Talker, run_decoder
+from workers.engine.model.talker import MediaParts, SpeechRows, Talker, run_decoder
+from workers.engine.model.thinker_states import ThinkerStates
 
 VOICES_FILE = "speakers.safetensors"
-OTHER_PARTS = ("model.visual", "model.audio_tower", "lm_head")
 
 
 class Qwen25Talker(Talker):
     num_codebooks = 1
 
-    def __init__(self, talker: Any, thinker: Any, num_codes: int, voices: dict[str, int]) -> None:
+    thinker: ThinkerStates
+
+    def __init__(
+        self, talker: Any, thinker: ThinkerStates, num_codes: int, voices: dict[str, int]
+    ) -> None:
         super().__init__(talker, talker.model)
-        self._talker, self._thinker = talker, thinker
-        config = talker.config
+        self._talker, self.thinker = talker, thinker
         self.codes = range(num_codes)
-        self.num_text_tokens = thinker.get_input_embeddings().num_embeddings
+        self.num_text_tokens = thinker.num_tokens
         self.end_token_ids = frozenset([talker.codec_pad_token, talker.codec_eos_token])
         self.voices = voices
-        self.media_token_ids = frozenset(
-            [config.audio_token_index, config.image_token_index, config.video_token_index]
-        )
 
     @property
     def input_embeddings(self) -> nn.Module:
@@ -49,14 +49,16 @@ class Qwen25Talker(Talker):
         masked: list[int] = [talker.codec_mask_token] * num_masked
         return [*masked, talker.codec_pad_token, talker.codec_bos_token]
 
+    def _locate_rows(self, thinker: ThinkerStates, speech: SpokenText) -> PromptPositions | None:
+        return thinker.locate(speech)
+
     def make_rows(self, speech: SpokenText) -> SpeechRows:
         talker, num_prompt = self._talker, len(speech.prompt_token_ids)
-        rows = self._thinker_rows([*speech.prompt_token_ids, *speech.answer_token_ids[:-1]])
+        rows = self._thinker_rows(speech)
         voice = self.voices[speech.voice or next(iter(self.voices))]
-        begin = self._embed_text([voice])
-        text = torch.cat(
-            [rows[num_prompt:], self._embed_text([talker.text_eos_token, talker.text_pad_token])]
-        )
+        embed = self.thinker.embed
+        begin = embed([voice])
+        text = torch.cat([rows[num_prompt:], embed([talker.text_eos_token, talker.text_pad_token])])
         prompt = torch.cat([rows[:num_prompt], begin, text[:1]])
         last = torch.tensor([talker.codec_pad_token, talker.codec_bos_token], device=rows.device)
         prompt[-2:] = prompt[-2:] + talker.get_input_embeddings()(last)
@@ -78,20 +80,15 @@ class Qwen25Talker(Talker):
         head = self._talker.codec_head
         return run_decoder(self.decoder, head, embeddings, positions, sampled_rows, **attention)
 
-    def _thinker_rows(self, token_ids: list[int]) -> Tensor:
-        embeddings = self._embed_text(token_ids)
-        states = self._thinker.model.language_model(
-            inputs_embeds=embeddings[None], use_cache=False
-        ).last_hidden_state
-        return cast(Tensor, states[0] + embeddings)
-
-    def _embed_text(self, token_ids: list[int]) -> Tensor:
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.model.device)
-        embeddings: Tensor = self._thinker.get_input_embeddings()(ids)
-        return embeddings
+    def _thinker_rows(self, speech: SpokenText) -> Tensor:
+        token_ids = [*speech.prompt_token_ids, *speech.answer_token_ids[:-1]]
+        embeddings = self.thinker.embed(token_ids)
+        for item in speech.items:
+            embeddings[item.placeholder.offset + torch.tensor(item.placeholder.embed_indexes())] = 0
+        return self.thinker.run(speech, token_ids) + embeddings
 
 
-def load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str) -> Talker:
+def load(folder: Path, config: Any, dtype: torch.dtype, device: str, media: MediaParts) -> Talker:
     """Load the talker of a model's folder. Raises ConfigError."""
     omni = modeling_qwen2_5_omni
     talker = load_weights(
@@ -102,7 +99,11 @@ def load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
         part=("talker", config.talker_config),
     )
     thinker = load_weights(
-        omni.Qwen2_5OmniThinkerForConditionalGeneration, folder, dtype, device, OTHER_PARTS
+        omni.Qwen2_5OmniThinkerForConditionalGeneration,
+        folder,
+        dtype,
+        device,
+        [*(() if media == "tower" else OmniTower.modules), "lm_head"],
     )
     with safe_open(folder / VOICES_FILE, framework="pt") as stored:
         voices = {
@@ -111,4 +112,4 @@ def load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
             if name.endswith(".bos_token")
         }
     num_codes: int = config.token2wav_config.dit_config.num_embeds
-    return Qwen25Talker(talker, thinker, num_codes, voices)
+    return Qwen25Talker(talker, ThinkerStates(thinker, media == "tower"), num_codes, voices)

@@ -1,41 +1,44 @@
 """Qwen3-Omni's talker: several codebooks a frame; a small decoder predicts all but the first.
 
-The talker needs the thinker's table of embeddings. Hidden states would be needed only for prompts
-with media, which are refused.
+The talker needs the thinker's table of embeddings and, for media in prompts of the user, the hidden
+states of one of the thinker's layers at their tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 
 from shared.errors import InvalidRequest
+from shared.models.families.qwen_omni import OmniTower
+from shared.models.language import PromptPositions
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.engine.core.sequence import SpokenText
-from workers.engine.model.talker import SpeechRows, Talker, choose_codes, run_decoder
+from workers.engine.model.talker import MediaParts, SpeechRows, Talker, choose_codes, run_decoder
+from workers.engine.model.thinker_states import ThinkerStates
 
 # Tokens at the end of the vocabulary that are not codes.
 NUM_RESERVED = 1024
 HEADER_LEN = 3
 """Tokens before an answer: its start, the role, and a line break."""
 OPENING_LEN = HEADER_LEN + 6
-OTHER_PARTS = (
-    "code2wav",
-    "thinker.lm_head",
-    "thinker.model.visual",
-    "thinker.model.audio_tower",
-    "thinker.model.language_model.layers",
-)
+OTHER_PARTS = ("code2wav", "thinker.lm_head")
+LAYERS = "thinker.model.language_model.layers"
 
 
 class Qwen3Talker(Talker):
-    def __init__(self, whole: Any) -> None:
+    position_type = "float32"
+
+    def __init__(self, whole: Any, thinker: ThinkerStates | None) -> None:
         super().__init__(whole.talker, whole.talker.model)
+        self.thinker = thinker
         self._config = whole.config
         self._talker = whole.talker
         self._predictor = whole.talker.code_predictor
@@ -46,9 +49,6 @@ class Qwen3Talker(Talker):
         self.end_token_ids = frozenset([config.codec_eos_token_id])
         self.num_codebooks = config.num_code_groups
         self.voices = dict(config.speaker_id)
-        self.media_token_ids = frozenset(
-            [config.audio_token_id, config.image_token_id, config.video_token_id]
-        )
 
     def prompt_tokens(self, speech: SpokenText) -> list[int]:
         user, _ = self._split(speech.prompt_token_ids)
@@ -63,9 +63,12 @@ class Qwen3Talker(Talker):
         # The last row of the prompt is made of the first token of the text.
         return len(user) + OPENING_LEN - 1 + len(turn) - HEADER_LEN
 
+    def _locate_rows(self, thinker: ThinkerStates, speech: SpokenText) -> PromptPositions | None:
+        return thinker.locate(self._user_part(speech))
+
     def make_rows(self, speech: SpokenText) -> SpeechRows:
         config, talker = self._config.talker_config, self._talker
-        user, turn = self._split(speech.prompt_token_ids)
+        _, turn = self._split(speech.prompt_token_ids)
         codec = [
             config.codec_nothink_id,
             config.codec_think_bos_id,
@@ -78,10 +81,38 @@ class Qwen3Talker(Talker):
         opening = self._project([*turn[:HEADER_LEN], pad, pad, pad, pad, bos])
         codec_rows = talker.get_input_embeddings()(self._tensor(codec))
         opening[HEADER_LEN:] = opening[HEADER_LEN:] + codec_rows[:-1]
-        prompt = torch.cat([self._project(user), opening]) if user else opening
+        prompt = torch.cat([self._user_rows(speech), opening])
         rows = SpeechRows(prompt, opening[:0], codec_rows[-1:])
         self._add_text(rows, turn[HEADER_LEN:])
         self.read_on(rows, speech)
+        return rows
+
+    def _user_part(self, speech: SpokenText) -> SpokenText:
+        """Return the turns of the user in a prompt, with their items."""
+        prompt = speech.prompt_token_ids
+        user, _ = self._split(prompt)
+        rows = {index: row for row, index in enumerate(user)}
+        items = [
+            replace(item, placeholder=structs.replace(item.placeholder, offset=rows[start]))
+            for item in speech.items
+            if (start := item.placeholder.offset) in rows
+        ]
+        return SpokenText([prompt[index] for index in user], [], None, items=items)
+
+    def _user_rows(self, speech: SpokenText) -> Tensor:
+        part = self._user_part(speech)
+        rows = self._project(part.prompt_token_ids)
+        if not part.items:
+            return rows
+        assert self.thinker is not None
+        user, _ = self._split(speech.prompt_token_ids)
+        last = max(item.placeholder.offset + item.placeholder.length for item in speech.items)
+        states = self.thinker.run(speech, speech.prompt_token_ids[:last])
+        for item in part.items:
+            start = item.placeholder.offset
+            places = [start + index for index in item.placeholder.embed_indexes()]
+            sources = [user[place] for place in places]
+            rows[places] = self._talker.hidden_projection(states[sources])
         return rows
 
     def read_on(self, rows: SpeechRows, speech: SpokenText) -> None:
@@ -137,7 +168,7 @@ class Qwen3Talker(Talker):
         return run_decoder(self.decoder, head, embeddings, positions, sampled_rows, **attention)
 
     def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Return the user's turns, and the prompt from the assistant's last turn on."""
+        """Return the indexes of the user's tokens, and the prompt from the assistant's turn on."""
         config = self._config
         user, turn, begin = [], 0, None
         for index, token_id in enumerate(prompt):
@@ -146,7 +177,7 @@ class Qwen3Talker(Talker):
                 if prompt[index + 1 : index + 2] == [config.assistant_token_id]:
                     begin = index
             if prompt[min(turn + 1, len(prompt) - 1)] == config.user_token_id:
-                user.append(token_id)
+                user.append(index)
         if begin is None or len(prompt) - begin < HEADER_LEN:
             raise InvalidRequest("the prompt has no turn of the assistant to speak", field="prompt")
         return user, prompt[begin:]
@@ -159,7 +190,17 @@ class Qwen3Talker(Talker):
         return torch.tensor(token_ids, dtype=torch.int64, device=self.model.device)
 
 
-def load(folder: Path, dtype: torch.dtype, device: str) -> Talker:
+def load(folder: Path, config: Any, dtype: torch.dtype, device: str, media: MediaParts) -> Talker:
     """Load the talker of a model's folder. Raises ConfigError."""
-    whole = modeling_qwen3_omni_moe.Qwen3OmniMoeForConditionalGeneration
-    return Qwen3Talker(load_weights(whole, folder, dtype, device, OTHER_PARTS))
+    num_layers = config.talker_config.accept_hidden_layer
+    total = config.thinker_config.text_config.num_hidden_layers
+    without = [*OTHER_PARTS, *(f"{LAYERS}.{number}" for number in range(num_layers, total))]
+    if media == "none":
+        without = [*OTHER_PARTS, LAYERS]
+    if media != "tower":
+        without += [f"thinker.{name}" for name in OmniTower.modules]
+    kind = modeling_qwen3_omni_moe.Qwen3OmniMoeForConditionalGeneration
+    whole: Any = load_weights(kind, folder, dtype, device, without)
+    if media == "none":
+        return Qwen3Talker(whole, None)
+    return Qwen3Talker(whole, ThinkerStates(whole.thinker, media == "tower", num_layers))

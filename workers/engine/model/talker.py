@@ -8,19 +8,24 @@ start before the text is complete.
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shared.errors import InvalidRequest
-from shared.models.language import LanguageAdapter
+from shared.errors import InvalidRequest, UnsupportedContent
+from shared.models.language import LanguageAdapter, PromptPositions
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, SpokenText
 from workers.engine.core.sequence import Sequence as EngineSequence
+from workers.engine.model.thinker_states import ThinkerStates
 from workers.engine.sampling.ranked import draw_filtered, rank
 from workers.engine.sampling.sampler import GREEDY_BELOW, uniform
 from workers.engine.sampling.truncation import Filters
+
+MediaParts = Literal["none", "embeddings", "tower"]
+"""Parts of a thinker for answers about media: none, the parts that read embeddings of encoders, or
+these and the tower."""
 
 
 @dataclass(slots=True)
@@ -49,8 +54,8 @@ class Talker(LanguageAdapter):
     """Size of the vocabulary of the texts."""
     voices: Mapping[str, int]
     """Numbers of the voices in the talker, by name."""
-    media_token_ids: frozenset[int]
-    """Placeholder tokens of media in a prompt."""
+    thinker: ThinkerStates | None
+    """The thinker, or its part that is needed; None for a talker that does not need it."""
 
     def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         """`model` has the input embeddings, and `decoder` is its language model."""
@@ -75,6 +80,25 @@ class Talker(LanguageAdapter):
         for a talker that reads only whole answers.
         """
         return None
+
+    def locate_speech(self, speech: SpokenText | None) -> PromptPositions | None:
+        """Return the positions of the rows of a prompt; None if they are the rows' indexes.
+
+        Raises InvalidRequest or UnsupportedContent for invalid items.
+        """
+        if speech is None or not speech.items:
+            return None
+        if self.thinker is None:
+            raise UnsupportedContent(
+                "this stage speaks only answers to texts: the model's limits allow no media",
+                field="outputs",
+            )
+        self.thinker.check(speech)
+        return self._locate_rows(self.thinker, speech)
+
+    @abstractmethod
+    def _locate_rows(self, thinker: ThinkerStates, speech: SpokenText) -> PromptPositions | None:
+        """Return the positions of the rows of a prompt with checked items."""
 
     @abstractmethod
     def make_rows(self, speech: SpokenText) -> SpeechRows:

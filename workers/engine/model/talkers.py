@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from shared.models.registry import find_family
-from workers.engine.model.talker import Talker
+from workers.engine.model.talker import MediaParts, Talker
 
-LoadTalker = Callable[[torch.dtype, str], Talker]
+LoadTalker = Callable[[torch.dtype, str, MediaParts], Talker]
 
 
 def find_talker(folder: Path) -> LoadTalker | None:
@@ -22,7 +22,7 @@ def find_talker(folder: Path) -> LoadTalker | None:
         case "code_predictor":
             from workers.engine.model import qwen3_talker
 
-            return partial(qwen3_talker.load, folder)
+            return partial(qwen3_talker.load, folder, config)
         case "thinker_states":
             from workers.engine.model import qwen2_5_talker
 
