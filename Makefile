@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-kinds bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -130,6 +130,9 @@ bench-peers: .venv/dev  ## us against engines installed in PEERS, see install.sh
 
 bench-int8: .venv/dev  ## weights of 8 and 4 bits against full ones, MODEL a folder; 5 minutes
 	$(BIN)/python -m ops.bench.int8 $(MODEL)
+
+bench-kinds: .venv/dev  ## a model of each kind against `generate` of transformers; 5 minutes
+	$(BIN)/python -m ops.bench.kinds
 
 bench-lanes: .venv/dev  ## both lanes of an engine next to each other, by engine.interactive_slowdown; 8 minutes
 	$(BIN)/python -m ops.bench.lanes --model random-135m

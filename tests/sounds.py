@@ -1,9 +1,11 @@
 """Sounds, and tiny random models of transformers with audio input."""
 
 import importlib
+import io
 from typing import Any
 
 import numpy as np
+import soundfile
 from numpy.typing import NDArray
 
 from shared.models.media import AudioProbe, DecodedAudio
@@ -30,6 +32,12 @@ def decoded(samples: Samples, promised: int | None = None) -> DecodedAudio:
         lambda plan: iter(np.split(samples, range(SAMPLE_RATE, len(samples), SAMPLE_RATE))),
         source_hash="a" * 64,
     )
+
+
+def file_of(samples: Samples, form: str = "WAV", subtype: str = "FLOAT") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, SAMPLE_RATE, subtype, format=form)
+    return file.getvalue()
 
 
 def extract(extractor: Any, samples: Samples) -> tuple[Samples, int]:

@@ -1,6 +1,7 @@
 """Tiny Whisper models with random weights, in folders like those of the checkpoints."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ SPECIAL = [
 IDS = {token: 256 + i for i, token in enumerate(SPECIAL)}
 VOCAB_SIZE = 256 + len(SPECIAL) + 50 * WINDOW_S
 START = IDS["<|startoftranscript|>"]
+# A layer of the encoder has other numbers than a layer of the decoder.
+SIZES = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 96,
+    "decoder_layers": 3,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 80,
+    "max_target_positions": 96,
+}
 # So many that an answer without this rule is another one.
 SUPPRESSED = [*range(0, 256, 4), *(IDS[token] for token in SPECIAL[1:])]
 GENERATION = {
@@ -54,10 +66,13 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def write_whisper(folder: Path, *, tied: bool = False, **generation: Any) -> Any:
+def write_whisper(
+    folder: Path, *, tied: bool = False, sizes: Mapping[str, int] | None = None, **generation: Any
+) -> Any:
     """Write a model folder, and return the model; `generation` changes generation_config.json.
 
-    The checkpoints have a `tied` head, with which random weights repeat one token.
+    The checkpoints have a `tied` head, with which random weights repeat one token. `sizes` are
+    other values of the config.
     """
     make_tokenizer().save_pretrained(folder)
     transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(
@@ -66,16 +81,8 @@ def write_whisper(folder: Path, *, tied: bool = False, **generation: Any) -> Any
     config = transformers.WhisperConfig(
         vocab_size=VOCAB_SIZE,
         num_mel_bins=16,
-        d_model=64,
-        # A layer of the encoder has other numbers than a layer of the decoder.
-        encoder_layers=2,
-        encoder_attention_heads=2,
-        encoder_ffn_dim=96,
-        decoder_layers=3,
-        decoder_attention_heads=4,
-        decoder_ffn_dim=80,
         max_source_positions=50 * WINDOW_S,
-        max_target_positions=96,
+        **(SIZES | dict(sizes or {})),
         decoder_start_token_id=START,
         bos_token_id=IDS["<|endoftext|>"],
         eos_token_id=IDS["<|endoftext|>"],

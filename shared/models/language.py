@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -175,7 +176,7 @@ class LanguageAdapter:
         check_reach(int(located.prompt.max()), limit, "the prompt's items reach", "items")
         return math.floor(limit - length - located.delta)
 
-    @property
+    @cached_property
     def uses_token_ids(self) -> bool:
         """Whether layers use the ids of tokens besides the embeddings."""
         return bool(getattr(self.decoder.config, "hidden_size_per_layer_input", None))

@@ -24,7 +24,11 @@ class Processes:
     """One process of each stage, all with the `pagemill.yaml` of one folder."""
 
     def __init__(
-        self, folder: Path, url: str, workers: Mapping[str, Sequence[str]], roles_of: str
+        self,
+        folder: Path,
+        url: str,
+        workers: Mapping[str, Sequence[str]],
+        roles_of: str | None = None,
     ) -> None:
         self.folder, self.url = folder, url
         self._workers = workers
@@ -36,7 +40,9 @@ class Processes:
         """Start another worker of a stage."""
         arguments = ["worker", *self._workers[stage]]
         arguments += ["--config", str(config or self.folder / "pagemill.yaml"), "--nats", self.url]
-        env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: self._roles_of}
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        if self._roles_of is not None:
+            env[preloaded.ROLES_OF] = self._roles_of
         with (self.folder / "workers.log").open("ab") as stderr:
             return preloaded.start(arguments, env=env, stderr=stderr)
 
@@ -78,7 +84,7 @@ class Processes:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, workers: Mapping[str, Sequence[str]], roles_of: str
+    folder: Path, workers: Mapping[str, Sequence[str]], roles_of: str | None = None
 ) -> Iterator[Processes]:
     """Run a broker and a worker of each stage; the folder has their configuration."""
     with running_broker(folder / "nats") as server:

@@ -5,7 +5,6 @@ Its answers equal the answers of transformers for the same samples, right or wro
 
 import asyncio
 import base64
-import io
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -36,6 +35,7 @@ from tests import preloaded
 from tests.cluster.conftest import Cluster, answer, start_cluster, stop_cluster
 from tests.cluster.streams import tokens_of
 from tests.gateway.batches.conftest import begin, ended, lines_of, results_of
+from tests.sounds import file_of
 from workers.renderer.media.splitter import split_sound
 from workers.renderer.processing.processor import Processor
 
@@ -76,12 +76,6 @@ def listener() -> Listener:
 
 def sound(number: int = 3) -> Wave:
     return beeps(np.random.default_rng(number), number, high=True)
-
-
-def file_of(samples: Wave, form: str = "WAV", subtype: str = "FLOAT") -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, samples, RATE, subtype, format=form)
-    return file.getvalue()
 
 
 def encoded(data: bytes) -> str:

@@ -110,9 +110,15 @@ def make_cases(model: Model) -> list[Case]:
 
 
 def generate(model: Model, text: str, images: list[Image.Image]) -> tuple[list[int], list[int]]:
-    """Return the prompt and the answer of transformers, from its own processor."""
-    config = AutoConfig.from_pretrained(model.folder)
-    processor, _ = open_processor(model.folder, config.model_type)
+    return ask_transformers(model.folder, model.twins.reference, text, images)
+
+
+def processor_inputs(
+    folder: Path, reference: Any, text: str, images: list[Image.Image]
+) -> dict[str, Tensor]:
+    """Return the arguments of the model from its own processor."""
+    config = AutoConfig.from_pretrained(folder)
+    processor, _ = open_processor(folder, config.model_type)
     content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
     prompt = processor.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -125,13 +131,20 @@ def generate(model: Model, text: str, images: list[Image.Image]) -> tuple[list[i
         # GOT-OCR's processor needs an image.
         arrays = processor.tokenizer([prompt], return_tensors="np", return_token_type_ids=False)
     tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
-    reference: Any = model.twins.reference
     inputs = {
         name: tensor.to(reference.dtype) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
     if "mm_token_type_ids" not in inspect.signature(reference.forward).parameters:
         inputs.pop("mm_token_type_ids", None)
+    return inputs
+
+
+def ask_transformers(
+    folder: Path, reference: Any, text: str, images: list[Image.Image]
+) -> tuple[list[int], list[int]]:
+    """Return the prompt and the answer of transformers, from its own processor."""
+    inputs = processor_inputs(folder, reference, text, images)
     answer = reference.generate(
         **inputs,
         do_sample=False,

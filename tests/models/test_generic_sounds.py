@@ -91,10 +91,16 @@ def make_cases(model: Model) -> list[Case]:
 
 
 def generate(model: Model, text: str, sound: Samples | None) -> tuple[list[int], list[int]]:
+    return ask_transformers(model.folder, model.twins.reference, text, sound)
+
+
+def ask_transformers(
+    folder: Path, reference: Any, text: str, sound: Samples | None
+) -> tuple[list[int], list[int]]:
     """Return the prompt and the answer of transformers, from its own processor."""
-    model_type = AutoConfig.from_pretrained(model.folder).model_type
+    model_type = AutoConfig.from_pretrained(folder).model_type
     kind = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES[model_type]
-    processor = getattr(transformers, kind).from_pretrained(model.folder)
+    processor = getattr(transformers, kind).from_pretrained(folder)
     content = [{"type": "audio"}] * (sound is not None) + [{"type": "text", "text": text}]
     prompt = processor.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -103,7 +109,6 @@ def generate(model: Model, text: str, sound: Samples | None) -> tuple[list[int],
         inputs = processor.tokenizer([prompt], return_tensors="pt", return_token_type_ids=False)
     else:
         inputs = processor(text=[prompt], audio=[sound], return_tensors="pt")
-    reference: Any = model.twins.reference
     answer = reference.generate(
         **{
             name: tensor.double() if tensor.is_floating_point() else tensor

@@ -411,7 +411,7 @@ def _shrink(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and key not in ("rope_parameters", "id2label", "label2id"):
             small[key] = _shrink(value, sizes)
         elif key in ("layer_types", "mlp_layer_types") and value is not None:
-            small[key] = value[: SIZES["num_hidden_layers"]]
+            small[key] = value[: sizes["num_hidden_layers"]]
         else:
             small[key] = sizes[key] if key in sizes and value is not None else value
     return small
@@ -435,8 +435,10 @@ def make_tokenizer(spec: Spec, merged: str = "") -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def write_files(folder: Path, model_type: str, merged: str = "") -> Any:
-    """Write a folder without weights, and return its config."""
+def write_files(
+    folder: Path, model_type: str, merged: str = "", sizes: Mapping[str, Any] | None = None
+) -> Any:
+    """Write a folder without weights, and return its config, with other `sizes` on request."""
     spec = SPECS[model_type]
     make_tokenizer(spec, merged).save_pretrained(folder)
     module, name, settings = spec.image_processor
@@ -445,7 +447,7 @@ def write_files(folder: Path, model_type: str, merged: str = "") -> Any:
     )
     getattr(processors, f"{name}ImageProcessorPil")(**settings).save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(spec.processor))
-    config = make_config(model_type, spec.sizes, **spec.config)
+    config = make_config(model_type, spec.sizes | dict(sizes or {}), **spec.config)
     config.save_pretrained(folder)
     return config
 

@@ -177,6 +177,7 @@ def test_a_window_reads_its_own_blocks_only() -> None:
     plan = make_plan([list(range(100)), [100, 101, 102, 103]], [0, 1, 6], [1600, 60], 16, 20)
     (decode,), (chunk,) = plan.reads[20].decodes, plan.reads[20].chunks
     assert decode.blocks.tolist() == [98, 99]
+    assert isinstance(chunk.blocks, torch.Tensor)
     assert chunk.blocks.tolist() == [102, 103]
     (alike,) = make_plan([[0], [1]], [0, 1, 2], [7, 7], 16, 20).reads[20].decodes
     assert alike.mask is None

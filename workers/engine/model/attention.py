@@ -115,7 +115,9 @@ class _LayerCache:
         group = num_heads // num_kv_heads
 
         def gather(cache: Tensor) -> Tensor:  # [num_kv_heads, group, num_keys, head_dim]
-            rows = cache.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.num_keys]
+            blocks = chunk.blocks
+            read = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
+            rows = read.flatten(0, 1)[: chunk.num_keys]
             return rows.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
         output = self._attend(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.models.language import AttendItems, LanguageAdapter
 from workers.engine.model.attention import KVCache, paged_attention
-from workers.engine.model.step_plan import CacheReads, DecodeGroup, PrefillChunk, StepPlan
+from workers.engine.model.step_plan import CacheReads, PrefillChunk, StepPlan
 
 
 class ItemAttention:
@@ -72,17 +72,10 @@ class ItemAttention:
         keys, _ = self._cache[0]
         num_keys = keys.shape[1]
         mask = torch.zeros(1, num_keys, dtype=keys.dtype, device=keys.device)
-        decodes, chunks = [], []
-        for slot, start, stop in zip(slots, query_start_loc, query_start_loc[1:], strict=False):
-            if stop - start == 1:
-                decodes.append((start, slot))
-            else:
-                block = torch.tensor([slot], device=keys.device)
-                chunks.append(PrefillChunk(start, stop, block, num_keys, mask))
-        groups = []
-        if decodes:
-            rows, blocks = torch.tensor(decodes, device=keys.device).T
-            all_rows = None if not chunks else rows
-            groups.append(DecodeGroup(all_rows, blocks, len(decodes), num_keys, None))
+        # One call for all decodes would copy their slots, which are larger than the work.
+        chunks = [
+            PrefillChunk(start, stop, slice(slot, slot + 1), num_keys, mask)
+            for slot, start, stop in zip(slots, query_start_loc, query_start_loc[1:], strict=False)
+        ]
         nothing_written = torch.empty(0, dtype=torch.int64)
-        return StepPlan(nothing_written, {None: CacheReads(groups, chunks)})
+        return StepPlan(nothing_written, {None: CacheReads([], chunks)})

@@ -7,10 +7,10 @@ one group after the other. Layers with attention are not affected.
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -116,6 +116,13 @@ class StatePool:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
+@cache
+def _cache_name(forward: Callable[..., Tensor]) -> str:
+    names = inspect.signature(forward).parameters
+    (name,) = (name for name in CACHE_NAMES if name in names)
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class StateStep:
     """States of the sequences of one step."""
@@ -139,15 +146,21 @@ class StateStep:
     def _run_layer(
         self, layer: Any, states: LayerStates, hidden_states: Tensor, **_: Any
     ) -> Tensor:  # [1, num_tokens, hidden_size], as the hidden states
-        compute = type(layer).forward
-        names = inspect.signature(compute).parameters
-        (cache_name,) = (name for name in CACHE_NAMES if name in names)
+        run = partial(self._run_group, layer, states)
+        if len(self.groups) == 1:
+            (group,) = self.groups
+            rows = hidden_states.reshape(len(group.slots), -1, hidden_states.shape[-1])
+            return run(group.slots, rows).reshape(hidden_states.shape)
         output = torch.empty_like(hidden_states)
         for group in self.groups:
-            moved = LayerStates(*(t.index_select(0, group.slots) for t in states.tensors()))
-            rows = hidden_states[0, group.rows]
-            output[0, group.rows] = compute(layer, rows, **{cache_name: moved})
-            self.moved.append((states, group.slots, moved))
+            output[0, group.rows] = run(group.slots, hidden_states[0, group.rows])
+        return output
+
+    def _run_group(self, layer: Any, states: LayerStates, slots: Tensor, rows: Tensor) -> Tensor:
+        moved = LayerStates(*(t.index_select(0, slots) for t in states.tensors()))
+        self.moved.append((states, slots, moved))
+        compute = type(layer).forward
+        output: Tensor = compute(layer, rows, **{_cache_name(compute): moved})
         return output
 
     def commit(self) -> None:

@@ -41,7 +41,7 @@ class PrefillChunk:
 
     start: int
     stop: int
-    blocks: Tensor  # [num_blocks] int64, the blocks that are read
+    blocks: Tensor | slice  # [num_blocks] int64, the blocks that are read; a slice is not copied
     num_keys: int  # tokens [first, seq_len)
     mask: Tensor | None  # [stop - start, num_keys], 0 or -inf; None for causal without a past
 
