@@ -108,15 +108,15 @@ class MergedVideo:
 
     def order(self) -> Indexes:
         """Return the order of the embeddings, as in `SoundingVideo`. A frame precedes its sound."""
-        seen = np.repeat(self.times, self.rows * self.columns)
-        return np.argsort(np.append(seen, np.arange(self.num_heard)), kind="stable")
+        frames = np.repeat(self.times, self.rows * self.columns)
+        return np.argsort(np.append(frames, np.arange(self.num_heard)), kind="stable")
 
     def positions(self) -> tuple[NDArray[np.float32], float]:
         """Return the positions [3, length], and the position of the next token."""
         order = self.order()
-        seen = timed_positions(self.times, self.rows, self.columns)
+        frames = timed_positions(self.times, self.rows, self.columns)
         sound = np.broadcast_to(np.arange(self.num_heard, dtype=np.float32), (3, self.num_heard))
-        inner = np.concatenate([seen, sound], axis=1)[:, order] + 1
+        inner = np.concatenate([frames, sound], axis=1)[:, order] + 1
         # The end follows the last embeddings of one kind, as in transformers.
         is_seen = order < self.num_seen
         num_before = np.flatnonzero(is_seen != is_seen[-1])[-1] + 1

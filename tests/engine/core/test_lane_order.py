@@ -212,6 +212,31 @@ def test_the_interactive_lane_has_priority_for_a_limited_time() -> None:
     assert 2 * DELAY_S < num_steps <= 2 * DELAY_S + SLOWEST_TOKEN
 
 
+@pytest.mark.parametrize(("num_tokens", "budget"), [(1, 8), (6, 1)])
+def test_a_batch_sequence_gets_the_place_of_an_interactive_one(
+    num_tokens: int, budget: int
+) -> None:
+    """The only place becomes free only in steps in which another interactive sequence begins."""
+    scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 1, budget, MAX_MODEL_LEN)
+    batch = of_lane("r0", "batch", 1, 1)
+    scheduler.add(batch)
+    num_steps = 0
+    while batch.status is not Status.FINISHED:
+        while scheduler.num_waiting < 3:
+            scheduler.add(of_lane("r1", "interactive", num_tokens, 4))
+        step = scheduler.schedule()
+        for s in step.scheduled:
+            if s.samples:
+                s.sequence.token_ids.append(0)
+        scheduler.update_after_step(step)
+        scheduler.observe(step.work(), 1.0)
+        for s in step.scheduled:
+            if s.sequence.num_output_tokens == s.sequence.max_tokens:
+                scheduler.remove(s.sequence)
+        num_steps += 1
+        assert num_steps <= 2 * DELAY_S + SLOWEST_TOKEN * MAX_MODEL_LEN
+
+
 def test_the_last_batch_sequence_is_preempted() -> None:
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
     sequences = []
