@@ -13,6 +13,9 @@ from workers.engine.log_records import num_for_record
 from workers.engine.metrics import RequestTiming
 from workers.engine.stage_output import Rendered
 
+BATCH_RECORD_S = 1.0
+"""Least time between two records of a request in the batch lane, whose reader is a program."""
+
 
 class OpenRequest:
     """Outputs of one request on their way to its log."""
@@ -30,6 +33,8 @@ class OpenRequest:
         """Whether there has been an output."""
         self.ended = False
         """Whether the request was ended elsewhere, so that no further record may be written."""
+        self.next_release_s = 0.0
+        """Time of the loop before which a `RecordPacer` releases nothing."""
         self.error: Exception | None = None
         """Error of reading the text that the request speaks."""
         self._changed = asyncio.Event()
@@ -44,6 +49,8 @@ class OpenRequest:
 
     def release(self) -> None:
         """Release the pending outputs to the log."""
+        if self.header.lane == "batch":
+            self.next_release_s = asyncio.get_running_loop().time() + BATCH_RECORD_S
         self._changed.set()
 
     def end(self) -> None:
@@ -103,7 +110,8 @@ class NotBegun(Exception):
 class RecordPacer:
     """Releases the outputs of all requests to their logs together, at a bounded rate.
 
-    The more requests there are, the more tokens of each share a record.
+    The more requests there are, the more tokens of each share a record. A request of the batch lane
+    has at most one record in `BATCH_RECORD_S`.
     """
 
     def __init__(
@@ -132,7 +140,7 @@ class RecordPacer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._released_s = asyncio.get_running_loop().time()
+        self._released_s = now_s = asyncio.get_running_loop().time()
         for request in self._requests():
-            if request.pending:
+            if request.pending and now_s >= request.next_release_s:
                 request.release()
