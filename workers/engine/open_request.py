@@ -1,6 +1,7 @@
 """State of a request in the engine, from the claim of its task to the last record of its log."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
@@ -14,7 +15,7 @@ from workers.engine.metrics import RequestTiming
 from workers.engine.stage_output import Rendered
 
 BATCH_RECORD_S = 1.0
-"""Least time between two records of a request in the batch lane, whose reader is a program."""
+"""Shortest time between two records of a request in the batch lane, whose reader is a program."""
 
 
 class OpenRequest:
@@ -49,8 +50,6 @@ class OpenRequest:
 
     def release(self) -> None:
         """Release the pending outputs to the log."""
-        if self.header.lane == "batch":
-            self.next_release_s = asyncio.get_running_loop().time() + BATCH_RECORD_S
         self._changed.set()
 
     def end(self) -> None:
@@ -110,8 +109,9 @@ class NotBegun(Exception):
 class RecordPacer:
     """Releases the outputs of all requests to their logs together, at a bounded rate.
 
-    The more requests there are, the more tokens of each share a record. A request of the batch lane
-    has at most one record in `BATCH_RECORD_S`.
+    The more requests there are, the more tokens of each share a record. Requests of the batch lane
+    have records in longer intervals, and together at most half of the rate, so that their number
+    does not make the streams of interactive requests coarser.
     """
 
     def __init__(
@@ -123,13 +123,18 @@ class RecordPacer:
         self._appends_per_s = appends_per_s
         self._appends_of_request_per_s = appends_of_request_per_s
         self._requests = requests
+        self._batch_record_s = BATCH_RECORD_S
         self._released_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def release_in_time(self, num_requests: int) -> None:
+    def release_in_time(self) -> None:
         """Release now, or as soon as the rate allows it."""
         loop = asyncio.get_running_loop()
-        period_s = max(num_requests / self._appends_per_s, 1 / self._appends_of_request_per_s)
+        lanes = Counter(request.header.lane for request in self._requests())
+        num_batch, num_interactive = lanes["batch"], lanes["interactive"]
+        self._batch_record_s = max(BATCH_RECORD_S, 2 * num_batch / self._appends_per_s)
+        left_per_s = self._appends_per_s - num_batch / self._batch_record_s
+        period_s = max(num_interactive / left_per_s, 1 / self._appends_of_request_per_s)
         wait_s = self._released_s + period_s - loop.time()
         if wait_s <= 0:
             self._release()
@@ -144,3 +149,5 @@ class RecordPacer:
         for request in self._requests():
             if request.pending and now_s >= request.next_release_s:
                 request.release()
+                if request.header.lane == "batch":
+                    request.next_release_s = now_s + self._batch_record_s

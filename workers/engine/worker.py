@@ -317,7 +317,7 @@ class EngineWorker:
             # In the batch lane, a separate record of first tokens would delay interactive requests.
             is_first = not opened.begun and opened.header.lane != "batch"
             opened.push(output, awaited=self._output.is_awaited(output, is_first=is_first))
-        self._pacer.release_in_time(len(requests))
+        self._pacer.release_in_time()
         self._adjust_capacity()
         # Not reported by a timer: the requests of a step that hangs must be delivered again.
         self._stage.claims.progressed(opened.job for opened in requests.values())
