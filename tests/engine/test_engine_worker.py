@@ -8,8 +8,11 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -143,6 +146,29 @@ async def test_an_interactive_answer_does_not_wait_for_records_of_the_batch_lane
         output.go_on.set()
 
 
+@dataclass
+class Gathered:
+    """A request that always has outputs, and the times of its records."""
+
+    lane: str
+    clock: Callable[[], float]
+    next_release_s: float = 0.0
+    pending: tuple[str, ...] = ("a token",)
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def header(self) -> SimpleNamespace:
+        return SimpleNamespace(lane=self.lane)
+
+    def release(self) -> None:
+        self.times_s.append(self.clock())
+
+
+def pacer_of(requests: list[Gathered], appends_per_s: float, each_per_s: float) -> RecordPacer:
+    opened: Any = requests
+    return RecordPacer(appends_per_s, each_per_s, lambda: opened)
+
+
 async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     timers: list[asyncio.TimerHandle] = []
     loop = asyncio.get_running_loop()
@@ -153,18 +179,44 @@ async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.Monke
         return timers[-1]
 
     monkeypatch.setattr(loop, "call_later", watched)
-    num_releases: list[int] = []
-    opened: Any = SimpleNamespace(pending=["a token"], release=lambda: num_releases.append(1))
-    # Decades between two records, and no limit without requests at work.
-    pacer = RecordPacer(1e-9, math.inf, lambda: [opened])
+    first, second = Gathered("interactive", loop.time), Gathered("batch", loop.time)
+    requests = [first]
+    # Decades between two records, and no limit without interactive requests.
+    pacer = pacer_of(requests, 1e-9, math.inf)
     for _ in range(3):
-        pacer.release_in_time(num_requests=1)
+        pacer.release_in_time()
     assert [timer.cancelled() for timer in timers] == [False]
-    assert not num_releases
+    assert not first.times_s
     # A step may release them before their timer.
-    pacer.release_in_time(num_requests=0)
+    requests[:] = [second]
+    pacer.release_in_time()
     assert [timer.cancelled() for timer in timers] == [True]
-    assert len(num_releases) == 1
+    assert len(second.times_s) == 1
+
+
+@pytest.mark.parametrize("num_batch", [0, 32, 60, 600])
+async def test_batch_requests_do_not_make_streams_coarser(
+    monkeypatch: pytest.MonkeyPatch, num_batch: int
+) -> None:
+    """All together keep the limit, and a batch request has at most one record a second."""
+    now_s = 1000.0
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: now_s)
+    monkeypatch.setattr(loop, "call_later", lambda *_: Mock())
+    users = [Gathered("interactive", lambda: now_s) for _ in range(4)]
+    lines = [Gathered("batch", lambda: now_s) for _ in range(num_batch)]
+    pacer = pacer_of(users + lines, appends_per_s=200, each_per_s=25)
+    num_steps, step_s = 12_000, 0.001
+    for _ in range(num_steps):
+        pacer.release_in_time()
+        now_s += step_s
+    total_s = num_steps * step_s
+    assert all(len(user.times_s) >= 24 * total_s for user in users)
+    num_records = sum(len(request.times_s) for request in users + lines)
+    assert num_records <= 200 * total_s + len(lines) + len(users)
+    gaps_s = [later - earlier for each in lines for earlier, later in pairwise(each.times_s)]
+    assert min(gaps_s, default=1.0) >= max(1.0, num_batch / 100) - step_s
+    assert max(gaps_s, default=1.0) <= max(1.0, num_batch / 100) + 0.05
 
 
 async def test_without_grammars_requests_with_one_are_refused(bus: Bus) -> None:
