@@ -176,6 +176,7 @@ def test_a_window_reads_its_own_blocks_only() -> None:
     """A decode reads the tokens [1580, 1600), a chunk [36, 60). A block has 16 tokens."""
     plan = make_plan([list(range(100)), [100, 101, 102, 103]], [0, 1, 6], [1600, 60], 16, 20)
     (decode,), (chunk,) = plan.reads[20].decodes, plan.reads[20].chunks
+    assert isinstance(decode.blocks, torch.Tensor)
     assert decode.blocks.tolist() == [98, 99]
     assert isinstance(chunk.blocks, torch.Tensor)
     assert chunk.blocks.tolist() == [102, 103]
@@ -227,6 +228,7 @@ def test_a_short_sequence_is_padded_with_its_own_blocks() -> None:
         device=torch.device("cpu"),
     )
     (decodes,) = plan.reads[None].decodes
+    assert isinstance(decodes.blocks, torch.Tensor)
     assert decodes.blocks.view(2, -1).tolist() == [[3, 3], [5, 7]]
 
 

@@ -29,7 +29,7 @@ class DecodeGroup:
     """Decodes of similar length, padded to the longest: attention takes one call for all."""
 
     rows: Tensor | None  # [num_decodes] int64, in the flat batch; None if they are the whole batch
-    blocks: Tensor  # [num_decodes * max_num_blocks] int64
+    blocks: Tensor | slice  # [num_decodes * max_num_blocks] int64; a slice is not copied
     num_decodes: int
     max_len: int  # keys read per sequence
     mask: Tensor | None  # [num_decodes, 1, 1, max_len], 0 or -inf; None if all keys are seen
