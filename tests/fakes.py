@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from shared.errors import InvalidMedia
 from shared.protocol.multimodal import HashPart
@@ -61,11 +61,13 @@ class FakeRunner:
         block_size: int,
         vocab_size: int,
         *,
+        fails_to_prepare: Iterable[str] = (),
         fails_to_encode: Iterable[str] = (),
         fails_to_run: Iterable[str] = (),
     ) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
+        self._fails_to_prepare = set(fails_to_prepare)
         self._fails_to_encode = set(fails_to_encode)
         self._fails_to_run = set(fails_to_run)
         self._slots: dict[tuple[int, int], bytes] = {}
@@ -78,6 +80,8 @@ class FakeRunner:
         self.copied: list[tuple[int, int]] = []
         self.batches: list[int] = []
         """Number of tokens of each batch."""
+        self.encoded: list[list[str]] = []
+        """Requests of each call of `encode`."""
 
     @property
     def is_empty(self) -> bool:
@@ -91,16 +95,23 @@ class FakeRunner:
 
     def prepare(self, request: EngineRequest) -> None:
         assert request.request_id not in self._prepared, "prepared twice"
-        if request.request_id in self._fails_to_encode:
-            raise InvalidMedia("a poisoned image")
+        if request.request_id in self._fails_to_prepare:
+            raise InvalidMedia("no positions for the image")
         self._prepared[request.request_id] = set()
 
-    def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
-        prepared = self._prepared[request.request_id]
-        assert item_indexes
-        assert not prepared.intersection(item_indexes), "encoded twice"
-        prepared.update(item_indexes)
-        self.encoded_items += len(item_indexes)
+    def encode(self, requests: Collection[tuple[EngineRequest, Collection[int]]]) -> int:
+        self.encoded.append([request.request_id for request, _ in requests])
+        if self._fails_to_encode.intersection(self.encoded[-1]):
+            raise InvalidMedia("a poisoned image")
+        num_tokens = 0
+        for request, item_indexes in requests:
+            prepared = self._prepared[request.request_id]
+            assert item_indexes
+            assert not prepared.intersection(item_indexes), "encoded twice"
+            prepared.update(item_indexes)
+            self.encoded_items += len(item_indexes)
+            num_tokens += sum(request.items[index].placeholder.length for index in item_indexes)
+        return num_tokens
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)

@@ -109,8 +109,10 @@ class FakeRunner:
                 digest.update(item.fields[name].data)
         self._seen[request.request_id] = digest.digest() if request.items else b""
 
-    def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
-        self.encoded_items += len(item_indexes)
+    def encode(self, requests: Sequence[tuple[EngineRequest, Sequence[int]]]) -> int:
+        items = [request.items[i] for request, indexes in requests for i in indexes]
+        self.encoded_items += len(items)
+        return sum(item.placeholder.length for item in items)
 
     def release(self, request_id: str) -> None:
         self._seen.pop(request_id, None)

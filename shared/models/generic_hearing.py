@@ -17,7 +17,7 @@ from shared.models import generic, generic_vision
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.generic_image import PROCESSORS
 from shared.models.generic_sound import open_sounds
-from shared.models.generic_tower import GenericLanguage, GenericSoundTower
+from shared.models.generic_tower import GenericLanguage, GenericSoundTower, UntestedSoundTower
 from shared.protocol.multimodal import AUDIO
 
 _CLASSES = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -43,14 +43,15 @@ def sound_family(model_type: str) -> ModelFamily | None:
     """Return the family of a type without a declared one; None if its sounds cannot be served."""
     if not _hears(model_type) or find_obstacle(model_type) is not None:
         return None
+    is_tested = model_type in TESTED_SOUND_TYPES
     return ModelFamily(
         model_type,
         frozenset({model_type}),
         media={AUDIO: MediaInput(open_sounds, placeholder="audio_token_id")},
-        tower=GenericSoundTower,
+        tower=GenericSoundTower if is_tested else UntestedSoundTower,
         language=GenericLanguage,
         model_class=_CLASSES[model_type],
-        source="generic" if model_type in TESTED_SOUND_TYPES else "generic, untested",
+        source="generic" if is_tested else "generic, untested",
     )
 
 

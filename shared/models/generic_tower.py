@@ -1,4 +1,4 @@
-"""Towers and language adapter of generic families: transformers' modules, one medium a call."""
+"""Towers and language adapters of generic families: transformers' modules."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class GenericTower(TowerAdapter):
     medium: Modality = IMAGE
     # transformers leaves the methods of this class without types.
     auto_class: Any = AutoModelForImageTextToText
+    joins_items = True
+    """Whether items with fields of the same shapes go through the model in one call."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -66,7 +68,18 @@ class GenericTower(TowerAdapter):
                 refuse(f"{name} holds values that are not finite")
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
-        return [self._encode_item(model, fields) for fields in batch]
+        inputs = [self._inputs_of(model, fields) for fields in batch]
+        groups: dict[object, list[int]] = {}
+        for index, fields in enumerate(batch):
+            shapes = ((name, value.dtype, value.shape) for name, value in inputs[index].items())
+            key = (self.count(fields), *shapes) if self.joins_items else index
+            groups.setdefault(key, []).append(index)
+        embeddings: dict[int, Tensor] = {}
+        for group in groups.values():
+            count = self.count(batch[group[0]])
+            rows = self._encode_group(model, [inputs[index] for index in group], count)
+            embeddings |= zip(group, rows, strict=True)
+        return [embeddings[index] for index in range(len(batch))]
 
     def sample(self) -> Fields:
         # torch may be hidden when this module is imported.
@@ -76,26 +89,37 @@ class GenericTower(TowerAdapter):
         fields, _ = layout.process(DecodedImage(sample_image(), "sample"), "sample")
         return {name: to_torch(tensor) for name, tensor in fields.items()}
 
-    def _encode_item(self, model: Any, fields: Fields) -> Tensor:
-        get_features = getattr(model.base_model, self.getter)
-        # As in `generate`, which drops the other fields of a processor.
-        inputs = {
-            name: fields[name].to(model.device)
-            for name in inspect.signature(get_features).parameters.keys() & fields.keys()
-        }
-        for name, tensor in inputs.items():
-            if tensor.is_floating_point():
-                inputs[name] = tensor.to(model.dtype)
+    def _encode_group(
+        self, model: Any, group: Sequence[Mapping[str, Tensor]], count: int
+    ) -> list[Tensor]:
+        """Return the embeddings of items by their arguments; each has `count` of them."""
+        inputs = group[0]
+        if len(group) > 1:
+            inputs = {name: torch.cat([each[name] for each in group]) for name in inputs}
         try:
-            features = get_features(**inputs, return_dict=True)
+            features = self._getter_of(model)(**inputs, return_dict=True)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             refuse(f"the model cannot encode the {self.medium}: {error}")
-        embedding = _join_rows(features.pooler_output)
-        if len(embedding) != (count := self.count(fields)):
-            refuse(f"the {self.medium} has {len(embedding)} embeddings for {count} tokens")
-        return embedding
+        embeddings = _join_rows(features.pooler_output)
+        if len(embeddings) != count * len(group):
+            num_rows = len(embeddings) / len(group)
+            refuse(f"the {self.medium} has {num_rows:g} embeddings for {count} tokens")
+        return list(torch.split(embeddings, count))
+
+    def _inputs_of(self, model: Any, fields: Fields) -> dict[str, Tensor]:
+        """Return the arguments of the model's method; the first dimension is the item's."""
+        # As in `generate`, which drops the other fields of a processor.
+        names = inspect.signature(self._getter_of(model)).parameters.keys() & fields.keys()
+        inputs = {name: fields[name].to(model.device) for name in sorted(names)}
+        for name, tensor in inputs.items():
+            if tensor.is_floating_point():
+                inputs[name] = tensor.to(model.dtype)
+        return inputs
+
+    def _getter_of(self, model: Any) -> Any:
+        return getattr(model.base_model, self.getter)
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -133,13 +157,25 @@ class GenericSoundTower(GenericTower):
         fields, _ = layout.pack(iter([sample_sound()]), SamplePlan(SAMPLE_RATE, 0), "sample")
         return {name: to_torch(tensor) for name, tensor in fields.items()}
 
-    def _encode_item(self, model: Any, fields: Fields) -> Tensor:
+    def _inputs_of(self, model: Any, fields: Fields) -> dict[str, Tensor]:
         # Music Flamingo computes the times of the embeddings from the tokens.
-        return super()._encode_item(model, {**fields, "input_ids": fields[REPLACEMENT][None]})
+        return super()._inputs_of(model, {**fields, "input_ids": fields[REPLACEMENT][None]})
+
+
+class UntestedTower(GenericTower):
+    """The tower of a type for which no test has compared joined items with single ones."""
+
+    joins_items = False
+
+
+class UntestedSoundTower(GenericSoundTower):
+    """The same for sounds."""
+
+    joins_items = False
 
 
 def _join_rows(features: Any) -> Tensor:
-    """Return the embeddings of one image, [num_embeds, hidden_size]; tiles may be a list."""
+    """Return the embeddings, [num_embeds, hidden_size], from one tensor, or from one per image."""
     tiles = [features] if isinstance(features, torch.Tensor) else list(features)
     return torch.cat([tile.reshape(-1, tile.shape[-1]) for tile in tiles])
 

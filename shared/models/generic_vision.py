@@ -16,6 +16,7 @@ from shared.models.generic_tower import (
     GenericLanguage,
     GenericTower,
     SpanLanguage,
+    UntestedTower,
     WindowSpanLanguage,
 )
 from shared.protocol.multimodal import IMAGE
@@ -77,13 +78,14 @@ def image_family(model_type: str) -> ModelFamily | None:
     """Return the family of a type without a declared one; None if its images cannot be served."""
     if find_obstacle(model_type) is not None:
         return None
+    is_tested = model_type in TESTED_IMAGE_TYPES
     return ModelFamily(
         model_type,
         frozenset({model_type}),
         media={IMAGE: MediaInput(GenericImageLayout, placeholder="image_token_id")},
-        tower=GenericTower,
+        tower=GenericTower if is_tested else UntestedTower,
         language=_LANGUAGES.get(model_type, GenericLanguage),
-        source="generic" if model_type in TESTED_IMAGE_TYPES else "generic, untested",
+        source="generic" if is_tested else "generic, untested",
     )
 
 

@@ -1,11 +1,18 @@
-"""A rendered prompt on its way to the engine."""
+"""A rendered prompt on its way to the engine, and items on their way through a tower."""
 
+import functools
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
+import torch
 from PIL import Image
 
 from shared.codec.envelope import decode, encode
 from shared.codec.tensors import to_torch
+from shared.models.generic_tower import GenericTower
+from shared.models.tower import Tower
+from shared.models.tower_adapter import Fields
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, Task
 from tests.engine.model.test_parity import Case
@@ -27,3 +34,24 @@ def make_case(
         items.append(Item(item.modality, item.mm_hash, item.placeholder, fields))
     request = EngineRequest(name, received.body.prompt_token_ids, items, received.header.sampling)
     return Case(request, list(images))
+
+
+def assert_joined_as_single(tower: Tower, items: Sequence[Fields], num_calls: int) -> None:
+    """Check that the tower joins items to `num_calls` calls of transformers' model, and that their
+    embeddings are those of single items."""
+    assert isinstance(tower.adapter, GenericTower)
+    model: Any = tower.model.base_model
+    get_features = getattr(model, tower.adapter.getter)
+    calls = []
+
+    @functools.wraps(get_features)
+    def count(**inputs: Any) -> Any:
+        calls.append(inputs)
+        return get_features(**inputs)
+
+    single = [tower.encode([fields])[0] for fields in items]
+    with patch.object(model, tower.adapter.getter, count):
+        joined = tower.encode(items)
+    assert len(calls) == num_calls
+    for one, other in zip(joined, single, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

@@ -44,7 +44,7 @@ from tests.engine.model.test_parity import (
     run_core,
     run_schedule,
 )
-from tests.models.rig import make_case
+from tests.models.rig import assert_joined_as_single, make_case
 from tests.models.vision_specs import IDS, SPECS, draw_model, make_config, write_files, write_folder
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.loader import load
@@ -179,6 +179,26 @@ def test_any_schedule_yields_the_tokens_of_generate(model: Model) -> None:
         assert max(runner.batch_sizes) > 1
     assert all(len(set(answer)) > 5 for answer in expected.values()), "or it would prove little"
     assert expected["one"] != expected["none"]
+
+
+def test_images_of_one_size_are_encoded_together(model: Model) -> None:
+    images = [draw_image(number, 90, 60) for number in range(3)]
+    # An image of another shape is between them.
+    images.insert(1, draw_image(3, 60, 150))
+    items = [
+        make_case(
+            str(number),
+            render(model.processor, messages("", [image]), [DecodedImage(image, str(number))]),
+            [image],
+            1,
+        )
+        .request.items[0]
+        .fields
+        for number, image in enumerate(images)
+    ]
+    shapes = {tuple((name, value.shape) for name, value in fields.items()) for fields in items}
+    assert model.twins.tower is not None
+    assert_joined_as_single(model.twins.tower, items, num_calls=len(shapes))
 
 
 @pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")

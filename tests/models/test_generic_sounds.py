@@ -26,7 +26,7 @@ from shared.models.registry import find_family
 from shared.protocol.multimodal import AUDIO, FrameSampling, content_hash
 from shared.protocol.requests import AudioPart, AudioURL, Message, TextPart
 from tests.engine.model.test_parity import Case, Twins, from_afar, run_core
-from tests.models.rig import make_case
+from tests.models.rig import assert_joined_as_single, make_case
 from tests.models.sound_specs import NUM_BINS, SPECS, WINDOW_S, write_files, write_folder
 from tests.sounds import Samples, decoded, draw_sound, transformers
 from workers.cli.models.reports import check_folders
@@ -146,6 +146,18 @@ def test_any_schedule_yields_the_tokens_of_generate(model: Model) -> None:
         assert answers == expected
         assert max(runner.batch_sizes) > 1
     assert all(len(set(answer)) > 5 for answer in expected.values()), "or it would prove little"
+
+
+def test_sounds_of_one_length_are_encoded_together(model: Model) -> None:
+    # A sound of another length is between them.
+    sounds = [draw_sound(number, length) for number, length in enumerate([20_011, 9_000, 20_011])]
+    items = []
+    for number, sound in enumerate(sounds):
+        media = replace(decoded(sound), source_hash=content_hash(str(number)))
+        rendered = render(model.processor, messages("", sound), [media])
+        items.append(make_case(str(number), rendered, [], 1).request.items[0].fields)
+    assert model.twins.tower is not None
+    assert_joined_as_single(model.twins.tower, items, num_calls=2)
 
 
 def test_an_image_family_hears_nothing() -> None:

@@ -249,5 +249,5 @@ def test_features_that_are_not_finite_stay_with_their_image(deep: Twins) -> None
     for request in (good, bad):
         runner.prepare(request)
     with pytest.raises(InvalidRequest, match="finite"):
-        runner.encode(bad, [0])
-    runner.encode(good, [0])
+        runner.encode([(bad, [0])])
+    runner.encode([(good, [0])])

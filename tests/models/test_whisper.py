@@ -206,6 +206,40 @@ def test_a_slot_that_another_request_took_is_filled_again(model: Model) -> None:
     assert not torch.allclose(first, second)
 
 
+def test_decodes_read_their_own_slots(model: Model) -> None:
+    family, tower = model.loaded.model.family, model.loaded.tower
+    assert tower is not None
+    attention = ItemAttention(family, 4)
+    names = list(model.cases)[:4]
+    items = [model.cases[name].request.items[0].fields for name in names]
+    for name, embedding in zip(names, tower.encode(items), strict=True):
+        attention.add(name, embedding)
+    attention.plan(names, [0, 1, 2, 3, 4])
+    query = torch.randn(5, 4, 16, dtype=torch.float64)
+    # Slots in another order, twice the same one, and with another between them.
+    for order in ([3, 1, 0, 2], [0, 1, 2, 3], [1, 1, 2], [3, 0, 1], [2]):
+        rows = query[: len(order)]
+        requests = [names[index] for index in order]
+        joined = attention.plan(requests, range(len(order) + 1))(1, rows, 1.0)
+        alone = [
+            attention.plan([name], [0, 1])(1, row[None], 1.0)
+            for name, row in zip(requests, rows, strict=True)
+        ]
+        torch.testing.assert_close(joined, torch.cat(alone))
+    assert not torch.allclose(alone[0], attention.plan([names[0]], [0, 1])(1, rows, 1.0))
+
+
+def test_requests_may_begin_in_one_step(model: Model) -> None:
+    core = build_core(model.loaded, EngineConfig(embedding_cache_mib=1, max_num_seqs=3))
+    answers = {name: list(case.request.prompt_token_ids) for name, case in model.cases.items()}
+    for case in model.cases.values():
+        core.add(case.request)
+    while core.has_work:
+        for output in core.step():
+            answers[output.request_id] += [t for d in output.choices for t in d.token_ids]
+    assert answers == model.expected
+
+
 def test_items_have_half_of_the_cache(model: Model) -> None:
     config = ModelConfig(str(model.folder), dtype="float64")
     loaded = load(config, EngineConfig(kv_cache_mib=1, block_size=4))

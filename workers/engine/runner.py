@@ -142,11 +142,15 @@ class ModelRunner:
         return located.prompt.numpy(), located.delta
 
     @torch.inference_mode()
-    def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
-        """Attach embeddings to a prepared request: its own, cached, or computed by the tower."""
-        items = [request.items[index] for index in item_indexes]
+    def encode(self, requests: Sequence[tuple[EngineRequest, Sequence[int]]]) -> int:
+        """Attach embeddings to prepared requests: their own, cached, or computed by the tower.
+
+        Items without embeddings go through the tower together. The rounding of an embedding may
+        depend on the other items, as the rounding of logits depends on the other sequences.
+        """
+        pairs = [(request, request.items[i]) for request, indexes in requests for i in indexes]
         embeddings, new = {}, {}
-        for item in items:
+        for _, item in pairs:
             if item.embedding is not None:
                 embeddings[item.mm_hash] = item.embedding.to(self._model.device, self._model.dtype)
             elif (embedding := self._embeddings.get(item.mm_hash)) is not None:
@@ -156,14 +160,17 @@ class ModelRunner:
         if new:
             embeddings |= self._run_tower(list(new.values()))
         adapter = self._model.family.tower
-        for item in items:
-            embedding = embeddings[item.mm_hash]
-            is_own = adapter is None or len(embedding) == adapter.count(item.fields)
+        for _, item in pairs:
+            is_own = adapter is None or len(embeddings[item.mm_hash]) == adapter.count(item.fields)
             assert is_own, "two contents have the same hash"
+        for request, item in pairs:
+            embedding = embeddings[item.mm_hash]
             if self._attention is not None:
                 self._attention.add(request.request_id, embedding)
             else:
-                self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
+                inputs = self._prepared[request.request_id]
+                inputs.embeddings.append((item.placeholder, embedding))
+        return sum(item.placeholder.length for item in new.values())
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Return the embeddings of the items by mm_hash, each [num_embeds, width]."""

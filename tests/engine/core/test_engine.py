@@ -262,15 +262,44 @@ def test_an_answer_has_no_more_tokens_than_the_model_has_positions() -> None:
     core_of(0).add(replace(endless, embedding=EmbeddingParams()))
 
 
-def test_a_failing_encode_fails_only_its_request() -> None:
+def test_a_failing_preparation_fails_only_its_request() -> None:
     good, bad = make_request("good", n=2), make_request("bad", n=2)
-    core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_encode=["bad"]))
+    core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_prepare=["bad"]))
     core.add(bad)
     core.add(good)
     outputs = finish_all(core)
     (error,) = [o.error for o in outputs if o.request_id == "bad"]
     assert isinstance(error, InvalidMedia)
     assert answers_of(outputs, good) == answers_of(run_alone(good), good)
+
+
+def request_with_item(request_id: str, n: int = 1) -> EngineRequest:
+    prompt = ([1, 7, 7], [item(request_id, 1, 2)])
+    return build_request(prompt, request_id=request_id, sampling=SamplingParams(n=n))
+
+
+def test_items_of_a_step_are_encoded_in_one_call() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner)
+    for request_id in ("one", "two"):
+        core.add(request_with_item(request_id, n=2))
+    finish_all(core)
+    assert runner.encoded == [["one", "two"]]
+
+
+def test_a_failing_item_fails_only_its_request() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_encode=["bad"])
+    core = make_core(runner)
+    good = [request_with_item(request_id, n=2) for request_id in ("early", "late")]
+    for request in (good[0], request_with_item("bad", n=2), good[1]):
+        core.add(request)
+    outputs = finish_all(core)
+    (error,) = [o.error for o in outputs if o.error is not None]
+    assert isinstance(error, InvalidMedia)
+    assert runner.encoded == [["early", "bad", "late"], ["early"], ["bad"], ["late"]]
+    for request in good:
+        assert answers_of(outputs, request) == answers_of(run_alone(request), request)
+    assert runner.is_empty
 
 
 def test_a_failing_run_fails_only_its_request_and_leaves_clean_blocks() -> None:

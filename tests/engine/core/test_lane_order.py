@@ -96,7 +96,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         request = EngineRequest(name, prompt, items, SamplingParams(n=n), lane=lane)
         self.runner.prepare(request)
         if items:
-            self.runner.encode(request, [0])
+            self.runner.encode([(request, [0])])
         for choice in range(n):
             sequence = Sequence(request, choice, 0, list(prompt), max_tokens)
             sequence.drafter = self.drafter_of(sequence)

@@ -335,7 +335,7 @@ def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> d
     for case in cases:
         runner.prepare(case.request)
         if case.request.items:
-            runner.encode(case.request, range(len(case.request.items)))
+            runner.encode([(case.request, range(len(case.request.items)))])
         max_tokens = case.request.sampling.max_tokens
         assert max_tokens is not None
         sequences.append(
@@ -521,7 +521,7 @@ def test_an_item_without_embeddings_needs_a_tower(seeing: Twins) -> None:
     assert seeing.tower is not None
     remote = from_afar(case, seeing.tower).request
     runner.prepare(remote)
-    runner.encode(remote, [0])
+    runner.encode([(remote, [0])])
     assert runner.encoded_items == 0
 
 

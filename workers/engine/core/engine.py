@@ -201,6 +201,7 @@ class EngineCore:
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, list[RequestOutput]]:
         """Prepare requests and encode items; requests that fail are removed from the batch."""
         failures = []
+        missing: dict[str, set[int]] = {}
         for s in batch.scheduled:
             state = self._requests.get(s.sequence.request_id)
             if state is None:  # Another choice of the request has failed.
@@ -209,6 +210,11 @@ class EngineCore:
                 self._prepare_sequence(state, s)
             except Exception as error:
                 failures.append(self._fail(state, as_pagemill_error(error)))
+                missing.pop(state.request.request_id, None)
+            else:
+                if indexes := _missing_items(state, s):
+                    missing.setdefault(state.request.request_id, set()).update(indexes)
+        failures += self._encode_items(missing)
         remaining = [s for s in batch.scheduled if s.sequence.request_id in self._requests]
         # Adjacent sequences of one adapter go through it in one product.
         remaining.sort(key=lambda s: s.sequence.request.adapter or "")
@@ -219,19 +225,28 @@ class EngineCore:
             self._runner.prepare(state.request)
             state.prepared = True
             self._first_scheduled.append(state.request.request_id)
-        start = s.sequence.num_computed_tokens
-        needed = state.request.items_within(start, start + s.num_new_tokens)
-        missing = [index for index in needed if index not in state.encoded]
-        if missing:
-            num_encoded = self._runner.encoded_items
-            self._runner.encode(state.request, missing)
-            state.encoded.update(missing)
-            if self._runner.encoded_items > num_encoded:
-                items = (state.request.items[index] for index in missing)
-                self._num_item_tokens += sum(item.placeholder.length for item in items)
         if s.samples and s.sequence.token_mask is not None:
             # An invalid grammar fails here, before it can fail the batch of other requests.
             s.sequence.token_mask.allowed()
+
+    def _encode_items(self, missing: dict[str, set[int]]) -> list[RequestOutput]:
+        """Encode items by the indexes in their requests: in one call, or each request alone if that
+        fails."""
+        if not missing:
+            return []
+        states = [self._requests[request_id] for request_id in missing]
+        try:
+            self._num_item_tokens += self._runner.encode(
+                [(state.request, sorted(missing[state.request.request_id])) for state in states]
+            )
+        except Exception as error:
+            if len(states) == 1:
+                return [self._fail(states[0], as_pagemill_error(error))]
+            alone = ({request_id: indexes} for request_id, indexes in missing.items())
+            return [failure for each in alone for failure in self._encode_items(each)]
+        for state in states:
+            state.encoded.update(missing[state.request.request_id])
+        return []
 
     def _record_kv_blocks(self, batch: Batch) -> None:
         """Update the peak number of blocks of each request."""
@@ -352,6 +367,13 @@ class EngineCore:
         """Return each request of the batch once, in batch order."""
         request_ids = dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
         return [self._requests[request_id] for request_id in request_ids]
+
+
+def _missing_items(state: RequestState, s: ScheduledSequence) -> list[int]:
+    """Return the indexes of the items that the tokens depend on and that are not encoded yet."""
+    start = s.sequence.num_computed_tokens
+    needed = state.request.items_within(start, start + s.num_new_tokens)
+    return [index for index in needed if index not in state.encoded]
 
 
 def as_pagemill_error(error: Exception) -> PagemillError:

@@ -1,5 +1,6 @@
 """The interface between the engine core and the code that runs the model."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, Span
@@ -34,8 +35,13 @@ class StepRunner(Protocol):
     def prepare(self, request: EngineRequest) -> None:
         """Set up a checked request before its first batch."""
 
-    def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
-        """Compute or look up the embeddings of these items and hold them for the next batches."""
+    def encode(self, requests: Sequence[tuple[EngineRequest, Sequence[int]]]) -> int:
+        """Compute or look up the embeddings of items and hold them for the next batches.
+
+        Each request comes with the indexes of its items. Returns the number of prompt tokens of the
+        items that the tower has encoded. If it raises an error, no request has got embeddings, and
+        the call may be repeated with some of the requests.
+        """
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy KV blocks, given as (source, destination), before the batch that reads them."""

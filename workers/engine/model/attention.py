@@ -91,9 +91,8 @@ class _LayerCache:
         """
         num_kv_heads, head_dim = self.keys.shape[2:]
         shape = (decodes.num_decodes, -1, num_kv_heads, head_dim)
-        # index_select is five times as fast here as advanced indexing.
-        key = self.keys.index_select(0, decodes.blocks).view(shape)[:, : decodes.max_len]
-        value = self.values.index_select(0, decodes.blocks).view(shape)[:, : decodes.max_len]
+        key = _read_blocks(self.keys, decodes.blocks).view(shape)[:, : decodes.max_len]
+        value = _read_blocks(self.values, decodes.blocks).view(shape)[:, : decodes.max_len]
         output = self._attend(
             query.reshape(decodes.num_decodes, num_kv_heads, -1, head_dim),
             key.transpose(1, 2),
@@ -115,9 +114,7 @@ class _LayerCache:
         group = num_heads // num_kv_heads
 
         def gather(cache: Tensor) -> Tensor:  # [num_kv_heads, group, num_keys, head_dim]
-            blocks = chunk.blocks
-            read = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
-            rows = read.flatten(0, 1)[: chunk.num_keys]
+            rows = _read_blocks(cache, chunk.blocks).flatten(0, 1)[: chunk.num_keys]
             return rows.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
         output = self._attend(
@@ -156,6 +153,13 @@ class _LayerCache:
             scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         return weights[..., : key.shape[-2]] @ value
+
+
+def _read_blocks(cache: Tensor, blocks: Tensor | slice) -> Tensor:
+    if isinstance(blocks, slice):
+        return cache[blocks]
+    # index_select is five times as fast here as advanced indexing.
+    return cache.index_select(0, blocks)
 
 
 def pad_values(value: Tensor, key: Tensor) -> Tensor:

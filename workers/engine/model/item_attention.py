@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.models.language import AttendItems, LanguageAdapter
 from workers.engine.model.attention import KVCache, paged_attention
-from workers.engine.model.step_plan import CacheReads, PrefillChunk, StepPlan
+from workers.engine.model.step_plan import CacheReads, DecodeGroup, PrefillChunk, StepPlan
 
 
 class ItemAttention:
@@ -71,11 +71,40 @@ class ItemAttention:
         """Return the reads of a step. A slot is read like a block that holds a whole sequence."""
         keys, _ = self._cache[0]
         num_keys = keys.shape[1]
-        mask = torch.zeros(1, num_keys, dtype=keys.dtype, device=keys.device)
-        # One call for all decodes would copy their slots, which are larger than the work.
-        chunks = [
-            PrefillChunk(start, stop, slice(slot, slot + 1), num_keys, mask)
-            for slot, start, stop in zip(slots, query_start_loc, query_start_loc[1:], strict=False)
+        decodes: list[tuple[int, int]] = []  # slots and rows
+        chunks = []
+        for slot, start, stop in zip(slots, query_start_loc, query_start_loc[1:], strict=False):
+            if stop - start == 1:
+                decodes.append((slot, start))
+            else:
+                mask = torch.zeros(1, num_keys, dtype=keys.dtype, device=keys.device)
+                chunks.append(PrefillChunk(start, stop, slice(slot, slot + 1), num_keys, mask))
+        groups = [
+            DecodeGroup(
+                rows=None
+                if rows == [*range(query_start_loc[-1])]
+                else torch.tensor(rows, device=keys.device),
+                blocks=slice(first, first + len(rows)),
+                num_decodes=len(rows),
+                max_len=num_keys,
+                mask=None,
+            )
+            for first, rows in _consecutive_runs(decodes)
         ]
         nothing_written = torch.empty(0, dtype=torch.int64)
-        return StepPlan(nothing_written, {None: CacheReads([], chunks)})
+        return StepPlan(nothing_written, {None: CacheReads(groups, chunks)})
+
+
+def _consecutive_runs(decodes: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """Return the first slot and the rows of each run of consecutive slots.
+
+    The slots of a run are read by one call. Other slots would have to be copied next to each other,
+    which is more work than the attention.
+    """
+    runs: list[tuple[int, list[int]]] = []
+    for slot, row in sorted(decodes):
+        if runs and slot == runs[-1][0] + len(runs[-1][1]):
+            runs[-1][1].append(row)
+        else:
+            runs.append((slot, [row]))
+    return runs

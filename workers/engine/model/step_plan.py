@@ -29,7 +29,7 @@ class DecodeGroup:
     """Decodes of similar length, padded to the longest: attention takes one call for all."""
 
     rows: Tensor | None  # [num_decodes] int64, in the flat batch; None if they are the whole batch
-    blocks: Tensor  # [num_decodes * max_num_blocks] int64
+    blocks: Tensor | slice  # [num_decodes * max_num_blocks] int64; a slice is not copied
     num_decodes: int
     max_len: int  # keys read per sequence
     mask: Tensor | None  # [num_decodes, 1, 1, max_len], 0 or -inf; None if all keys are seen
@@ -131,7 +131,7 @@ def _plan_reads(
         if stop - start == 1:
             decodes.setdefault(_length_class(seq_len - first), []).append(i)
         else:
-            blocks = torch.tensor(batch.blocks(i, first), device=batch.device)
+            blocks = _index(batch.blocks(i, first), batch.device)
             open_spans = spans[i] if spans else ()
             mask = _chunk_mask(stop - start, first, seq_len, window, open_spans, batch)
             chunks.append(PrefillChunk(start, stop, blocks, seq_len - first, mask))
@@ -172,11 +172,19 @@ def _plan_decodes(
     rows = [batch.query_start_loc[i] for i in members]
     return DecodeGroup(
         rows=None if is_whole_batch else torch.tensor(rows, device=batch.device),
-        blocks=torch.tensor(padded, device=batch.device).flatten(),
+        blocks=_index([block for table in padded for block in table], batch.device),
         num_decodes=len(members),
         max_len=longest,
         mask=mask,
     )
+
+
+def _index(blocks: Sequence[int], device: torch.device) -> Tensor | slice:
+    """Return the index of blocks; consecutive blocks, which are often a prompt's, are a slice."""
+    start, stop = blocks[0], blocks[0] + len(blocks)
+    if blocks[-1] == stop - 1 and list(blocks) == [*range(start, stop)]:
+        return slice(start, stop)
+    return torch.tensor(blocks, device=device)
 
 
 def _chunk_mask(

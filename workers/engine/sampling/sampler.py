@@ -119,7 +119,8 @@ def check_finite(values: Tensor) -> None:
 
     For rows of logits, their maxima suffice: a NaN in a row is its maximum.
     """
-    if not bool(values.isfinite().all()):
+    # For so few values, NumPy takes a tenth of the time.
+    if not np.isfinite(values.float().numpy(force=True)).all():
         raise ArithmeticError("the output of the model for a sequence is not finite")
 
 
