@@ -18,7 +18,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
-Graph = Literal["qwen3-omni", "qwen2.5-omni", "none"]
+Graph = Literal["qwen3-omni", "qwen2.5-omni", "orpheus", "none"]
 """Talker and vocoder that load their parts of the model's folder; see `stage.graphs`."""
 Right = Literal["requests", "metrics"]
 
@@ -409,9 +409,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on sequences in one batch."""
     max_appends_per_s: Positive = 200
     """Limit on appends per second to the logs of all requests together. Each log gets at most 25 of
-    them, and a log of codes or of a request in the batch lane 1. First tokens of interactive requests, ends, and codes that complete
-    a chunk are appended at once. Other tokens are batched into common records, so that the log
-    takes little time from the model."""
+    them, and a log of codes or of a request in the batch lane 1. First tokens of interactive
+    requests, ends, and codes that complete a chunk are appended at once. Other tokens are batched
+    into common records, so that the log takes little time from the model."""
     step_timeout_s: Seconds = 120.0
     """Limit on the time of one step. Beyond it, the step counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048

@@ -22,8 +22,15 @@ class OpenRequest:
     """Outputs of one request on their way to its log."""
 
     def __init__(
-        self, job: Job, header: TaskHeader, timing: RequestTiming, rendered: Rendered
+        self,
+        job: Job,
+        header: TaskHeader,
+        timing: RequestTiming,
+        rendered: Rendered,
+        record_tokens: int = 1,
     ) -> None:
+        """For `record_tokens` see `StageOutput`."""
+        self._record_tokens = record_tokens
         self.job = job
         self.header = header
         self.timing = timing
@@ -91,9 +98,9 @@ class OpenRequest:
                 return []
             if self.error is not None:
                 raise self.error
-            num_outputs = num_for_record(self.pending)
+            num_outputs = num_for_record(self.pending, self._record_tokens)
             outputs, self.pending = self.pending[:num_outputs], self.pending[num_outputs:]
-            if self.pending:
+            if outputs and self.pending:
                 self._changed.set()
             if outputs:
                 return outputs
