@@ -233,6 +233,11 @@ class Pipeline(Struct, frozen=True, dict=True):
         outputs = [name for name in self.outputs if writer.name not in whole._leading_to([name])]
         return whole._only(whole._leading_to(outputs))
 
+    @property
+    def speaks_given_texts(self) -> bool:
+        """Whether a stage reads the given text of a request, and no text of another stage."""
+        return any(edge.source == REQUEST and _takes_text(edge) for edge in self.edges)
+
     def _reads_text(self, output: str) -> bool:
         """Return whether an output is made from the text of a request alone."""
         stages = self._leading_to([output])

@@ -119,7 +119,9 @@ def load(folder: Path, dtype: torch.dtype, device: str) -> NeuralVocoder:
         raise ConfigError(f"{folder}: attn_window_size: attention is not supported")
     model = SNAC(**config)
     model.load_state_dict(_read_weights(folder))
-    return SnacVocoder(model.to(device, dtype).eval(), torch.device(device))
+    # Half precision is audible, and the network is small.
+    precise = dtype if dtype == torch.float64 else torch.float32
+    return SnacVocoder(model.to(device, precise).eval(), torch.device(device))
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
