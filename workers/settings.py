@@ -12,10 +12,10 @@ from msgspec.structs import replace
 import workers
 from shared.bus.local_keys import find_keys
 from shared.bus.login import Login, TlsFiles, seed_file
+from shared.config.added_tokens import read_token_ids
 from shared.config.parsing import parse_config
 from shared.config.schema import Config, Graph, ModelConfig
 from shared.errors import ConfigError
-from shared.models.code_tokens import read_token_ids
 from shared.protocol.permissions import OPERATOR
 from shared.stage.graphs import graph_of
 from shared.stage.pipelines import check_pipelines

@@ -18,8 +18,8 @@ import msgspec
 
 from shared.codec.envelope import TensorData
 from shared.config.schema import ModelConfig
-from shared.models.code_tokens import CodeTokens
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.code_tokens import CodeTokens
 from shared.protocol.multimodal import (
     DEFAULT_SAMPLING,
     IMAGE,

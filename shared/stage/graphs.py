@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.config.schema import Graph
-from shared.models.code_tokens import ORPHEUS_VOICES, is_orpheus
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
+from shared.protocol.code_tokens import ORPHEUS_VOICES, is_orpheus
 from shared.protocol.pipeline import (
     ANSWER,
     AUDIO,

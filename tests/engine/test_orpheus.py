@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
+from shared.config.added_tokens import read_token_ids
 from shared.config.schema import Config, EngineConfig, ModelConfig
 from shared.errors import ContextTooLong
-from shared.models.code_tokens import read_token_ids
 from shared.protocol.pipeline import Pipeline
 from shared.protocol.task_messages import SpeechBody, Task, TaskHeader
 from shared.stage.graphs import graph_of

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from shared.errors import ConfigError
-from shared.models.code_tokens import CodeTokens
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.code_tokens import CodeTokens
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import (

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.errors import ConfigError, ContextTooLong
-from shared.models.code_tokens import CodeTokens
 from shared.protocol.chunks import ChunkSpec, interpolate
+from shared.protocol.code_tokens import CodeTokens
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
 from shared.protocol.sampling import SamplingParams

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models import registry
-from shared.models.code_tokens import CodeTokens, find_code_tokens
 from shared.models.language import LanguageAdapter
 from shared.models.reach import count_positions
 from shared.models.states import recurrent_layers
 from shared.models.tower import Tower, load_tower
 from shared.native import library
+from shared.protocol.code_tokens import CodeTokens, find_code_tokens
 from shared.stage.hybrids import check_settings
 from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights

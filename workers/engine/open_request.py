@@ -15,7 +15,7 @@ from workers.engine.metrics import RequestTiming
 from workers.engine.stage_output import Rendered
 
 BATCH_RECORD_S = 1.0
-"""Shortest time between two records of a request in the batch lane, whose reader is a program."""
+"""Shortest time between two records of a request in the batch lane, which no person reads along."""
 
 
 class OpenRequest:

@@ -61,7 +61,7 @@ class SnacVocoder(NeuralVocoder):
 
 
 class FrameNoise(nn.Module):
-    """A block of the network that adds noise, in place of its own random numbers."""
+    """A block of the network that adds noise, which differs in each call of the package."""
 
     chunks: Sequence[Chunk] = ()
     """Chunks of the current batch."""
@@ -130,6 +130,6 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         return load_file(safe)
     if not other.is_file():
         raise ConfigError(f"{folder} has neither {SAFE_WEIGHTS} nor {WEIGHTS}")
-    # No code of the file runs: it may hold tensors only.
+    # The file may hold tensors only, so it runs no code.
     weights: dict[str, Tensor] = torch.load(other, map_location="cpu", weights_only=True)
     return weights

@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.models.code_tokens import CodeTokens
 from shared.models.language import TokenRules
+from shared.protocol.code_tokens import CodeTokens
 
 
 class RulesMask:

@@ -1,13 +1,11 @@
 """Language models that speak: the tokens that are codes of a codec, and the form of their prompts.
 
-A folder declares its codes by `code_offset` and `num_codes` in its config.json, or it is an Orpheus
-model, which is a Llama with the codes of SNAC as additional tokens and is recognized by these.
+A folder declares its codes by `code_offset` and `num_codes` in its config.json. An Orpheus model is
+a Llama with the codes of SNAC as additional tokens, and is recognized by their names.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 ORPHEUS_TYPE = "llama"
@@ -15,7 +13,7 @@ ORPHEUS_TOKEN = "<custom_token_{}>"
 ORPHEUS_VOICES = ("tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe")
 """Voices of the English models, the best one first."""
 ORPHEUS_PLACES, ORPHEUS_CODES = 7, 4096
-# Numbers of custom tokens: those before the codes mark the parts of a dialogue.
+# Numbers of custom tokens. The first ones mark the parts of a dialogue.
 START_OF_SPEECH, END_OF_SPEECH, START_OF_TURN, END_OF_TURN, START_OF_REPLY = 1, 2, 3, 4, 5
 FIRST_CODE = 10
 
@@ -25,8 +23,7 @@ class CodeTokens:
     """Tokens that are codes. A frame has one token for each of its places, in this order."""
 
     first: int
-    """Token of code 0 at the first place. The codes of each place follow those of the one before
-    it."""
+    """Token of code 0 at the first place. The tokens of further places follow in order."""
     num_codes: int
     """Number of different codes at one place."""
     num_places: int = 1
@@ -35,7 +32,7 @@ class CodeTokens:
     closing: tuple[int, ...] = ()
     """Tokens after a text."""
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
-    """Tokens that end a speech; empty for those that the folder names."""
+    """Tokens that end a speech; if empty, the folder names them."""
     names_voice: bool = False
     """Whether the voice is a name before the text, as in `tara: Hello`. Otherwise it is the token
     `<|voice_NAME|>` after it."""
@@ -93,26 +90,6 @@ def is_orpheus(config: Mapping[str, Any], token_id_of: Callable[[str], int | Non
     num_codes = ORPHEUS_PLACES * ORPHEUS_CODES
     last = token_id_of(ORPHEUS_TOKEN.format(FIRST_CODE + num_codes - 1))
     return first is not None and last == first + num_codes - 1
-
-
-def read_token_ids(folder: Path) -> Callable[[str], int | None]:
-    """Return a function for the ids of tokens that were added to a folder's tokenizer.
-
-    It knows no token if the file cannot be read or does not mention the token.
-    """
-
-    def find(token: str) -> int | None:
-        try:
-            content = (folder / "tokenizer.json").read_bytes()
-            # The file of a large vocabulary takes a second to parse.
-            if token.encode() not in content:
-                return None
-            added = json.loads(content)["added_tokens"]
-            return next((entry["id"] for entry in added if entry["content"] == token), None)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    return find
 
 
 def _orpheus(token_id_of: Callable[[str], int | None]) -> CodeTokens:
