@@ -125,7 +125,9 @@ ALLOWED = {
     "shared.native.measuring": {".read_bytes"},  # what was measured, in the cache's folder
     "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
+    "shared.config.added_tokens": {".read_bytes"},  # within the model's folder
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder
+    "workers.generator.snac_vocoder": {".read_text"},  # within the model's folder
     "workers.engine.end_tokens": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
     "workers.generation_config": {".read_bytes"},  # within the model's folder
@@ -196,8 +198,18 @@ def test_no_module_makes_code_of_data() -> None:
         "shared.models.lazy_module": {"importlib.import_module"},
         "shared.models.registry": {"importlib.import_module"},
         "workers.cli.commands.worker": {"importlib.import_module"},
+        # Tensors alone, see the next test.
+        "workers.generator.snac_vocoder": {"torch.load"},
         "workers.supervisor.preloader": {"importlib.import_module"},
     }
+
+
+def test_files_of_torch_are_read_for_their_tensors_alone() -> None:
+    loads = [call for call in calls() if ast.unparse(call.func) == "torch.load"]
+    assert loads
+    for call in loads:
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert keywords["weights_only"] == "True"
 
 
 def test_no_other_module_asks_servers_or_opens_files() -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import workers
 from shared.bus.local_keys import find_keys
 from shared.bus.login import Login, TlsFiles, seed_file
+from shared.config.added_tokens import read_token_ids
 from shared.config.parsing import parse_config
 from shared.config.schema import Config, Graph, ModelConfig
 from shared.errors import ConfigError
@@ -121,7 +122,7 @@ def _graph_of_folder(folder: Path) -> Graph | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return graph_of(config) if isinstance(config, dict) else None
+    return graph_of(config, read_token_ids(folder)) if isinstance(config, dict) else None
 
 
 def _sampling_defaults_of(name: str, model: ModelConfig, folder: Path) -> dict[str, Any]:

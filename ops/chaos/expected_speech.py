@@ -88,7 +88,7 @@ def _build_talker(
 
     assert stage.path is not None
     engine = replace(config.engine, max_num_seqs=AT_ONCE, num_blocks=NUM_BLOCKS)
-    loaded = load(ModelConfig(stage.path, dtype=model.dtype), engine)
+    loaded = load(ModelConfig(stage.path, dtype=model.dtype), engine, speaks=True)
     output = stage_output(bus, stage, loaded, TALKER)
     assert isinstance(output, CodeOutput)
     return build_core(loaded, engine), output
@@ -103,9 +103,7 @@ def _codes_of(core: EngineCore, output: CodeOutput, texts: list[str]) -> dict[st
     answers = run_alone(core, requests)
     return {
         text: [
-            output.codes.index(token_id)
-            for token_id in answers[str(number)].choices[0].token_ids
-            if token_id in output.codes
+            code for (code,) in output.codes.frames_of(answers[str(number)].choices[0].token_ids)
         ]
         for number, text in enumerate(texts)
     }

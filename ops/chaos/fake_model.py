@@ -19,6 +19,7 @@ import msgspec
 from shared.codec.envelope import TensorData
 from shared.config.schema import ModelConfig
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.code_tokens import CodeTokens
 from shared.protocol.multimodal import (
     DEFAULT_SAMPLING,
     IMAGE,
@@ -213,7 +214,7 @@ def code_output(bus: Any, stage: StageSpec, chunks: Sequence[ChunkSpec] = ()) ->
         bus,
         stage.name,
         msgspec.structs.replace(sampling, n=1, detokenize=False),
-        range(1, NUM_CODES + 1),
+        CodeTokens(1, NUM_CODES),
         MAX_MODEL_LEN - (sampling.max_tokens or 1),
         lambda text: [1 + byte for byte in text.encode()],
         dict.fromkeys(stage.voices, IMAGE_TOKEN_ID),

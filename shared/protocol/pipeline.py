@@ -220,7 +220,7 @@ class Pipeline(Struct, frozen=True, dict=True):
         """
         writer = self.outputs.get(TEXT)
         if writer is None:
-            return Pipeline((), ())
+            return self._only(self._leading_to([n for n in self.outputs if self._reads_text(n)]))
         whole = Pipeline(
             self.stages,
             tuple(
@@ -232,6 +232,17 @@ class Pipeline(Struct, frozen=True, dict=True):
         )
         outputs = [name for name in self.outputs if writer.name not in whole._leading_to([name])]
         return whole._only(whole._leading_to(outputs))
+
+    @property
+    def speaks_given_texts(self) -> bool:
+        """Whether a stage reads the given text of a request, and no text of another stage."""
+        return any(edge.source == REQUEST and _takes_text(edge) for edge in self.edges)
+
+    def _reads_text(self, output: str) -> bool:
+        """Return whether an output is made from the text of a request alone."""
+        stages = self._leading_to([output])
+        begins = [e for e in self.edges if e.source == REQUEST and e.target in stages]
+        return all(_takes_text(edge) for edge in begins)
 
     def restricted_to(self, outputs: Collection[str]) -> "Pipeline":
         """Return the part of the pipeline that leads to `outputs`."""

@@ -1,32 +1,59 @@
-"""Built-in graphs: the stages of models that speak, after the engine of the text.
+"""Built-in graphs: the stages of models that speak.
 
-All stages of a graph load parts of the model's folder.
+An omni model speaks the answers of its engine, and all stages load parts of its folder. A model of
+speech, such as Orpheus, speaks the texts of requests, and its vocoder has a separate folder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.config.schema import Graph
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
-from shared.protocol.pipeline import ANSWER, AUDIO, CODES, TEXT, Edge, OutputSpec, StageSpec
+from shared.protocol.code_tokens import ORPHEUS_VOICES, is_orpheus
+from shared.protocol.pipeline import (
+    ANSWER,
+    AUDIO,
+    CODES,
+    REQUEST,
+    TEXT,
+    Edge,
+    OutputSpec,
+    StageSpec,
+)
 
 TALKER, CODE2WAV = "talker", "code2wav"
+ORPHEUS: Graph = "orpheus"
 
 
-def graph_of(model_config: Mapping[str, Any]) -> Graph | None:
-    """Return the graph of a model by the parts in its `config.json`; None if it does not speak."""
+def graph_of(
+    model_config: Mapping[str, Any], token_id_of: Callable[[str], int | None]
+) -> Graph | None:
+    """Return the graph of a model by its `config.json`; None if it does not speak.
+
+    `token_id_of` returns the id of a token of the tokenizer, or None.
+    """
+    if is_orpheus(model_config, token_id_of):
+        return ORPHEUS
     # The folder may lack the talker.
     if not model_config.get("talker_config") or model_config.get("enable_audio_output") is False:
         return None
     return next((graph for part, graph in _GRAPHS.items() if model_config.get(part)), None)
 
 
+def writes_text(graph: Graph | None) -> bool:
+    """Return whether a model with this graph writes texts. Others only speak."""
+    return graph != ORPHEUS
+
+
 def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
     """Return the stages of a graph with their input edges; the stage `writer` writes the text."""
     if graph is None or graph not in _TALKERS:
         return []
+    text = Edge(writer, TALKER, TEXT, ANSWER, "stream")
+    if not writes_text(graph):
+        text = Edge(REQUEST, TALKER, TEXT, "speech")
     return [
-        (_TALKERS[graph], [Edge(writer, TALKER, TEXT, ANSWER, "stream")]),
+        (_TALKERS[graph], [text]),
         (_VOCODERS[graph], [Edge(TALKER, CODE2WAV, CODES, "follow", "stream")]),
     ]
 
@@ -52,6 +79,10 @@ _GRAPHS: dict[str, Graph] = {"code2wav_config": "qwen3-omni", "token2wav_config"
 _TALKERS = {
     "qwen3-omni": _talker(["Ethan", "Chelsie", "Aiden"], top_k=50, max_tokens=4096),
     "qwen2.5-omni": _talker(["Chelsie", "Ethan"], top_k=40, top_p=0.8, max_tokens=4096),
+    # The defaults of its package, with seven tokens a frame.
+    ORPHEUS: _talker(
+        [*ORPHEUS_VOICES], temperature=0.6, top_p=0.8, repetition_penalty=1.3, max_tokens=3500
+    ),
 }
 _VOCODERS = {
     # 12.5 frames a second. The first chunk has 4 frames, and 0.4 seconds of sound.
@@ -60,4 +91,6 @@ _VOCODERS = {
     "qwen2.5-omni": _vocoder(
         ChunkSpec(size=500, left=MAX_FRAMES, right=MAX_FRAMES, max_ahead=2 * MAX_FRAMES)
     ),
+    # 11.7 frames a second. The first chunk has 3 frames, and 0.26 seconds of sound.
+    ORPHEUS: _vocoder(ChunkSpec(first=(3, 9), size=24, left=3, right=3)),
 }

@@ -169,6 +169,14 @@ def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:
 
 
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
+    stages, edges = _writers(model) if graphs.writes_text(model.graph) else ({}, {})
+    for stage, inputs in graphs.stages_of(model.graph, ENGINE):
+        stages[stage.name], edges[stage.name] = stage, inputs
+    return stages, edges
+
+
+def _writers(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
+    """Return the stages that lead to the text of an answer, with their input edges."""
     stages = {RENDERER: StageSpec(RENDERER, RENDERER)}
     edges = {RENDERER: [Edge(REQUEST, RENDERER, "prompt", "prompt")]}
     if model.tower == ENCODER:
@@ -183,8 +191,6 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
     text = OutputSpec(TEXT, "text")
     stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=text, slots=model.slots)
     edges[ENGINE] = [Edge(RENDERER, ENGINE, "tokens", "rendered")]
-    for stage, inputs in graphs.stages_of(model.graph, ENGINE):
-        stages[stage.name], edges[stage.name] = stage, inputs
     return stages, edges
 
 

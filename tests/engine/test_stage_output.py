@@ -9,6 +9,7 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.code_tokens import CodeTokens
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.pipeline import OutputSpec, StageSpec
 from shared.protocol.records import (
@@ -44,7 +45,7 @@ LOADED = LoadedModel(
     num_blocks=1,
     block_size=8,
     adapters=cast(Any, {}),
-    codes=range(80, 90),
+    codes=CodeTokens(80, 10),
 )
 TALKER = StageSpec(
     "talker",
@@ -87,7 +88,7 @@ def test_a_talker_samples_codes_and_the_end_alone() -> None:
     ("changes", "stage", "key"),
     [
         ({"codes": None}, {}, "path"),
-        ({"codes": range(4001)}, {}, "path"),
+        ({"codes": CodeTokens(0, 4001)}, {}, "path"),
         ({"eos_token_ids": frozenset()}, {}, "path"),
         ({"max_model_len": 40}, {}, "sampling_defaults"),
         ({}, {"voices": ["echo"]}, "voices"),
@@ -213,7 +214,7 @@ class _Talker:
         return [95] * (len(speech.prompt_token_ids) + len(speech.answer_token_ids))
 
 
-SPEAKS = {"talker": cast(Any, _Talker()), "codes": _Talker.codes}
+SPEAKS = {"talker": cast(Any, _Talker()), "codes": CodeTokens(0, 90)}
 ETHAN = StageSpec(
     "talker",
     "engine",

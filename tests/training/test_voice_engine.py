@@ -26,7 +26,7 @@ def test_the_engine_says_the_recorded_codes_in_one_batch() -> None:
     assert stage is not None
     assert stage.path is not None
     engine = EngineConfig(kv_cache_mib=64)
-    loaded = load(ModelConfig(stage.path), engine)
+    loaded = load(ModelConfig(stage.path), engine, speaks=True)
     output = stage_output(cast(Any, None), stage, loaded, "the stage")
     assert isinstance(output, CodeOutput)
     core = build_core(loaded, engine)
@@ -39,7 +39,7 @@ def test_the_engine_says_the_recorded_codes_in_one_batch() -> None:
         for step in core.step():
             assert step.error is None
             for delta in step.choices:
-                codes = (token for token in delta.token_ids if token in output.codes)
-                codes_by_text[step.request_id] += [output.codes.index(token) for token in codes]
+                frames = output.codes.frames_of(delta.token_ids)
+                codes_by_text[step.request_id] += [code for (code,) in frames]
                 assert delta.finish_reason in (None, "stop")
     assert codes_by_text == spoken

@@ -134,6 +134,10 @@ def _part_of(request: GenerateRequest, pipeline: Pipeline) -> Pipeline:
                 field=f"outputs[{number}]",
             )
     part = pipeline.part_for(request.outputs, text_given=is_given)
+    if part.speaks_given_texts and not is_given:
+        raise InvalidRequest(
+            f"{request.model} answers no prompts: it speaks a given_text", field="model"
+        )
     if request.on_late == "text" and (TEXT not in part.outputs or len(part.outputs) == 1):
         raise InvalidRequest(
             "on_late: 'text' requires the text and another output in outputs", field="on_late"

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from shared.bus.bus import Bus
 from shared.errors import ConfigError, ContextTooLong
 from shared.protocol.chunks import ChunkSpec, interpolate
+from shared.protocol.code_tokens import CodeTokens
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.protocol.records import AnyRecord, CodeChunk, OutputSummary
 from shared.protocol.sampling import SamplingParams
@@ -44,18 +45,19 @@ MAX_CODES = 4000
 
 @dataclass(frozen=True, slots=True)
 class CodeOutput:
-    """Codes of a speech: the prompt is a whole text and a voice, and each token is a frame."""
+    """Codes of a speech: the prompt is a whole text and a voice, and each frame is a token, or a
+    fixed number of them."""
 
     bus: Bus
     stage: str
     sampling: SamplingParams
     """Sampling parameters of the stage, for all requests. They allow only codes and end tokens."""
-    codes: range
-    """Ids of the tokens that are codes."""
+    codes: CodeTokens
     max_prompt_tokens: int
     encode: Callable[[str], list[int]]
     voices: dict[str, int]
-    """Token id of each voice. The token comes last in the prompt."""
+    """Token id of each voice, which comes last in the prompt; empty for a model that reads the
+    names of voices."""
     awaited: frozenset[int] = frozenset()
     """Numbers of frames that complete a chunk of a following stage."""
     frames_per_character: float | None = None
@@ -70,15 +72,22 @@ class CodeOutput:
         if text is None:
             answer = await _whole_answer(self.bus, header, progress)
             text, spoken = answer.text, self._spoken_of(answer)
-        # A text may be as long as a message. A thread keeps the event loop free for other requests.
-        token_ids = await asyncio.to_thread(self.encode, text)
-        voice = self.voices.get(header.voice or "")
-        limit = self.max_prompt_tokens - bool(self.voices)
-        field = "outputs" if task.body.text is None else "given_text"
-        _check_len(len(token_ids), limit, self.stage, field)
-        prompt = EngineBody([*token_ids, *([] if voice is None else [voice])], [])
+        prompt = EngineBody(await self._prompt_of(text, task), [])
         own = replace(header, sampling=self.sampling, adapter=None)
         return Rendered(Task(own, prompt), spoken=spoken)
+
+    async def _prompt_of(self, text: str, task: Task[SpeechBody]) -> list[int]:
+        """Return the prompt of a text. Raises ContextTooLong."""
+        codes, voice = self.codes, task.header.voice
+        if codes.names_voice and voice is not None:
+            text = f"{voice}: {text}"
+        ends = [*codes.closing, *([self.voices[voice]] if voice in self.voices else [])]
+        # A text may be as long as a message. A thread keeps the event loop free for other requests.
+        token_ids = await asyncio.to_thread(self.encode, text)
+        limit = self.max_prompt_tokens - len(codes.opening) - len(ends)
+        field = "outputs" if task.body.text is None else "given_text"
+        _check_len(len(token_ids), limit, self.stage, field)
+        return [*codes.opening, *token_ids, *ends]
 
     def _spoken_of(self, answer: "_Answer") -> SpokenTokens | None:
         """Return an estimate of the spoken tokens: all characters count as equally long."""
@@ -90,26 +99,26 @@ class CodeOutput:
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         if not records:
             return []
-        frames = (f for record in records if isinstance(record, CodeChunk) for f in record.frames)
-        return [LoggedChoice([self.codes[frame[0]] for frame in frames], finished=False)]
+        frames = [f for record in records if isinstance(record, CodeChunk) for f in record.frames]
+        return [LoggedChoice(self.codes.tokens_of(frames), finished=False)]
+
+    @property
+    def record_tokens(self) -> int:
+        return self.codes.num_places
 
     def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
-        return _is_awaited(output, self.awaited)
+        return _is_awaited(output, self.awaited, self.codes.num_places)
 
     async def append(
         self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
     ) -> bool:
         for delta in merge_deltas(outputs):
-            frames = [
-                [self.codes.index(token_id)]
-                for token_id in delta.token_ids
-                if token_id in self.codes
-            ]
-            await _append_frames(log, delta.position, frames, spoken)
+            frames = self.codes.frames_of(delta.token_ids)
+            await _append_frames(log, delta.position // self.codes.num_places, frames, spoken)
         return any(output.choices for output in outputs)
 
     def summary(self, last: RequestOutput) -> OutputSummary:
-        return _summary_of(last)
+        return _summary_of(last, self.codes.num_places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,7 @@ class TalkerOutput:
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
+    record_tokens: ClassVar[int] = 1
 
     async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
         """Raises RequestEnded, ContextTooLong for an answer that is too long, and InvalidRequest
@@ -204,8 +214,8 @@ def stage_output(
     if stage is None or stage.output is None or stage.output.kind != CODES:
         return TextOutput()
     codes = loaded.codes
-    is_long = codes is not None and len(codes) > MAX_CODES and loaded.talker is None
-    if codes is None or is_long or not loaded.eos_token_ids:
+    is_long = codes is not None and codes.num_codes > MAX_CODES and loaded.talker is None
+    if codes is None or (is_long and codes.num_places == 1) or not loaded.eos_token_ids:
         raise ConfigError(
             f"{key}.path: a model that speaks needs code_offset and num_codes in its config.json,"
             f" for 1 to {MAX_CODES} of its {loaded.vocab_size} tokens, and an end token",
@@ -219,8 +229,10 @@ def stage_output(
             f" context of {loaded.max_model_len}",
             field=f"{key}.sampling_defaults",
         )
-    allowed = [*codes, *sorted(loaded.eos_token_ids)]
-    spoken = replace(sampling, n=1, detokenize=False, allowed_token_ids=allowed)
+    spoken = replace(sampling, n=1, detokenize=False)
+    if codes.num_places == 1:
+        allowed = [*codes.token_ids, *sorted(loaded.eos_token_ids)]
+        spoken = replace(spoken, allowed_token_ids=allowed)
     if loaded.talker is not None:
         _check_voices(stage.voices, loaded.talker, key)
         room = loaded.max_model_len - max_tokens
@@ -233,7 +245,9 @@ def stage_output(
         codes,
         loaded.max_model_len - max_tokens,
         loaded.encode_part,
-        {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
+        {}
+        if codes.names_voice
+        else {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
         awaited_frames(chunks, max_tokens),
         stage.frames_per_character,
     )
@@ -269,11 +283,12 @@ def _check_len(num_tokens: int, limit: int, stage: str, field: str) -> None:
         )
 
 
-def _is_awaited(output: RequestOutput, awaited: frozenset[int]) -> bool:
+def _is_awaited(output: RequestOutput, awaited: frozenset[int], num_places: int = 1) -> bool:
     """Whether the frames of a step complete a chunk of a following stage."""
     for delta in output.choices:
-        first = delta.position + 1
-        if not awaited.isdisjoint(range(first, first + len(delta.token_ids))):
+        num_before = delta.position // num_places
+        num_frames = (delta.position + len(delta.token_ids)) // num_places
+        if not awaited.isdisjoint(range(num_before + 1, num_frames + 1)):
             return True
     return False
 
@@ -286,11 +301,11 @@ async def _append_frames(
         await log.codes(position, frames, end_token)
 
 
-def _summary_of(last: RequestOutput) -> OutputSummary:
+def _summary_of(last: RequestOutput, num_places: int = 1) -> OutputSummary:
     assert last.usage is not None
     reason = last.choices[-1].finish_reason
-    # The end token is not a frame.
-    num_frames = last.usage.completion_tokens - (reason == "stop")
+    # The end token is not of a frame.
+    num_frames = (last.usage.completion_tokens - (reason == "stop")) // num_places
     return OutputSummary(
         usage=replace(last.usage, completion_tokens=num_frames),
         kv_blocks=last.kv_blocks,

@@ -17,6 +17,7 @@ from shared.models.reach import count_positions
 from shared.models.states import recurrent_layers
 from shared.models.tower import Tower, load_tower
 from shared.native import library
+from shared.protocol.code_tokens import CodeTokens, find_code_tokens
 from shared.stage.hybrids import check_settings
 from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
@@ -52,8 +53,8 @@ class LoadedModel:
     block_size: int
     adapters: Adapters
     pooling: Pooling = LAST_TOKEN
-    codes: range | None = None
-    """Ids of the tokens that are codes of a codec, in order; None for a model without codes."""
+    codes: CodeTokens | None = None
+    """Tokens that are codes of a codec; None for a model that does not speak."""
     num_item_slots: int | None = None
     """Number of requests that have keys and values of their items for cross attention at the same
     time; None for a model without cross attention."""
@@ -86,7 +87,7 @@ def load(
     try:
         if speaks and (talker := talkers.find_talker(Path(model.path))) is not None:
             return _load_talker(talker, model, engine, set_step)
-        return _load(model, engine, set_step)
+        return _load(model, engine, set_step, speaks)
     except ConfigError:
         raise
     except Exception as error:
@@ -95,7 +96,7 @@ def load(
         ) from error
 
 
-def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> LoadedModel:
+def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep, speaks: bool) -> LoadedModel:
     folder = Path(model.path)
     _check_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -127,10 +128,9 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         decoder = _build_decoder(
             family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
         )
-    tokenizer, codes = loading.result(), _codes_of(config, decoder.vocab_size)
-    end_token_ids = read_end_tokens(
-        folder, tokenizer, range(decoder.vocab_size), is_codec=codes is not None
-    )
+    tokenizer = loading.result()
+    codes = _codes_of(config, tokenizer, decoder.vocab_size) if speaks else None
+    end_token_ids = _end_tokens_of(folder, tokenizer, decoder.vocab_size, codes)
     if not end_token_ids and model.pooling is None:
         check_endless(folder, tokenizer)
     num_item_slots, slots_bytes = _resolve_num_item_slots(config, dtype, engine)
@@ -212,7 +212,7 @@ def _load_talker(
         num_blocks=num_blocks,
         block_size=block_size,
         adapters=Adapters(),
-        codes=talker.codes,
+        codes=CodeTokens(talker.codes.start, len(talker.codes)),
         talker=talker,
     )
 
@@ -228,13 +228,16 @@ def _needs_tower(model: ModelConfig) -> bool:
     return model.tower == "engine" or model.local_tokens > 0
 
 
-def _codes_of(config: PreTrainedConfig, vocab_size: int) -> range | None:
-    """Return the code tokens that `code_offset` and `num_codes` of a config.json declare."""
-    offset, num_codes = getattr(config, "code_offset", None), getattr(config, "num_codes", None)
-    if not (isinstance(offset, int) and isinstance(num_codes, int)):
-        return None
-    codes = range(offset, offset + num_codes)
-    return codes if len(codes) > 0 and offset >= 0 and codes.stop <= vocab_size else None
+def _codes_of(config: PreTrainedConfig, tokenizer: Any, vocab_size: int) -> CodeTokens | None:
+    return find_code_tokens(config.to_dict(), tokenizer.get_vocab().get, vocab_size)
+
+
+def _end_tokens_of(
+    folder: Path, tokenizer: Any, vocab_size: int, codes: CodeTokens | None
+) -> frozenset[int]:
+    if codes is not None and codes.end_token_ids:
+        return codes.end_token_ids
+    return read_end_tokens(folder, tokenizer, range(vocab_size), is_codec=codes is not None)
 
 
 @torch.inference_mode()

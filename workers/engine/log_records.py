@@ -13,14 +13,26 @@ MAX_RECORD_VALUES = 1 << 15
 one step stay together even if they exceed it."""
 
 
-def num_for_record(outputs: list[RequestOutput]) -> int:
-    """Return the number of first outputs that go into one record: at least one if there are any."""
-    num_values = 0
-    for num_outputs, output in enumerate(outputs):
+def num_for_record(outputs: list[RequestOutput], multiple: int = 1) -> int:
+    """Return the number of first outputs that go into one record.
+
+    The number of tokens up to the end of a record is a multiple of `multiple`, except at the end of
+    the request. Returns at least one output if there are any and `multiple` is 1.
+    """
+    num_values = num_whole = 0
+    for num_outputs, output in enumerate(outputs, 1):
         num_values += _num_values(output)
-        if num_outputs and num_values > MAX_RECORD_VALUES:
-            return num_outputs
-    return len(outputs)
+        if num_whole and num_values > MAX_RECORD_VALUES:
+            break
+        if _ends_record(output, multiple):
+            num_whole = num_outputs
+    return num_whole
+
+
+def _ends_record(output: RequestOutput, multiple: int) -> bool:
+    if multiple == 1 or output.usage is not None or output.error is not None:
+        return True
+    return all((c.position + len(c.token_ids)) % multiple == 0 for c in output.choices)
 
 
 def _num_values(output: RequestOutput) -> int:

@@ -28,14 +28,14 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
-from workers.engine.core.sequence import EngineRequest
+from workers.engine.core.sequence import EngineRequest, TokenMask
 from workers.engine.core.step_cost import PrefillLimit
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.loader import PACKING, READING, LoadedModel, load
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
-from workers.engine.sampling.token_rules import RulesMask
+from workers.engine.sampling.token_rules import CodesMask, RulesMask
 from workers.engine.stage_output import StageOutput
 from workers.engine.worker import EngineWorker
 
@@ -198,7 +198,10 @@ def build_core(
     )
 
 
-def _new_rules(loaded: LoadedModel, request: EngineRequest) -> RulesMask | None:
+def _new_rules(loaded: LoadedModel, request: EngineRequest) -> TokenMask | None:
+    codes = loaded.codes
+    if codes is not None and codes.num_places > 1:
+        return CodesMask(codes, loaded.eos_token_ids, loaded.vocab_size)
     rules = loaded.model.family.rules_of(request)
     if rules is not None and request.new_token_mask is not None:
         raise UnsupportedContent(

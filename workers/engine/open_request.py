@@ -15,15 +15,22 @@ from workers.engine.metrics import RequestTiming
 from workers.engine.stage_output import Rendered
 
 BATCH_RECORD_S = 1.0
-"""Shortest time between two records of a request in the batch lane, whose reader is a program."""
+"""Shortest time between two records of a request in the batch lane, which no person reads along."""
 
 
 class OpenRequest:
     """Outputs of one request on their way to its log."""
 
     def __init__(
-        self, job: Job, header: TaskHeader, timing: RequestTiming, rendered: Rendered
+        self,
+        job: Job,
+        header: TaskHeader,
+        timing: RequestTiming,
+        rendered: Rendered,
+        record_tokens: int = 1,
     ) -> None:
+        """For `record_tokens` see `StageOutput`."""
+        self._record_tokens = record_tokens
         self.job = job
         self.header = header
         self.timing = timing
@@ -91,9 +98,9 @@ class OpenRequest:
                 return []
             if self.error is not None:
                 raise self.error
-            num_outputs = num_for_record(self.pending)
+            num_outputs = num_for_record(self.pending, self._record_tokens)
             outputs, self.pending = self.pending[:num_outputs], self.pending[num_outputs:]
-            if self.pending:
+            if outputs and self.pending:
                 self._changed.set()
             if outputs:
                 return outputs

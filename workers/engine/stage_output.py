@@ -51,6 +51,10 @@ class StageOutput(Protocol):
     def appends_per_s(self) -> float:
         """Rate at which a log grows, so that its readers receive a steady stream."""
 
+    @property
+    def record_tokens(self) -> int:
+        """Number of which the tokens in a record are a multiple, except at the end."""
+
     def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
         """Whether a reader waits for these tokens, so that they are appended at once."""
 
@@ -70,6 +74,7 @@ class TextOutput:
     # A reader sees a text grow steadily at this rate. An append is a synced write, and work for
     # four processes.
     appends_per_s = 25.0
+    record_tokens = 1
 
     async def render(self, task: Task[EngineBody], progress: Progress) -> Rendered:
         return Rendered(task)

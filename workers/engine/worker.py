@@ -185,7 +185,8 @@ class EngineWorker:
             prompt_tokens=num_tokens,
             resumed_records=len(records),
         )
-        return await self._run(OpenRequest(job, header, timing, rendered), request)
+        opened = OpenRequest(job, header, timing, rendered, self._output.record_tokens)
+        return await self._run(opened, request)
 
     async def _prepare(self, task: Task[Any], tensors: list[TensorData], job: Job) -> _Prepared:
         """Return the request with prompt, items, grammar and KV blocks. May raise BlobLost."""

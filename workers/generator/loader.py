@@ -72,9 +72,11 @@ def _load_neural(folder: Path, voices: Sequence[str], dtype: str, device: str) -
     from transformers import AutoConfig
 
     from shared.models.registry import find_family
-    from workers.generator import code2wav, token2wav
+    from workers.generator import code2wav, snac_vocoder, token2wav
 
     try:
+        if snac_vocoder.is_snac(folder):
+            return snac_vocoder.load(folder, getattr(torch, dtype), device)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         family = find_family(config)
         kind = None if family is None else family.vocoder

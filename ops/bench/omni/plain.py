@@ -45,7 +45,8 @@ class PlainLoop:
         assert generator is not None
         assert generator.path is not None
         assert generator.chunks is not None
-        loaded = load(ModelConfig(stage.path, dtype=config.models[model].dtype), config.engine)
+        own = ModelConfig(stage.path, dtype=config.models[model].dtype)
+        loaded = load(own, config.engine, speaks=True)
         no_bus: Any = None
         output = stage_output(no_bus, stage, loaded, talker)
         assert isinstance(output, CodeOutput)
@@ -78,8 +79,7 @@ class PlainLoop:
 
     def _add(self, speaking: _Open, output: RequestOutput) -> None:
         speech, codes = speaking.speech, self._output.codes
-        token_ids = [t for delta in output.choices for t in delta.token_ids if t in codes]
-        frames = [[codes.index(token_id)] for token_id in token_ids]
+        frames = codes.frames_of([t for delta in output.choices for t in delta.token_ids])
         speech.add(CodeChunk(0, 1, len(speech.codes), frames))
         speech.is_complete = output.usage is not None
         while (window := speech.next_window()) is not None:

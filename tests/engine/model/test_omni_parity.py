@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.config.added_tokens import read_token_ids
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
@@ -336,4 +337,6 @@ def test_a_sampled_speech_depends_on_its_seed_alone(models: dict[str, Omni], nam
 def test_the_folder_of_a_model_with_a_talker_has_its_graph(
     models: dict[str, Omni], name: str, graph: str
 ) -> None:
-    assert graph_of(json.loads((models[name].folder / "config.json").read_bytes())) == graph
+    folder = models[name].folder
+    config = json.loads((folder / "config.json").read_bytes())
+    assert graph_of(config, read_token_ids(folder)) == graph

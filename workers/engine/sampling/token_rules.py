@@ -1,4 +1,4 @@
-"""Token mask of a model's own rules, such as the language with which Whisper's answers begin."""
+"""Token masks of a model's own rules: the beginning of Whisper's answers, and codes of speeches."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.models.language import TokenRules
+from shared.protocol.code_tokens import CodeTokens
 
 
 class RulesMask:
@@ -26,6 +27,30 @@ class RulesMask:
 
     def advance(self, token_id: int) -> None:
         self._num_tokens += 1
+
+
+class CodesMask:
+    """Mask of a speech with several tokens a frame: each token is a code of its place, or an end
+    token after whole frames. Implements `TokenMask`."""
+
+    def __init__(self, codes: CodeTokens, end_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._codes = codes
+        self._end_token_ids = tuple(sorted(end_token_ids))
+        self._vocab_size = vocab_size
+        self._place = 0
+
+    def allowed(self) -> NDArray[np.int32]:
+        return _mask_of(self._codes, self._place, self._end_token_ids, self._vocab_size)
+
+    def advance(self, token_id: int) -> None:
+        self._place = (self._place + 1) % self._codes.num_places
+
+
+@lru_cache(16)
+def _mask_of(
+    codes: CodeTokens, place: int, end_token_ids: tuple[int, ...], vocab_size: int
+) -> NDArray[np.int32]:
+    return _pack((*codes.at(place), *(() if place else end_token_ids)), vocab_size)
 
 
 @lru_cache(16)
