@@ -51,8 +51,11 @@ def list_model_files(folder: Path) -> list[Path]:
 
 
 def read_headers(folder: Path) -> Iterator[tuple[str, TensorHeader]]:
-    """Return the name and header of each tensor in a folder. Raises ConfigError."""
-    for file in sorted({*folder.glob("*.safetensors"), *list_model_files(folder)}):
+    """Return the name and header of each tensor of a model. Raises ConfigError.
+
+    A folder may have other files of tensors, such as the weights in the format of another program.
+    """
+    for file in list_model_files(folder):
         yield from read_header(file)
 
 

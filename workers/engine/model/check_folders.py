@@ -17,6 +17,13 @@ import msgspec
 PoolingMode = Literal["last", "mean"]
 
 
+class TalkerReport(msgspec.Struct, frozen=True):
+    num_thinker_layers: int
+    """Number of the first layers of the thinker that the talker's process loads, too."""
+    longest: int
+    kv_values_per_token: int
+
+
 class FolderReport(msgspec.Struct, frozen=True):
     family: str | None = None
     source: str | None = None
@@ -33,6 +40,10 @@ class FolderReport(msgspec.Struct, frozen=True):
     """States of one sequence in all recurrent layers; 0 for a model without such layers."""
     stored_as: str | None = None
     """Format of quantized weights; None for floats."""
+    keeps_numbers: bool = False
+    """Whether the C++ kernels, where they run, read quantized weights as they are stored."""
+    talker: TalkerReport | None = None
+    """The talker of an omni model; None for a model that does not speak."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -98,6 +109,25 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         kv_values_per_token=num_kv_values(text) + num_item_values(config) // count_positions(text),
         state_bytes_per_sequence=count_state_bytes(text),
         stored_as=None if quantized is None else quantized.label,
+        keeps_numbers="llama_like" in registry.find_decoder_traits(text),
+        talker=_read_talker(folder, config),
+    )
+
+
+def _read_talker(folder: Path, config: Any) -> TalkerReport | None:
+    from shared.stage.graphs import graph_of
+    from workers.engine.model.support import num_kv_values
+
+    graph = graph_of(msgspec.json.decode((folder / "config.json").read_bytes()))
+    if graph is None:
+        return None
+    talker, thinker = config.talker_config, config.thinker_config.text_config
+    text = talker.get_text_config()
+    num_layers = thinker.num_hidden_layers
+    return TalkerReport(
+        min(num_layers, getattr(talker, "accept_hidden_layer", num_layers)),
+        text.max_position_embeddings,
+        num_kv_values(text),
     )
 
 
