@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
+from shared.helpers.heap import returning_freed_memory
 from shared.models import registry
 from shared.models.language import LanguageAdapter
 from shared.models.reach import count_positions
@@ -84,9 +85,10 @@ def load(
     wrapped in it, because unusable folders make transformers raise exceptions of any type.
     """
     try:
-        if speaks and (talker := talkers.find_talker(Path(model.path))) is not None:
-            return _load_talker(talker, model, engine, set_step)
-        return _load(model, engine, set_step)
+        with returning_freed_memory():
+            if speaks and (talker := talkers.find_talker(Path(model.path))) is not None:
+                return _load_talker(talker, model, engine, set_step)
+            return _load(model, engine, set_step)
     except ConfigError:
         raise
     except Exception as error:
