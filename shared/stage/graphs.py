@@ -3,7 +3,9 @@
 All stages of a graph load parts of the model's folder.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shared.config.schema import Graph
@@ -19,6 +21,15 @@ def graph_of(model_config: Mapping[str, Any]) -> Graph | None:
     if not model_config.get("talker_config") or model_config.get("enable_audio_output") is False:
         return None
     return next((graph for part, graph in _GRAPHS.items() if model_config.get(part)), None)
+
+
+def graph_of_folder(folder: Path) -> Graph | None:
+    """Return the graph of the model in a folder; None also if the folder cannot be read here."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return graph_of(config) if isinstance(config, dict) else None
 
 
 def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Edge]]]:

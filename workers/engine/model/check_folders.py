@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.errors import first_sentence
+
 PoolingMode = Literal["last", "mean"]
 
 
@@ -64,8 +66,7 @@ def examine(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
     try:
         return _read(folder, pooling)
     except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
-        (first_line, *_) = [*str(error).splitlines(), type(error).__name__]
-        return FolderReport(reason=f"config.json cannot be read: {first_line}")
+        return FolderReport(reason=f"config.json cannot be read: {first_sentence(error)}")
 
 
 def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
@@ -115,11 +116,10 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
 
 
 def _read_talker(folder: Path, config: Any) -> TalkerReport | None:
-    from shared.stage.graphs import graph_of
+    from shared.stage.graphs import graph_of_folder
     from workers.engine.model.support import num_kv_values
 
-    graph = graph_of(msgspec.json.decode((folder / "config.json").read_bytes()))
-    if graph is None:
+    if graph_of_folder(folder) is None:
         return None
     talker, thinker = config.talker_config, config.thinker_config.text_config
     text = talker.get_text_config()
