@@ -224,6 +224,28 @@ def test_scales_may_be_in_another_file_than_their_numbers(tmp_path: Path) -> Non
     assert quantized.weights == []
 
 
+def test_a_quantized_file_of_another_program_is_read_over(tmp_path: Path) -> None:
+    model = build("llama")
+    folder, twin, _ = write(model, tmp_path, FORMS["fp8_tensor"])
+    shutil.copy(folder / WEIGHTS, twin / "consolidated.safetensors")
+    report = examine(twin)
+    assert (report.reason, report.stored_as) == (None, None)
+    load_weights(type(model), twin, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "gptq", "packed_int4", "packed_mxfp4"])
+def test_a_truncated_quantized_file_is_named(form: str, tmp_path: Path) -> None:
+    model = build("llama")
+    folder, _, _ = write(model, tmp_path, FORMS[form])
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1000])
+    reason = examine(folder).reason or ""
+    assert reason.startswith(f"{WEIGHTS} is not a safetensors file: ")
+    assert "of data" in reason
+    with pytest.raises(ConfigError, match=f"{WEIGHTS} is not a safetensors file"):
+        load_weights(type(model), folder, torch.float32, "cpu")
+
+
 def read_raw(file: Path) -> dict[str, Stored]:
     """Read the tensors of a file as bytes of their types."""
     sizes: dict[str, Any] = {"F32": np.float32, "F8_E4M3": np.uint8, "F16": np.float16}
