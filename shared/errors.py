@@ -262,3 +262,16 @@ class Fenced(PagemillError):
 
 class ConfigError(PagemillError):
     code = "invalid_configuration"
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first line of an error's text, with the next one if it announces that.
+
+    An error without a text, or with the name of a key alone, has its type.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -62,7 +62,12 @@ EYES: dict[str, Any] = {
 def write_qwen3(folder: Path, seed: int = 0) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     media = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
-    starts = {"vision_start_token_id": VISION_START, "audio_start_token_id": AUDIO_START}
+    # As in the published folders; transformers has another default.
+    starts = {
+        "vision_start_token_id": VISION_START,
+        "audio_start_token_id": AUDIO_START,
+        "position_id_per_seconds": 13,
+    }
     # transformers knows the number of embeddings of a chunk for this length alone.
     ears = {**EARS, "downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 100}
     codec = range(CODEC_PAD, CODEC_PAD + 8)

@@ -131,7 +131,10 @@ ALLOWED = {
     "workers.engine.end_tokens": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
     "workers.generation_config": {".read_bytes"},  # within the model's folder
-    "shared.models.chat_templates": {".read_bytes"},  # within the model's folder
+    # Within the model's folder.
+    "shared.models.chat_templates": {".read_bytes"},
+    "shared.models.layout": {".read_bytes"},
+    "shared.stage.graphs": {".read_text"},
 }
 
 

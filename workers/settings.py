@@ -1,6 +1,5 @@
 """Loading of the configuration: the named file, `pagemill.yaml` here, or the embedded default."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -12,12 +11,11 @@ from msgspec.structs import replace
 import workers
 from shared.bus.local_keys import find_keys
 from shared.bus.login import Login, TlsFiles, seed_file
-from shared.config.added_tokens import read_token_ids
 from shared.config.parsing import parse_config
-from shared.config.schema import Config, Graph, ModelConfig
+from shared.config.schema import Config, ModelConfig
 from shared.errors import ConfigError
 from shared.protocol.permissions import OPERATOR
-from shared.stage.graphs import graph_of
+from shared.stage.graphs import graph_of_folder
 from shared.stage.pipelines import check_pipelines
 from shared.vision.quantized import find_quantization
 from workers import generation_config
@@ -100,7 +98,7 @@ def _parse_file(file: Path | None) -> Config:
         name: replace(
             _resolve(model, folder, "path"),
             hash_model_id=model.hash_model_id or model.path,
-            graph=model.graph or _graph_of_folder(folder / model.path),
+            graph=model.graph or graph_of_folder(folder / model.path),
             sampling_defaults=_sampling_defaults_of(name, model, folder / model.path),
             adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
             stages={
@@ -114,15 +112,6 @@ def _parse_file(file: Path | None) -> Config:
     nats = _resolve(config.nats, folder, "password_file", "keys", "tls_ca", "tls_cert", "tls_key")
     config = replace(config, models=models, nats=nats, embeddings=embeddings, gateway=gateway)
     return config if config.log_file == STDERR else _resolve(config, folder, "log_file")
-
-
-def _graph_of_folder(folder: Path) -> Graph | None:
-    """Return the graph of the model in a folder; None also if the folder cannot be read here."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return graph_of(config, read_token_ids(folder)) if isinstance(config, dict) else None
 
 
 def _sampling_defaults_of(name: str, model: ModelConfig, folder: Path) -> dict[str, Any]:

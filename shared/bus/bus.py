@@ -74,7 +74,7 @@ class Bus:
     async def connect(cls, server: Login | str, name: str, timeout_s: float = 10.0) -> "Bus":
         """Connect to a server; a URL alone stands for `Login.of_operator`.
 
-        Raises Unavailable when no server answers within `timeout_s`, or it refuses the login.
+        Raises Unavailable when no server answers within `timeout_s`, or when it refuses the login.
         """
         bus: Bus | None = None
         login = server if isinstance(server, Login) else Login.of_operator(server)
@@ -92,7 +92,10 @@ class Bus:
         nc = await connect(login, name, timeout_s, on_disconnect, on_reconnect)
         bus = cls(Connection(nc), creates_streams=login.creates_streams)
         try:
-            await bus.connection.sync_clock()
+            # A server that loads other keys may close a connection that it has just accepted.
+            await retry_until(
+                timeout_s, bus.connection.sync_clock, (Unavailable,), url, FIRST_RETRY_S
+            )
         except Unavailable:
             await bus.close()
             raise

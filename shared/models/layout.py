@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -141,6 +142,14 @@ def check_processor_file(folder: Path) -> None:
             " prepared: copy the file from the original model",
             field="path",
         )
+    for name in PROCESSOR_FILES:
+        if (folder / name).is_file():
+            try:
+                msgspec.json.decode((folder / name).read_bytes(), type=dict[str, Any])
+            except (OSError, msgspec.MsgspecError) as error:
+                raise ConfigError(
+                    f"{folder / name} cannot be read: {error}", field="path"
+                ) from error
 
 
 def load_image_processor(folder: Path, kind: type) -> Any:
@@ -149,7 +158,7 @@ def load_image_processor(folder: Path, kind: type) -> Any:
     try:
         # The processor is untyped; callers check its output by shape.
         processor: Any = _load_image_processor(folder, local_files_only=True, backend="pil")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{folder}: no image processor: {error}", field="path") from error
     if not isinstance(processor, kind):
         raise ConfigError(

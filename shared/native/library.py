@@ -37,8 +37,7 @@ def load() -> ctypes.CDLL | None:
     try:
         if (compiled := targets.find_compiled(processor_flags(), targets.FOLDER)) is not None:
             return _declare(ctypes.CDLL(str(compiled)))
-        compiler = shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
+        if (compiler := _find_compiler()) is None:
             reason = targets.missing_reason(processor_flags(), targets.FOLDER)
             log.warning("native_kernels_unavailable", reason=reason)
             return None
@@ -49,6 +48,17 @@ def load() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         log.warning("native_kernels_unavailable", reason=str(error))
     return None
+
+
+def can_load() -> bool:
+    """Return whether this machine has what `load` needs, without compiling the library."""
+    flags = processor_flags()
+    is_compiled = targets.find_compiled(flags, targets.FOLDER) is not None
+    return "avx512f" in flags and (is_compiled or _find_compiler() is not None)
+
+
+def _find_compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
 
 
 def _open(compiler: str) -> ctypes.CDLL:

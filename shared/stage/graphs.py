@@ -4,9 +4,12 @@ An omni model speaks the answers of its engine, and all stages load parts of its
 speech, such as Orpheus, speaks the texts of requests, and its vocoder has a separate folder.
 """
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from shared.config.added_tokens import read_token_ids
 from shared.config.schema import Graph
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
 from shared.protocol.code_tokens import ORPHEUS_VOICES, is_orpheus
@@ -43,6 +46,15 @@ def graph_of(
 def writes_text(graph: Graph | None) -> bool:
     """Return whether a model with this graph writes texts. Others only speak."""
     return graph != ORPHEUS
+
+
+def graph_of_folder(folder: Path) -> Graph | None:
+    """Return the graph of the model in a folder; None also if the folder cannot be read here."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return graph_of(config, read_token_ids(folder)) if isinstance(config, dict) else None
 
 
 def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Edge]]]:

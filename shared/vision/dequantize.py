@@ -18,14 +18,8 @@ from shared.vision.weight_files import list_model_files
 CHUNK_LEN = 1 << 20
 # Values of the 4-bit floats with a sign, two bits of exponent and one of mantissa.
 _E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-# Types in which numbers are kept, by their type in safetensors and the bits of packed numbers.
-_NUMBER_TYPES = {
-    ("I8", 0): torch.int8,
-    ("F8_E4M3", 0): torch.float8_e4m3fn,
-    ("I32", 4): torch.uint8,
-}
-MIN_GROUP = 32
-"""Groups of kept numbers have a multiple of this size."""
+# Types in which numbers are kept, by their type in safetensors.
+_NUMBER_TYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.uint8}
 MIDDLE = 8
 """The 4-bit number for 0, unless a group has another zero."""
 # No integer holds more numbers than this, and chunks do not divide integers.
@@ -129,16 +123,10 @@ def describe_numbers(
 
     Raises Contradiction.
     """
-    form = _NUMBER_TYPES.get((dtype, 0 if weight.packing is None else weight.packing.bits))
-    if form is None or len(weight.shape) != 2 or weight.is_e2m1:
+    if not weight.can_keep(dtype):
         return None
-    num_outputs, num_inputs = weight.shape
-    high, wide = reversed(weight.block) if weight.is_transposed else weight.block
-    group_size = min(wide, num_inputs)
-    if num_inputs % 2 or (group_size < num_inputs and group_size % MIN_GROUP):
-        return None
-    if weight.groups is not None and not weight.is_ordered:
-        return None
+    form, num_outputs = _NUMBER_TYPES[dtype], weight.shape[0]
+    high = weight.block[1 if weight.is_transposed else 0]
     rows, columns = _stored_shape(weight)
     _read_groups(weight, rows, columns, read)
     scale, zero = (
@@ -147,11 +135,9 @@ def describe_numbers(
     )
     if form == torch.uint8:
         zero = zero - MIDDLE
-    elif weight.zeros is not None:
-        return None
     if not (scale.isfinite().all() and zero.isfinite().all()):
         return None
-    return KeptNumbers(form, group_size, scale.contiguous(), zero if zero.any() else None)
+    return KeptNumbers(form, weight.group_size, scale.contiguous(), zero if zero.any() else None)
 
 
 def read_numbers(weight: QuantizedWeight, read: Callable[[str], Tensor]) -> Tensor:

@@ -21,6 +21,10 @@ FP8 = "F8_E4M3"
 EXPONENTS = frozenset({"F8_E8M0", "U8"})
 """Types of scales that are powers of two; a byte holds the exponent, plus 127."""
 INTEGERS = frozenset({"I32", "I64"})
+KEPT_NUMBERS = frozenset({("I8", 0), (FP8, 0), ("I32", 4)})
+"""Types of tensors whose numbers can be kept, each with the bits of packed numbers."""
+MIN_GROUP = 32
+"""Groups of kept numbers have a multiple of this size."""
 
 # Scales and zeros of activations and of the KV cache, which both keep the served type.
 _ACTIVATION = re.compile(
@@ -77,6 +81,34 @@ class QuantizedWeight(Struct, frozen=True):
     """Whether the matrix has a row for each input, and the weight a column."""
     true_shape: str | None = None
     """Tensor that repeats the shape of the weight."""
+
+    @property
+    def bits(self) -> int:
+        """Size of a packed number; 0 for one number an element."""
+        return 0 if self.packing is None else self.packing.bits
+
+    @property
+    def group_size(self) -> int:
+        """Number of inputs that share a scale."""
+        return min(self.block[0 if self.is_transposed else 1], self.shape[-1])
+
+    def can_keep(self, dtype: str) -> bool:
+        """Return whether products can read the numbers, in a tensor of this type, as they are."""
+        if (dtype, self.bits) not in KEPT_NUMBERS or len(self.shape) != 2 or self.is_e2m1:
+            return False
+        num_inputs, size = self.shape[1], self.group_size
+        if num_inputs % 2 or (size < num_inputs and size % MIN_GROUP):
+            return False
+        has_steps = self.zeros is not None and self.bits == 0
+        return not has_steps and (self.groups is None or self.is_ordered)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Size of the numbers in memory, with their scales and zeros, if they are kept."""
+        num_outputs, num_inputs = self.shape
+        grids = 1 if self.zeros is None else 2
+        num_scales = grids * num_outputs * _divide_up(num_inputs, self.group_size)
+        return num_outputs * num_inputs * (self.bits or 8) // 8 + 4 * num_scales
 
 
 class Excluded:

@@ -86,6 +86,15 @@ def read_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
         yield from ((weight.name, weight.shape) for weight in quantized.weights)
 
 
+def read_kept_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each weight whose numbers can be kept. Raises ConfigError."""
+    quantized = read_quantized(folder)
+    if quantized is None:
+        return {}
+    dtypes = {name: tensor.dtype for name, tensor in read_headers(folder)}
+    return {w.name: w.kept_bytes for w in quantized.weights if w.can_keep(dtypes[w.numbers])}
+
+
 def find_quantized_tensor(
     folder: Path, model: Any, rename: Callable[[str], str], quantized: Quantized | None = None
 ) -> str | None:

@@ -4,6 +4,7 @@ Weights are read only from safetensors files; code in the folder is never execut
 """
 
 import copy
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from shared.errors import ConfigError
 from shared.vision.dequantize import open_weights
 from shared.vision.formats import Contradiction
-from shared.vision.quantized import SETTINGS, Quantized, find_quantized_tensor, read_quantized
+from shared.vision.quantized import (
+    SETTINGS,
+    Quantized,
+    find_quantized_tensor,
+    read_quantized,
+    read_shapes,
+)
 
 
 class Quantization(QuantizationConfigMixin):
@@ -79,6 +86,7 @@ def load_weights(
         # The products of stacked experts exist only for smaller types.
         options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    _check_size(model_class, folder, without, part)
     if quantized is not None:
         options["config"] = _without_quantization(folder, options.get("config"))
         if model_class is AutoModelForCausalLM:  # It cannot load weights without a folder.
@@ -109,6 +117,37 @@ def load_weights(
         raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded
+
+
+def _check_size(
+    model_class: Any,
+    folder: Path,
+    without: Sequence[str],
+    part: tuple[str, PreTrainedConfig] | None,
+) -> None:
+    """Raise ConfigError if config.json describes more than twice the parameters of the files.
+
+    transformers would fill most of them with random numbers before it reports them, which may take
+    all memory: sizes that are missing in config.json have the defaults of a large model.
+    """
+    is_auto = model_class is AutoModelForCausalLM
+    kind = AutoConfig if is_auto else model_class.config_class
+    config = kind.from_pretrained(folder, local_files_only=True) if part is None else part[1]
+    config = _without_quantization(folder, config)
+    with torch.device("meta"):
+        if is_auto:
+            model = model_class.from_config(config)
+        else:
+            model = _part_of(model_class, without, part is not None)(config)
+    tied = model.all_tied_weights_keys
+    described = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
+    stored = sum(math.prod(shape) for _, shape in read_shapes(folder))
+    if described > 2 * stored:
+        raise ConfigError(
+            f"models.path: {folder}: config.json describes {described} parameters, and the files"
+            f" have {stored}: they lack weights, or config.json lacks sizes",
+            field="models.path",
+        )
 
 
 def _open_source(

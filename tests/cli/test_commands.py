@@ -153,7 +153,7 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
     done = run("check", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
-        "# models.demo.path: Qwen2-VL (native)",
+        "# models.demo.path: Qwen2-VL (native); weights in memory: engine 10.5 MB",
         "# pipeline of demo",
         "#   request ──▶ renderer  (task: prompt)",
         "#   renderer ──▶ engine  (task: tokens)",
@@ -190,9 +190,8 @@ def test_check_prints_the_format_of_quantized_weights(tmp_path: Path) -> None:
     (tmp_path / "pagemill.yaml").write_text(f"models: {{mine: {{path: {folder}}}}}")
     done = run("check", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (
-        "# models.mine.path: Qwen2-VL (native), stored as int4, groups of 32 (AWQ)\n" in done.stdout
-    )
+    label = "Qwen2-VL (native), stored as int4, groups of 32 (AWQ)"
+    assert f"# models.mine.path: {label}; weights in memory: engine " in done.stdout
     done = run("models", cwd=tmp_path, HF_HOME=str(tmp_path))
     assert "configured, stored as int4, groups of 32 (AWQ)" in done.stdout
     config = json.loads((folder / "config.json").read_text())

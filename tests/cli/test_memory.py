@@ -10,13 +10,14 @@ from workers.cli.models.memory import (
     KV_MARGIN,
     RESERVE_BYTES,
     ModelNeeds,
+    Weights,
     available_bytes,
     make_plan,
 )
 
 GIB = 2**30
 # Like Qwen2-VL 2B.
-BILLIONS = ModelNeeds("two", 2_200_000_000, 28 * 2 * 2 * 128, 32768, "bfloat16")
+BILLIONS = ModelNeeds("two", Weights(2_200_000_000), 28 * 2 * 2 * 128, 32768, "bfloat16")
 
 
 def test_a_large_model_gets_a_context_that_fits() -> None:
@@ -33,7 +34,7 @@ def test_a_large_model_gets_a_context_that_fits() -> None:
 
 
 def test_the_whole_context_of_a_model_is_not_rounded() -> None:
-    whisper = ModelNeeds("w", 39_000_000, 26_000, 448, "float32")
+    whisper = ModelNeeds("w", Weights(39_000_000), 26_000, 448, "float32")
     assert make_plan([whisper], 8 * GIB).shares[0].max_model_len == 448
 
 
@@ -45,33 +46,47 @@ def test_weights_that_do_not_fit_are_refused_with_figures() -> None:
 
 
 def test_other_types_are_exact_where_that_fits() -> None:
-    half = ModelNeeds("half", 2_200_000_000, 28 * 2 * 2 * 128, 4096, "float16")
+    half = ModelNeeds("half", Weights(2_200_000_000), 28 * 2 * 2 * 128, 4096, "float16")
     assert make_plan([half], 16 * GIB).shares[0].dtype == "float32"
     assert make_plan([half], 8 * GIB).shares[0].dtype == "bfloat16"
 
 
 def test_int8_weights_take_a_byte_each() -> None:
-    rounded = ModelNeeds(
-        "r", 2_200_000_000, 28 * 2 * 2 * 128, 4096, "float16", None, None, 2 * 10**9
-    )
+    rounded = ModelNeeds("r", Weights(200_000_000, 2 * 10**9), 28 * 2 * 2 * 128, 4096, "float16")
     with pytest.raises(ConfigError, match="4400000000 bytes"):
         make_plan([BILLIONS], 5 * GIB - GIB // 2)
     plan = make_plan([rounded], 5 * GIB - GIB // 2)
     (share,) = plan.shares
-    assert (share.dtype, share.weights_bytes) == ("bfloat16", 2 * 10**9 + 2 * 200_000_000)
+    assert (share.dtype, share.weights.num_bytes("bfloat16")) == (
+        "bfloat16",
+        2 * 10**9 + 2 * 200_000_000,
+    )
     assert "weights 2.4 GB as int8 and bfloat16," in plan.lines()[0]
 
 
+def test_stored_numbers_take_their_bytes() -> None:
+    numbers = ModelNeeds("n", Weights(10**8, 10**8, 10**9), 28 * 2 * 2 * 128, 4096, "bfloat16")
+    plan = make_plan([numbers], 4 * GIB)
+    assert "weights 1.3 GB as stored numbers and int8 and bfloat16," in plan.lines()[0]
+
+
+def test_the_engines_of_a_model_that_speaks_share_the_memory() -> None:
+    alone = make_plan([BILLIONS], 8 * GIB)
+    plan = make_plan([replace(BILLIONS, num_engines=2)], 8 * GIB)
+    assert plan.kv_cache_mib == -(-alone.kv_cache_mib // 2)
+    assert f"KV cache 2 times {plan.kv_cache_mib} MiB," in plan.lines()[0]
+
+
 def test_what_is_set_is_kept() -> None:
-    wished = ModelNeeds("w", 1000, 384, 4096, "float16", "float64", 300)
+    wished = ModelNeeds("w", Weights(1000), 384, 4096, "float16", "float64", 300)
     plan = make_plan([wished], 4 * GIB, kv_cache_mib=100)
     assert (plan.shares[0].dtype, plan.shares[0].max_model_len) == ("float64", 300)
     assert plan.kv_cache_mib == 100
-    long = ModelNeeds("w", 1000, 10_000, 4096, "float32", None, 4096)
+    long = ModelNeeds("w", Weights(1000), 10_000, 4096, "float32", None, 4096)
     with pytest.raises(ConfigError, match="lower --max-model-len"):
         make_plan([long], 4 * GIB, kv_cache_mib=100)
     # A cache of this size shortens the context.
-    short = ModelNeeds("w", 1000, 10_000, 4096, "float32")
+    short = ModelNeeds("w", Weights(1000), 10_000, 4096, "float32")
     length = make_plan([short], 4 * GIB, kv_cache_mib=100).shares[0].max_model_len
     assert length == int(100 * 2**20 / (40_000 * KV_MARGIN)) // 256 * 256
 
@@ -93,7 +108,7 @@ def test_states_take_memory_before_the_cache() -> None:
 
 
 def test_several_models_share_the_memory() -> None:
-    other = ModelNeeds("other", 1_000_000_000, 24 * 2 * 8 * 64, 8192, "bfloat16")
+    other = ModelNeeds("other", Weights(1_000_000_000), 24 * 2 * 8 * 64, 8192, "bfloat16")
     plan = make_plan([BILLIONS, other], 16 * GIB)
     assert [share.name for share in plan.shares] == ["two", "other"]
     assert 2 * plan.kv_cache_mib * 2**20 <= (16 * GIB - RESERVE_BYTES - 6_400_000_000) // 2 + 2**21

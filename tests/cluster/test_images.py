@@ -9,7 +9,6 @@ import asyncio
 import base64
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests import preloaded
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.gateway.batches.conftest import begin, ended, lines_of, results_of
 from tests.generator import painters
+from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
 from workers.generator.core.denoising import ImageModel
 from workers.generator.painter_model import PainterModel, load_painter
@@ -82,14 +82,7 @@ new MutationObserver(() => {
 
 
 def register_roles() -> None:
-    step = PainterModel.step
-
-    def slowly(self: PainterModel, steps: Any) -> Any:
-        time.sleep(STEP_S)
-        return step(self, steps)
-
-    # This process alone is a fork that paints.
-    PainterModel.step = slowly  # type: ignore[method-assign]
+    slow_down(PainterModel, "step", STEP_S)
 
 
 @pytest.fixture(scope="module")

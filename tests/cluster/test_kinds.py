@@ -6,7 +6,6 @@ states and a kind with images, and `make tests-long` runs all of them.
 
 import asyncio
 import base64
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from tests.models import (
 )
 from tests.quantized_checkpoints import FORMS, Form, copy_quantized
 from tests.sounds import Samples, draw_sound, file_of
+from tests.support.slow_steps import slow_down
 from workers.cli.ask import build_request
 from workers.engine.model.check_folders import examine
 from workers.engine.runner import ModelRunner
@@ -61,14 +61,7 @@ STEP_S = 0.05
 
 
 def register_roles() -> None:
-    run = ModelRunner.run
-
-    def slowly(self: ModelRunner, batch: Any) -> Any:
-        time.sleep(STEP_S)
-        return run(self, batch)
-
-    # This process alone is a fork that runs an engine.
-    ModelRunner.run = slowly  # type: ignore[method-assign]
+    slow_down(ModelRunner, "run", STEP_S)
 
 
 @dataclass(frozen=True)

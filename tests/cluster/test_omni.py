@@ -7,9 +7,8 @@ stage is killed in the middle of its work.
 import asyncio
 import base64
 import io
-import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -40,6 +39,7 @@ from tests.cluster.processes import (
     until_records,
 )
 from tests.engine.model.test_parity import draw_image
+from tests.support.slow_steps import slow_down
 from workers.engine.runner import ModelRunner
 from workers.generator.core.schedule import Window
 from workers.generator.core.vocoder import Samples, Speaker, cut
@@ -94,14 +94,7 @@ QUESTIONS = ["Hi", "Count three red circles."]
 
 
 def register_roles() -> None:
-    run = ModelRunner.run
-
-    def slowly(self: ModelRunner, batch: Any) -> Any:
-        time.sleep(STEP_S)
-        return run(self, batch)
-
-    # This process alone is a fork that runs an engine.
-    ModelRunner.run = slowly  # type: ignore[method-assign]
+    slow_down(ModelRunner, "run", STEP_S)
 
 
 @pytest.fixture(scope="module")

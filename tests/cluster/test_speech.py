@@ -8,7 +8,6 @@ alone, also when the workers are killed in the middle of a speech.
 
 import asyncio
 import io
-import time
 import wave
 from collections.abc import Iterator
 from functools import partial
@@ -49,6 +48,7 @@ from tests.cluster.processes import (
 )
 from tests.gateway.batches.conftest import begin, ended, lines_of, results_of
 from tests.generator import voices
+from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
 from tests.talkers import PlainTalker
 from workers import settings
@@ -106,14 +106,7 @@ TEXTS = [f"three {color} circles" for color in ("red", "blue", "green")]
 
 
 def register_roles() -> None:
-    run = ModelRunner.run
-
-    def slowly(self: ModelRunner, batch: Any) -> Any:
-        time.sleep(STEP_S)
-        return run(self, batch)
-
-    # This process alone is a fork that runs an engine.
-    ModelRunner.run = slowly  # type: ignore[method-assign]
+    slow_down(ModelRunner, "run", STEP_S)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, first_sentence
 from workers.engine.pooling_files import MODULES
 
 
@@ -49,7 +49,7 @@ def check_files(folder: Path, vocab_size: int) -> None:
     is_named = any(token_ids.intersection(vocab) for token_ids in _named_by_files(folder))
     if is_named or not (folder / "tokenizer.json").is_file():
         return
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_tokenizer(folder)
     if not read_end_tokens(folder, tokenizer, vocab, is_codec=False):
         check_endless(folder, tokenizer)
 
@@ -78,3 +78,14 @@ def _section(config: Any, name: str) -> Any:
 def _named(section: Any) -> set[int]:
     token_ids = _section(section, "eos_token_id")
     return set(token_ids) if isinstance(token_ids, list) else {token_ids} - {None}
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a model's folder. Raises ConfigError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # Unusable files make transformers raise exceptions of any type.
+        raise ConfigError(
+            f"models.path: {folder / 'tokenizer.json'} cannot be read: {first_sentence(error)}",
+            field="models.path",
+        ) from error

@@ -7,10 +7,11 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from shared.config.schema import EngineConfig, ModelConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, first_sentence
+from shared.helpers.heap import returning_freed_memory
 from shared.models import registry
 from shared.models.language import LanguageAdapter
 from shared.models.reach import count_positions
@@ -23,7 +24,7 @@ from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
-from workers.engine.end_tokens import check_endless, read_end_tokens
+from workers.engine.end_tokens import check_endless, load_tokenizer, read_end_tokens
 from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 from workers.engine.model.int8 import report_on
@@ -85,14 +86,16 @@ def load(
     wrapped in it, because unusable folders make transformers raise exceptions of any type.
     """
     try:
-        if speaks and (talker := talkers.find_talker(Path(model.path))) is not None:
-            return _load_talker(talker, model, engine, set_step)
-        return _load(model, engine, set_step, speaks)
+        with returning_freed_memory():
+            if speaks and (talker := talkers.find_talker(Path(model.path))) is not None:
+                return _load_talker(talker, model, engine, set_step)
+            return _load(model, engine, set_step, speaks)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"models.path: {model.path} cannot be served: {error}", field="models.path"
+            f"models.path: {model.path} cannot be served: {first_sentence(error)}",
+            field="models.path",
         ) from error
 
 
@@ -124,7 +127,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep, speaks: b
     adapters = _load_adapters(family, model)
     with ThreadPoolExecutor(1) as executor:
         # Meanwhile the kernels copy the weights, without the GIL.
-        loading = executor.submit(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+        loading = executor.submit(load_tokenizer, folder)
         decoder = _build_decoder(
             family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
         )
@@ -205,7 +208,7 @@ def _load_talker(
     return LoadedModel(
         model=decoder,
         tower=None,
-        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        tokenizer=load_tokenizer(folder),
         eos_token_ids=talker.end_token_ids,
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, first_sentence
 from shared.protocol.chunks import ChunkSpec
 from workers.generator.core.vocoder import Vocoder
 from workers.generator.table_vocoder import TableVocoder, VoiceTable
@@ -87,7 +87,7 @@ def _load_neural(folder: Path, voices: Sequence[str], dtype: str, device: str) -
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{folder} cannot be served: {error}") from error
+        raise ConfigError(f"{folder} cannot be served: {first_sentence(error)}") from error
     raise ConfigError(f"{folder}: a model of type {config.model_type!r} has no vocoder")
 
 

@@ -42,7 +42,7 @@ def test_an_error_after_the_configuration_is_a_reason_too(monkeypatch: pytest.Mo
         raise KeyError("vision_config")
 
     monkeypatch.setattr(registry, "find_tower", fail)
-    reason = "config.json cannot be read: 'vision_config'"
+    reason = "config.json cannot be read: there is no 'vision_config'"
     assert check_folders.examine(DEMO) == FolderReport(reason=reason)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -32,10 +33,12 @@ from tests.engine.model.test_parity import (
     widen,
 )
 from tests.models.test_generic import build as build_generic
-from workers.cli.models.local import count_int8_parameters
+from workers.cli.models.reports import Report
+from workers.cli.models.stage_weights import count_weights
 from workers.engine.cuda.fused_layers import fuse_layers
 from workers.engine.loader import load
 from workers.engine.model import quantizer
+from workers.engine.model.check_folders import examine
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.int8 import (
     FILLED_CHANNELS,
@@ -135,9 +138,9 @@ def test_only_linear_layers_of_the_decoder_are_rounded(tmp_path: Path) -> None:
     assert all(".layers." in name and "visual" not in name for name in names)
     left = {name for name, tensor in served.named_parameters() if tensor.dtype != torch.bfloat16}
     assert not left
-    assert sum(
-        layer.weight.numel() for _, layer in quantized_layers(served)
-    ) == count_int8_parameters(tmp_path)
+    report = msgspec.convert(examine(tmp_path), Report, from_attributes=True)
+    planned = count_weights(tmp_path, report, rounds=True)["engine"]
+    assert sum(layer.weight.numel() for _, layer in quantized_layers(served)) == planned.num_rounded
 
 
 def test_each_full_weight_is_dropped_before_the_next_is_read(

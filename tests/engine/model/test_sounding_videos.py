@@ -23,13 +23,14 @@ from tests.engine.model.test_audio_parity import (
     AUDIO_END,
     AUDIO_START,
     IMAGE,
+    MARKS,
     NUM_WORDS,
-    VIDEO,
     VISION_END,
     VISION_START,
     Clip,
     CutOnce,
     HeardCase,
+    Marks,
     build_omni,
     build_qwen3_omni,
     make_twins,
@@ -69,17 +70,22 @@ Content = Sounding | int | tuple[int, int]
 
 
 def transformers_tokens(
-    grid: list[int], seconds: float, num_heard: int, chunk_len: int | None
+    grid: list[int],
+    seconds: float,
+    num_heard: int,
+    chunk_len: int | None,
+    marks: Marks = MARKS,
 ) -> list[int]:
     """Return the tokens that transformers' processor puts in the place of a video."""
     kind = processing.Qwen2_5OmniProcessor
     if chunk_len is not None:
         kind = processing3.Qwen3OmniMoeProcessor
+    start, heard, end = marks.sound
     stub = SimpleNamespace(
-        audio_bos_token=f"{AUDIO_START} ",
-        audio_eos_token=f"{AUDIO_END} ",
-        audio_token=f"{AUDIO} ",
-        video_token=f"{VIDEO} ",
+        audio_bos_token=f"{start} ",
+        audio_eos_token=f"{end} ",
+        audio_token=f"{heard} ",
+        video_token=f"{marks.video[1]} ",
         video_processor=SimpleNamespace(merge_size=2),
     )
     stub.get_chunked_index = lambda *args: kind.get_chunked_index(stub, *args)
@@ -96,12 +102,12 @@ def transformers_tokens(
 
 
 def sounding_item(
-    content: Sounding, offset: int, seed: int, chunk_len: int | None
+    content: Sounding, offset: int, seed: int, chunk_len: int | None, marks: Marks = MARKS
 ) -> tuple[Item, list[int]]:
     video = video_item(content.clip, offset, seed)
     sound = sound_item(draw_sound(seed, content.num_samples), offset, chunk_len)
     grid, seconds = video.fields["video_grid_thw"], float(video.fields["second_per_grid_ts"])
-    ids = transformers_tokens(grid.tolist(), seconds, sound.placeholder.length, chunk_len)
+    ids = transformers_tokens(grid.tolist(), seconds, sound.placeholder.length, chunk_len, marks)
     mask = bytearray(-(-len(ids) // 8))
     for i in range(1, len(ids) - 1):
         mask[i // 8] |= 1 << i % 8

@@ -79,6 +79,35 @@ async def test_a_login_that_was_refused_for_a_while_is_used_again(tmp_path: Path
         process.wait(10)
 
 
+async def test_a_connection_that_is_replaced_at_once_can_be_opened(tmp_path: Path) -> None:
+    """A server that loads other keys closes a connection that it has just accepted."""
+    server = EmbeddedServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    num_cut = 0
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_cut
+        while data := await reader.read(2**16):
+            if b"$SYS.REQ.USER.INFO" in data and num_cut < 2:
+                num_cut += 1
+                break
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far = await asyncio.open_connection(*server.url.removeprefix("nats://").split(":"))
+        async with asyncio.TaskGroup() as both:
+            both.create_task(forward(reader, far[1]))
+            both.create_task(forward(far[0], writer))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as proxy:
+        host, port = proxy.sockets[0].getsockname()
+        bus = await Bus.connect(f"nats://{host}:{port}", "test")
+        assert num_cut == 2
+        await bus.close()
+    await asyncio.to_thread(server.stop)
+
+
 @pytest.mark.parametrize(("value", "expected"), [(None, b"50"), ("100", b"100")])
 def test_an_embedded_server_collects_garbage_early_by_default(
     value: str | None, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Arrays of a process that keeps what it has freed."""
+"""Arrays of a process that keeps what it has freed, or returns it."""
 
 import subprocess
 import sys
@@ -24,6 +24,32 @@ def test_arrays_that_are_made_again_and_again_cost_no_page_faults() -> None:
     assert count_faults("keep_freed_memory()") < 100
 
 
+LOADING = """
+import contextlib
+from pathlib import Path
+import numpy as np
+from shared.helpers.heap import returning_freed_memory
+
+with {}:
+    # The first array that is freed makes the C library keep later ones.
+    del [np.ones(500_000)][:]
+    arrays = [np.ones(500_000) for _ in range(200)]
+    del arrays[::2]
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(status["RssAnon"].split()[0])
+"""
+
+
+def test_freed_arrays_between_others_are_returned() -> None:
+    size_kib = 100 * 500_000 * 8 // 1024
+    assert run(LOADING, "contextlib.nullcontext()") > 1.9 * size_kib
+    assert run(LOADING, "returning_freed_memory()") < 1.2 * size_kib
+
+
 def count_faults(before: str) -> int:
-    program = [sys.executable, "-c", PROGRAM.format(before)]
-    return int(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
+    return run(PROGRAM, before)
+
+
+def run(program: str, part: str) -> int:
+    command = [sys.executable, "-c", program.format(part)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -47,7 +47,6 @@ from tests.quantized_checkpoints import (
     set_settings,
     write_file,
 )
-from workers.cli.models.local import count_parameters
 from workers.engine.loader import load
 from workers.engine.model.check_folders import examine
 from workers.engine.model.flat_model import FlatModel
@@ -183,7 +182,6 @@ def test_the_report_names_the_format_and_counts_parameters(form: str, tmp_path: 
     folder, twin, _ = write(build("llama"), tmp_path, FORMS[form])
     report = examine(folder)
     assert (report.reason, report.stored_as) == (None, FORMS[form].label)
-    assert count_parameters(folder) == count_parameters(twin)
     assert dict(read_shapes(folder)) == dict(read_shapes(twin))
     assert examine(twin).stored_as is None
 
@@ -224,6 +222,28 @@ def test_scales_may_be_in_another_file_than_their_numbers(tmp_path: Path) -> Non
     quantized = read_quantized(folder)
     assert quantized is not None
     assert quantized.weights == []
+
+
+def test_a_quantized_file_of_another_program_is_read_over(tmp_path: Path) -> None:
+    model = build("llama")
+    folder, twin, _ = write(model, tmp_path, FORMS["fp8_tensor"])
+    shutil.copy(folder / WEIGHTS, twin / "consolidated.safetensors")
+    report = examine(twin)
+    assert (report.reason, report.stored_as) == (None, None)
+    load_weights(type(model), twin, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "gptq", "packed_int4", "packed_mxfp4"])
+def test_a_truncated_quantized_file_is_named(form: str, tmp_path: Path) -> None:
+    model = build("llama")
+    folder, _, _ = write(model, tmp_path, FORMS[form])
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1000])
+    reason = examine(folder).reason or ""
+    assert reason.startswith(f"{WEIGHTS} is not a safetensors file: ")
+    assert "of data" in reason
+    with pytest.raises(ConfigError, match=f"{WEIGHTS} is not a safetensors file"):
+        load_weights(type(model), folder, torch.float32, "cpu")
 
 
 def read_raw(file: Path) -> dict[str, Stored]:

@@ -8,8 +8,9 @@ import msgspec
 import yaml
 from cyclopts import Parameter
 from rich.console import Console
+from rich.filesize import decimal
 
-from shared.config.schema import Config, Right
+from shared.config.schema import Config, ModelConfig, Right
 from shared.errors import ConfigError
 from shared.native import library
 from shared.native.measuring import read_records
@@ -18,6 +19,7 @@ from shared.stage.hybrids import check_settings
 from shared.stage.pipelines import ENGINE, pipelines_of
 from workers import settings
 from workers.cli.models import reports
+from workers.cli.models.stage_weights import can_keep_numbers, count_weights
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 
@@ -106,9 +108,19 @@ def _check_models(config: Config) -> list[str]:
     lines = {
         field: f"{field}: {report.family} ({report.source})"
         + ("" if report.stored_as is None else f", stored as {report.stored_as}")
-        for (_, field, _, _), report in zip(folders, checked, strict=True)
+        + _describe_memory(folder, report, config.models[name], config)
+        for (name, field, folder, _), report in zip(folders, checked, strict=True)
     }
     return list(lines.values())
+
+
+def _describe_memory(
+    folder: Path, report: reports.Report, model: ModelConfig, config: Config
+) -> str:
+    keeps = can_keep_numbers(config.engine) and not model.adapters
+    weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
+    sizes = [f"{stage} {decimal(part.num_bytes(model.dtype))}" for stage, part in weights.items()]
+    return f"; weights in memory: {', '.join(sizes)}"
 
 
 def _print_kernels() -> int:

@@ -12,16 +12,17 @@ import yaml
 from shared.config.parsing import parse_config
 from shared.config.schema import Config
 from shared.errors import ConfigError
-from workers.cli.models.local import (
-    LocalModel,
-    count_int8_parameters,
-    count_parameters,
-    find_local,
-    is_folder,
-    missing_files,
+from workers.cli.models.local import LocalModel, find_local, is_folder, missing_files
+from workers.cli.models.memory import (
+    INT8_DTYPE,
+    ModelNeeds,
+    Plan,
+    Weights,
+    available_bytes,
+    make_plan,
 )
-from workers.cli.models.memory import INT8_DTYPE, ModelNeeds, Plan, available_bytes, make_plan
 from workers.cli.models.reports import Report, check_folders
+from workers.cli.models.stage_weights import can_keep_numbers, count_weights
 from workers.generation_config import FILE as GENERATION_FILE
 from workers.generation_config import read_sampling_defaults
 
@@ -131,17 +132,7 @@ def _plan(
     models: Sequence[LocalModel], reports: Sequence[Report], wishes: Wishes, base: Config
 ) -> Plan:
     needs = [
-        ModelNeeds(
-            model.name,
-            count_parameters(model.folder),
-            report.kv_values_per_token,
-            report.max_position_embeddings,
-            report.dtype,
-            wishes.dtype,
-            wishes.max_model_len,
-            0 if wishes.quantization is None else count_int8_parameters(model.folder),
-            report.state_bytes_per_sequence,
-        )
+        _needs_of(model, report, wishes, base)
         for model, report in zip(models, reports, strict=True)
     ]
     is_set = "PAGEMILL_ENGINE__KV_CACHE_MIB" in os.environ
@@ -158,6 +149,24 @@ def _plan(
             field="engine.max_num_seqs",
         )
     return plan
+
+
+def _needs_of(model: LocalModel, report: Report, wishes: Wishes, base: Config) -> ModelNeeds:
+    keeps = can_keep_numbers(base.engine)
+    rounds = wishes.quantization is not None
+    weights = count_weights(model.folder, report, rounds=rounds, keeps=keeps).values()
+    talker = report.talker
+    return ModelNeeds(
+        model.name,
+        Weights(*map(sum, zip(*weights, strict=True))),
+        max(report.kv_values_per_token, talker.kv_values_per_token if talker else 0),
+        report.max_position_embeddings,
+        report.dtype,
+        wishes.dtype,
+        wishes.max_model_len,
+        report.state_bytes_per_sequence,
+        num_engines=2 if talker else 1,
+    )
 
 
 def _parse(models: dict[str, dict[str, Any]]) -> Config:

@@ -1,19 +1,12 @@
 """Models on this machine: folders in Hugging Face format, and the hub's cache."""
 
-import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
-from shared.vision.quantized import read_shapes
 from shared.vision.weight_files import INDEX, read_index
-
-# Names of weights: the matrices in a decoder's layers are its linear layers.
-_IN_DECODER = re.compile(r"(^|\.)layers\.\d+\.")
-_IN_TOWER = re.compile(r"(^|\.)(visual|vision_)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +88,3 @@ def missing_files(folder: Path) -> list[str]:
 def size_on_disk(folder: Path) -> int:
     """Return the total size of the files in a folder, and of files that links there lead to."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def count_parameters(folder: Path) -> int:
-    """Return the number of parameters of a folder's weights. Raises ConfigError."""
-    return sum(math.prod(shape) for _, shape in read_shapes(folder))
-
-
-def count_int8_parameters(folder: Path) -> int:
-    """Return the number of parameters that `quantization: int8` rounds. Raises ConfigError."""
-    return sum(
-        math.prod(shape)
-        for name, shape in read_shapes(folder)
-        if len(shape) == 2 and _IN_DECODER.search(name) and not _IN_TOWER.search(name)
-    )

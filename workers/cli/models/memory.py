@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.filesize import decimal
 
@@ -27,25 +28,37 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
 
+class Weights(NamedTuple):
+    """Weights that processes have in memory."""
+
+    num_values: int = 0
+    """Number of parameters in the served dtype."""
+    num_rounded: int = 0
+    """Number of parameters that `quantization: int8` rounds; each takes a byte."""
+    number_bytes: int = 0
+    """Size of the weights that keep the numbers of the folder, with their scales."""
+
+    def num_bytes(self, dtype: str) -> int:
+        return self.num_values * ITEM_BYTES[dtype] + self.num_rounded + self.number_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
     """Size of a model. The plan chooses the dtype if it is None."""
 
     name: str
-    num_parameters: int
+    weights: Weights
+    """Weights of all processes of the model."""
     kv_values_per_token: int
+    """Keys and values of a token in the engine that has the most of them."""
     longest: int
     saved_dtype: str | None = None
     dtype: str | None = None
     max_model_len: int | None = None
-    num_int8_parameters: int = 0
-    """Number of parameters that are loaded as int8. All others have the dtype."""
     state_bytes: int = 0
     """States of one sequence, if the model has recurrent layers."""
-
-    def weights_bytes(self, dtype: str) -> int:
-        num_full = self.num_parameters - self.num_int8_parameters
-        return num_full * ITEM_BYTES[dtype] + self.num_int8_parameters
+    num_engines: int = 1
+    """Number of processes with a KV cache."""
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of the KV cache for one token."""
@@ -62,9 +75,15 @@ class Share:
     name: str
     dtype: str
     max_model_len: int
-    weights_bytes: int
-    is_int8: bool = False
+    weights: Weights
+    num_engines: int = 1
     states_bytes: int = 0
+
+    @property
+    def form(self) -> str:
+        """Types of the weights, for users."""
+        forms = [(self.weights.number_bytes, "stored numbers"), (self.weights.num_rounded, "int8")]
+        return " and ".join([*(form for size, form in forms if size), self.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +95,10 @@ class Plan:
 
     def lines(self) -> list[str]:
         return [
-            f"{share.name}: weights {decimal(share.weights_bytes)} as"
-            f" {'int8 and ' if share.is_int8 else ''}{share.dtype},"
-            f" max_model_len {share.max_model_len}, KV cache {self.kv_cache_mib} MiB,"
+            f"{share.name}: weights {decimal(share.weights.num_bytes(share.dtype))} as"
+            f" {share.form}, max_model_len {share.max_model_len}, KV cache"
+            f" {f'{share.num_engines} times ' if share.num_engines > 1 else ''}"
+            f"{self.kv_cache_mib} MiB,"
             f"{self._states_of(share)} of {decimal(self.available)} of free memory"
             for share in self.shares
         ]
@@ -105,16 +125,16 @@ def make_plan(
     if _rest(models, dtypes, available) <= 0:
         dtypes = [model.dtype or "bfloat16" for model in models]
     rest = _rest(models, dtypes, available)
-    weights = sum(model.weights_bytes(dtype) for model, dtype in zip(models, dtypes, strict=True))
     if rest <= 0:
         raise ConfigError(
-            f"{', '.join(model.name for model in models)}: the weights need {weights} bytes as"
-            f" {', '.join(dict.fromkeys(dtypes))}, all else {RESERVE_BYTES}, and {available} bytes"
+            f"{', '.join(model.name for model in models)}: the weights need"
+            f" {_count_bytes(models, dtypes)} bytes as {', '.join(dict.fromkeys(dtypes))}, all"
+            f" else {RESERVE_BYTES}, and {available} bytes"
             " of memory are available",
             field="models",
         )
     # The other half is for caches of images, for prompts in flight, and for growing processes.
-    memory = rest // 2 // len(models)
+    memory = rest // 2 // sum(model.num_engines for model in models)
     num_seqs = min(_choose_num_seqs(model, memory // 2, max_num_seqs) for model in models)
     states = max(model.states_bytes(num_seqs) for model in models)
     budget = kv_cache_mib * 2**20 if kv_cache_mib else memory - states
@@ -132,8 +152,8 @@ def make_plan(
             model.name,
             dtype,
             length,
-            model.weights_bytes(dtype),
-            model.num_int8_parameters > 0,
+            model.weights,
+            model.num_engines,
             model.states_bytes(num_seqs),
         )
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)
@@ -142,14 +162,18 @@ def make_plan(
 
 
 def _exact_dtype(model: ModelNeeds) -> str:
-    if model.num_int8_parameters:
+    if model.weights.num_rounded:
         return INT8_DTYPE
     return "bfloat16" if model.saved_dtype == "bfloat16" else "float32"
 
 
 def _rest(models: Sequence[ModelNeeds], dtypes: Sequence[str], available: int) -> int:
-    weights = sum(model.weights_bytes(dtype) for model, dtype in zip(models, dtypes, strict=True))
-    return available - RESERVE_BYTES - weights
+    return available - RESERVE_BYTES - _count_bytes(models, dtypes)
+
+
+def _count_bytes(models: Sequence[ModelNeeds], dtypes: Sequence[str]) -> int:
+    pairs = zip(models, dtypes, strict=True)
+    return sum(model.weights.num_bytes(dtype) for model, dtype in pairs)
 
 
 def _choose_num_seqs(model: ModelNeeds, budget: int, max_num_seqs: int) -> int:

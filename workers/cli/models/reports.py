@@ -15,6 +15,14 @@ MODULE = "workers.engine.model.check_folders"
 CHECK_TIMEOUT_S = 120.0
 
 
+class TalkerReport(msgspec.Struct, frozen=True):
+    """The part of a report about the talker of a folder."""
+
+    num_thinker_layers: int
+    longest: int
+    kv_values_per_token: int
+
+
 class Report(msgspec.Struct, frozen=True):
     """The report of `workers.engine.model.check_folders` about one folder."""
 
@@ -26,6 +34,8 @@ class Report(msgspec.Struct, frozen=True):
     kv_values_per_token: int
     state_bytes_per_sequence: int
     stored_as: str | None
+    keeps_numbers: bool
+    talker: TalkerReport | None
 
 
 def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) -> list[Report]:

@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.errors import first_sentence
+
 PoolingMode = Literal["last", "mean"]
+
+
+class TalkerReport(msgspec.Struct, frozen=True):
+    num_thinker_layers: int
+    """Number of the first layers of the thinker that the talker's process loads, too."""
+    longest: int
+    kv_values_per_token: int
 
 
 class FolderReport(msgspec.Struct, frozen=True):
@@ -33,6 +42,10 @@ class FolderReport(msgspec.Struct, frozen=True):
     """States of one sequence in all recurrent layers; 0 for a model without such layers."""
     stored_as: str | None = None
     """Format of quantized weights; None for floats."""
+    keeps_numbers: bool = False
+    """Whether the C++ kernels, where they run, read quantized weights as they are stored."""
+    talker: TalkerReport | None = None
+    """The talker of an omni model; None for a model that does not speak."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -53,8 +66,7 @@ def examine(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
     try:
         return _read(folder, pooling)
     except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
-        (first_line, *_) = [*str(error).splitlines(), type(error).__name__]
-        return FolderReport(reason=f"config.json cannot be read: {first_line}")
+        return FolderReport(reason=f"config.json cannot be read: {first_sentence(error)}")
 
 
 def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
@@ -98,6 +110,24 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         kv_values_per_token=num_kv_values(text) + num_item_values(config) // count_positions(text),
         state_bytes_per_sequence=count_state_bytes(text),
         stored_as=None if quantized is None else quantized.label,
+        keeps_numbers="llama_like" in registry.find_decoder_traits(text),
+        talker=_read_talker(folder, config),
+    )
+
+
+def _read_talker(folder: Path, config: Any) -> TalkerReport | None:
+    from shared.stage.graphs import graph_of_folder
+    from workers.engine.model.support import num_kv_values
+
+    if graph_of_folder(folder) is None:
+        return None
+    talker, thinker = config.talker_config, config.thinker_config.text_config
+    text = talker.get_text_config()
+    num_layers = thinker.num_hidden_layers
+    return TalkerReport(
+        min(num_layers, getattr(talker, "accept_hidden_layer", num_layers)),
+        text.max_position_embeddings,
+        num_kv_values(text),
     )
 
 

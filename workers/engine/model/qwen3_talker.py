@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 
-from shared.errors import InvalidRequest
+from shared.errors import ConfigError, InvalidRequest
 from shared.models.families.qwen_omni import OmniTower
 from shared.models.language import PromptPositions
 from shared.vision.weights import load_weights
@@ -29,6 +29,15 @@ NUM_RESERVED = 1024
 HEADER_LEN = 3
 """Tokens before an answer: its start, the role, and a line break."""
 OPENING_LEN = HEADER_LEN + 6
+TEXT_TOKENS = ("tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id", "im_start_token_id")
+CODEC_TOKENS = (
+    "codec_pad_id",
+    "codec_bos_id",
+    "codec_eos_token_id",
+    "codec_nothink_id",
+    "codec_think_bos_id",
+    "codec_think_eos_id",
+)
 OTHER_PARTS = ("code2wav", "thinker.lm_head")
 LAYERS = "thinker.model.language_model.layers"
 
@@ -192,6 +201,7 @@ class Qwen3Talker(Talker):
 
 def load(folder: Path, config: Any, dtype: torch.dtype, device: str, media: MediaParts) -> Talker:
     """Load the talker of a model's folder. Raises ConfigError."""
+    _check(folder, config)
     num_layers = config.talker_config.accept_hidden_layer
     total = config.thinker_config.text_config.num_hidden_layers
     without = [*OTHER_PARTS, *(f"{LAYERS}.{number}" for number in range(num_layers, total))]
@@ -204,3 +214,26 @@ def load(folder: Path, config: Any, dtype: torch.dtype, device: str, media: Medi
     if media == "none":
         return Qwen3Talker(whole, None)
     return Qwen3Talker(whole, ThinkerStates(whole.thinker, media == "tower", num_layers))
+
+
+def _check(folder: Path, config: Any) -> None:
+    """Raise ConfigError for a number of config.json that is out of its range."""
+    talker, thinker = config.talker_config, config.thinker_config.text_config
+    tokens, codes = range(thinker.vocab_size), range(talker.text_config.vocab_size)
+    groups = talker.code_predictor_config.num_code_groups
+    layers = range(1, thinker.num_hidden_layers + 1)
+    voices = talker.speaker_id or {"": None}
+    ranges = [
+        *((name, getattr(config, name), tokens) for name in TEXT_TOKENS),
+        *((f"talker_config.{name}", getattr(talker, name), codes) for name in CODEC_TOKENS),
+        *((f"talker_config.speaker_id.{name}", code, codes) for name, code in voices.items()),
+        ("talker_config.accept_hidden_layer", talker.accept_hidden_layer, layers),
+        ("talker_config.num_code_groups", talker.num_code_groups, range(groups, groups + 1)),
+    ]
+    for name, number, allowed in ranges:
+        if number not in allowed:
+            limits = f"{allowed.start} to {allowed.stop - 1}" if len(allowed) > 1 else allowed.start
+            raise ConfigError(
+                f"models.path: {folder}: config.json has {name}: {number}, which must be {limits}",
+                field="models.path",
+            )

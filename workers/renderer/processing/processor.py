@@ -22,6 +22,7 @@ from shared.errors import (
     InvalidRequest,
     MediaTooLarge,
     UnsupportedContent,
+    first_sentence,
 )
 from shared.models.chat_templates import check_chat_templates
 from shared.models.layout import PlannedLayout
@@ -89,9 +90,9 @@ class Processor:
         try:
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Unusable files make transformers raise exceptions of any type.
             raise ConfigError(
-                f"{folder}: the model cannot be read: {error}", field="path"
+                f"{folder}: the model cannot be read: {first_sentence(error)}", field="path"
             ) from error
         check_chat_templates(folder)
         family = find_family(config)
