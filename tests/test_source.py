@@ -126,6 +126,7 @@ ALLOWED = {
     "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder
+    "shared.models.image_folder": {".read_bytes"},  # within the model's folder
     "workers.engine.end_tokens": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
     "workers.generation_config": {".read_bytes"},  # within the model's folder

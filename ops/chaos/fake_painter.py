@@ -25,6 +25,7 @@ class FakePainter:
     """An ImageModel. Each image is computed alone, so that no batch makes a difference."""
 
     empty_negative = ""
+    min_guidance = 0.0
 
     def __init__(self, step_s: float = 0.0) -> None:
         self._step_s = step_s

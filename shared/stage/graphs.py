@@ -1,4 +1,5 @@
-"""Built-in graphs: the stages of models that speak, after the engine of the text.
+"""Built-in graphs: the stages of models that speak, after the engine of the text, and of models
+that paint, which have no text.
 
 All stages of a graph load parts of the model's folder.
 """
@@ -7,10 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.config.schema import Graph
+from shared.models.image_registry import list_image_families
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
-from shared.protocol.pipeline import ANSWER, AUDIO, CODES, TEXT, Edge, OutputSpec, StageSpec
+from shared.protocol.pipeline import (
+    ANSWER,
+    AUDIO,
+    CODES,
+    IMAGE_KIND,
+    REQUEST,
+    TEXT,
+    Edge,
+    OutputSpec,
+    StageSpec,
+)
 
-TALKER, CODE2WAV = "talker", "code2wav"
+TALKER, CODE2WAV, DIT = "talker", "code2wav", "dit"
 
 
 def graph_of(model_config: Mapping[str, Any]) -> Graph | None:
@@ -29,6 +41,21 @@ def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Ed
         (_TALKERS[graph], [Edge(writer, TALKER, TEXT, ANSWER, "stream")]),
         (_VOCODERS[graph], [Edge(TALKER, CODE2WAV, CODES, "follow", "stream")]),
     ]
+
+
+def painter_of(graph: Graph | None) -> tuple[StageSpec, Edge] | None:
+    """Return the only stage of a model that paints, and its input; None for other graphs."""
+    family = next((family for family in list_image_families() if family.name == graph), None)
+    if family is None:
+        return None
+    stage = StageSpec(
+        DIT,
+        "generator",
+        sampling_defaults={"steps": family.steps, "guidance": family.guidance},
+        output=OutputSpec(IMAGE_KIND, IMAGE_KIND),
+        sizes=list(family.sizes),
+    )
+    return stage, Edge(REQUEST, DIT, "prompt", "paint")
 
 
 def _talker(voices: list[str], **sampling: float) -> StageSpec:

@@ -169,6 +169,9 @@ def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:
 
 
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
+    if (painter := graphs.painter_of(model.graph)) is not None:
+        stage, edge = painter
+        return {stage.name: stage}, {stage.name: [edge]}
     stages = {RENDERER: StageSpec(RENDERER, RENDERER)}
     edges = {RENDERER: [Edge(REQUEST, RENDERER, "prompt", "prompt")]}
     if model.tower == ENCODER:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
+from shared.errors import InvalidRequest
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams, parse_size
 from shared.protocol.records import OutputSummary
@@ -135,13 +136,23 @@ class ImageWorker(GeneratorWorker):
         return Done(OutputSummary(units=units))
 
     async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
-        """Open a request. Raises ContextTooLong for a text over the model's limit."""
+        """Open a request.
+
+        Raises ContextTooLong for a text over the model's limit, and InvalidRequest for a guidance
+        without meaning.
+        """
         header, model = task.header, self._image_model
         assert job.log is not None
         assert header.image is not None
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
+        if params.guidance < model.min_guidance:
+            raise InvalidRequest(
+                f"image.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
+                " which this model paints without guidance",
+                field="image.guidance",
+            )
         # A text may be as long as a message. A thread keeps the event loop free for other requests.
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
 from shared.errors import ConfigError, ContextTooLong
-from shared.protocol.images import parse_size
 from shared.vision.quantized import find_quantization, find_quantized_tensor
 from workers.generator.core.denoising import (
     Condition,
@@ -28,6 +27,7 @@ from workers.generator.core.denoising import (
     Step,
     Stepped,
     array_of,
+    check_sizes,
     tensor_of,
 )
 from workers.generator.painter import (
@@ -74,6 +74,7 @@ class PainterModel:
     """A painter with its tokenizer. Latents are the pixels of a smaller image, from -1 to 1."""
 
     empty_negative = ""
+    min_guidance = 0.0
 
     def __init__(
         self,
@@ -134,19 +135,6 @@ class PainterModel:
         small = Image.fromarray(np.ascontiguousarray(values.transpose(1, 2, 0)))
         return np.asarray(small.resize(size, Image.Resampling.BICUBIC))
 
-    def check_sizes(self, sizes: Sequence[str], key: str) -> None:
-        """Raise ConfigError for a size that the network does not support."""
-        multiple = self._config.multiple
-        for size in sizes:
-            width, height = parse_size(size)
-            if width % multiple or height % multiple:
-                message = f"{size}: width and height must be multiples of {multiple}"
-            elif (num := width * height // multiple**2) > MAX_PATCHES:
-                message = f"{size}: {num} patches are over the limit of {MAX_PATCHES}"
-            else:
-                continue
-            raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
-
     def _padded(self, texts: Sequence[Condition]) -> torch.Tensor:
         """Return the tokens of texts, [texts, max_text]."""
         padded = torch.full((len(texts), self._config.max_text), self._config.pad_token_id)
@@ -198,6 +186,5 @@ def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> Im
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids
 
-    model = PainterModel(config, network, tokenize, getattr(torch, dtype))
-    model.check_sizes(sizes, key)
-    return model
+    check_sizes(sizes, config.multiple, MAX_PATCHES, key)
+    return PainterModel(config, network, tokenize, getattr(torch, dtype))

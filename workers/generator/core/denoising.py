@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.codec.envelope import TensorData
+from shared.errors import ConfigError
+from shared.protocol.images import parse_size
 
 Noise = NDArray[np.float64]
 """Noise that an image begins with, in the shape of the model."""
@@ -71,6 +73,8 @@ class ImageModel(Protocol):
 
     empty_negative: str
     """Text that images without a negative prompt are guided away from."""
+    min_guidance: float
+    """Least scale of the guidance that has an effect."""
 
     def check_text(self, text: str, field: str) -> int:
         """Return the number of tokens of a text. Raises ContextTooLong, which names `field`.
@@ -92,6 +96,22 @@ class ImageModel(Protocol):
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
         """Return the image of finished latents."""
+
+
+def check_sizes(sizes: Sequence[str], multiple: int, max_patches: int, key: str) -> None:
+    """Raise ConfigError for a size that a model with patches of `multiple` pixels does not support.
+
+    `key` is the stage's key in the settings.
+    """
+    for size in sizes:
+        width, height = parse_size(size)
+        if width % multiple or height % multiple:
+            message = f"{size}: width and height must be multiples of {multiple}"
+        elif (num := width * height // multiple**2) > max_patches:
+            message = f"{size}: {num} patches are over the limit of {max_patches}"
+        else:
+            continue
+        raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
 
 
 def noise_of(seed: int, number: int, shape: tuple[int, ...]) -> Noise:
