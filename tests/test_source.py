@@ -190,13 +190,15 @@ def module_of(file: Path) -> str:
 
 
 def test_no_module_makes_code_of_data() -> None:
-    # The command line's own roles, by a table, the modules of one package, and torch; transformers'
-    # processors, by its own table.
+    # The command line's own roles, by a table, the modules of three packages, and torch;
+    # transformers' processors, by its own table.
     assert in_all(CODE) == {
         "shared.models.generic_image": {"importlib.import_module"},
+        "shared.models.image_registry": {"importlib.import_module"},
         "shared.models.lazy_module": {"importlib.import_module"},
         "shared.models.registry": {"importlib.import_module"},
         "workers.cli.commands.worker": {"importlib.import_module"},
+        "workers.generator.image_loader": {"importlib.import_module"},
         "workers.supervisor.preloader": {"importlib.import_module"},
     }
 

@@ -13,7 +13,7 @@ FAMILY = ImageFamily(
         "vae": Component("AutoencoderKLQwenImage", weights="diffusion_pytorch_model"),
     },
     float32=frozenset({"vae"}),
-    # The first ones are those of the model's card, and the last one is the pipeline's default.
+    # The model's card has the first seven sizes. The last one is the pipeline's default.
     sizes=(
         "1328x1328",
         "1664x928",

@@ -1,6 +1,6 @@
 """Qwen-Image, one step at a time: each row of a batch may be at another step.
 
-The operations and their order are those of `QwenImagePipeline`, so that the images are the same.
+The operations have the order of `QwenImagePipeline`, so that the images are the same.
 """
 
 from collections.abc import Callable, Sequence
