@@ -39,26 +39,16 @@ def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) 
 
     Raises ConfigError.
     """
-    given = list(itertools.zip_longest(folders, poolings))
-    engines = iter(_check_by_engine([pair for pair in given if not is_image_folder(pair[0])]))
+    pairs = list(itertools.zip_longest(folders, poolings))
+    engines = iter(check_by_engine([pair for pair in pairs if not is_image_folder(pair[0])]))
     return [
         _check_image_folder(folder) if is_image_folder(folder) else next(engines)
-        for folder, _ in given
+        for folder, _ in pairs
     ]
 
 
-def _check_image_folder(folder: Path) -> Report:
-    family = find_family_of(folder)
-    name = None if family is None else family.name
-    try:
-        description = read_image_folder(folder)
-    except ConfigError as error:
-        reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
-        return Report(name, DIFFUSERS, reason)
-    return Report(name, DIFFUSERS, dtype=description.dtype)
-
-
-def _check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
+def check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
+    """Return the engine's report for each folder and its pooling. Raises ConfigError."""
     if not pairs:
         return []
     words = [word for folder, pooling in pairs for word in (str(folder), pooling or "")]
@@ -80,3 +70,14 @@ def _check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
     except msgspec.MsgspecError as error:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigError(f"the models cannot be checked: {reason}", field="models") from error
+
+
+def _check_image_folder(folder: Path) -> Report:
+    family = find_family_of(folder)
+    name = None if family is None else family.name
+    try:
+        description = read_image_folder(folder)
+    except ConfigError as error:
+        reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
+        return Report(name, DIFFUSERS, reason)
+    return Report(name, DIFFUSERS, dtype=description.dtype)
