@@ -38,7 +38,7 @@ models:
   qwen-image:
     path: qwen-image
     dtype: float64
-    stages: {dit: {sizes: [32x32, 64x32, 32x64]}}
+    stages: {dit: {sizes: [48x48, 96x48, 48x96]}}
 generator: {checkpoint_s: 0, threads: 1}
 gateway: {port: 0}
 delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
@@ -91,8 +91,8 @@ async def steps_of(bus: Bus, request_id: str) -> list[StepState]:
 async def test_the_generator_is_killed_after_each_step_of_two_images(
     processes: Processes, bus: Bus
 ) -> None:
-    params = PaintParams("32x32", 2, 6, 3.0, "ugly", 5)
-    options = ImageParams("32x32", 2, 6, 3.0, "ugly", 5)
+    params = PaintParams("48x48", 2, 6, 3.0, "ugly", 5)
+    options = ImageParams("48x48", 2, 6, 3.0, "ugly", 5)
     request = GenerateRequest(MODEL, prompt=PROMPT, image=options, timeout_s=150.0)
 
     async def own() -> list[Any]:
@@ -128,24 +128,24 @@ async def test_the_call_with_the_names_of_diffusers_is_answered(api: AsyncOpenAI
         "cfg_scale": 4.0,
         "num_images_per_prompt": 1,
         "num_inference_steps": 5,
-        "height": 32,
-        "width": 64,
+        "height": 48,
+        "width": 96,
     }
     answers: list[Any] = [
         await api.post("/images/generations", cast_to=object, body=form)
-        for form in (body, body | {"true_cfg_scale": 4, "size": "64x32", "n": 1})
+        for form in (body, body | {"true_cfg_scale": 4, "size": "96x48", "n": 1})
     ]
     files = [base64.b64decode(answer["data"][0]["b64_json"]) for answer in answers]
     assert files[0] == files[1]
-    assert_painted(files[0], "...", PaintParams("64x32", 1, 5, 4.0, "", 42))
+    assert_painted(files[0], "...", PaintParams("96x48", 1, 5, 4.0, "", 42))
 
 
 async def test_requests_of_other_steps_texts_and_guidance_share_batches(api: AsyncOpenAI) -> None:
     requests = [
-        ("hill", PaintParams("32x32", 1, 3, 1.0, "", 3)),
-        ("two blue cats on a long table", PaintParams("32x32", 2, 6, 2.0, "", 2)),
-        ("wide sea", PaintParams("64x32", 1, 4, 4.0, "x", 4)),
-        ("tall tree", PaintParams("32x64", 1, 5, 2.5, "a long negative prompt", 5)),
+        ("hill", PaintParams("48x48", 1, 3, 1.0, "", 3)),
+        ("two blue cats on a long table", PaintParams("48x48", 2, 6, 2.0, "", 2)),
+        ("wide sea", PaintParams("96x48", 1, 4, 4.0, "x", 4)),
+        ("tall tree", PaintParams("48x96", 1, 5, 2.5, "a long negative prompt", 5)),
     ]
 
     async def paint(prompt: str, params: PaintParams) -> list[bytes]:
@@ -171,7 +171,7 @@ async def test_requests_of_other_steps_texts_and_guidance_share_batches(api: Asy
 @pytest.mark.parametrize(
     ("changed", "field", "message"),
     [
-        ({"height": 32, "width": 48}, "width", "48x32' is not available; available: 32x32, 64x32"),
+        ({"height": 48, "width": 64}, "width", "64x48' is not available; available: 48x48, 96x48"),
         ({"prompt": "a" * 1100}, "prompt", "over the model's limit of 1024"),
         ({"negative_prompt": "a" * 1100}, "negative_prompt", "over the model's limit of 1024"),
         ({"cfg_scale": 0.5}, "cfg_scale", "cfg_scale: 0.5 is less than 1, with which this model"),
@@ -209,7 +209,7 @@ async def test_a_preview_comes_before_the_image(api: AsyncOpenAI) -> None:
         "image_generation.completed",
     ]
     files = [base64.b64decode(event.b64_json) for event in events]
-    assert_painted(files[-1], PROMPT, PaintParams("32x32", 1, 4, 4.0, "", 3))
+    assert_painted(files[-1], PROMPT, PaintParams("48x48", 1, 4, 4.0, "", 3))
     distances = [
         np.abs(pixels_of(file).astype(int) - pixels_of(files[-1]).astype(int)).mean()
         for file in files
@@ -227,7 +227,7 @@ async def test_the_command_line_draws_checks_and_lists_the_model(
         preloaded.run, "draw", PROMPT, "-o", str(file), *form, *options, "--nats", processes.url
     )
     assert drawn.returncode == 0, drawn.stderr
-    assert_painted(file.read_bytes(), PROMPT, PaintParams("32x32", 1, 3, 2.0, "a star", 4))
+    assert_painted(file.read_bytes(), PROMPT, PaintParams("48x48", 1, 3, 2.0, "a star", 4))
     checked = await asyncio.to_thread(preloaded.run, "check", *options)
     assert checked.returncode == 0, checked.stderr
     assert "# models.qwen-image.path: qwen-image (diffusers)\n" in checked.stdout

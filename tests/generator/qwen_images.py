@@ -28,8 +28,8 @@ SPECIAL = (
     "<|video_pad|>",
 )
 IDS = {token: number for number, token in enumerate(SPECIAL)}
-MULTIPLE = 8
-"""Sides of images are multiples of this."""
+SCALE = 8
+"""Factor between the sides of an image and the sides of its latents."""
 
 
 def _tokenizer() -> Any:
@@ -86,17 +86,17 @@ def build_pipeline(dtype: torch.dtype = torch.float64) -> Any:
         axes_dims_rope=(8, 4, 4),
     )
     vae = AutoencoderKLQwenImage(
-        base_dim=24,
+        base_dim=8,
         z_dim=4,
-        dim_mult=[1, 2, 4],
+        dim_mult=[1, 2, 4, 4],
         num_res_blocks=1,
-        temperal_downsample=[False, True],
+        temperal_downsample=[False, True, True],
         latents_mean=[-0.7, 0.3, 0.1, 1.5],
         latents_std=[2.8, 1.4, 0.6, 1.9],
     )
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
-        base_image_seq_len=8,
+        base_image_seq_len=4,
         max_image_seq_len=64,
         base_shift=0.5,
         max_shift=0.9,
@@ -139,7 +139,7 @@ def paint_whole(
     pipeline = build_pipeline(dtype)
     width, height = parse_size(params.size)
     assert params.seed is not None
-    shape = (4, height // 4, width // 4)
+    shape = (4, height // SCALE, width // SCALE)
     noise = torch.from_numpy(noise_of(params.seed, number, shape))[None, :, None]
     packed = pipeline._pack_latents(noise, 1, *shape)
     images = pipeline(

@@ -26,15 +26,15 @@ from workers.generator.diffusion.qwen_image import QwenImage
 from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
-SIZES = ["32x32", "64x32", "32x64"]
+SIZES = ["48x48", "96x48", "48x96"]
 REQUESTS = (
-    ("a red circle", PaintParams("32x32", 1, 4, 3.0, "ugly", 1)),
-    ("two blue cats on a long table", PaintParams("32x32", 1, 6, 2.0, "", 2)),
-    ("hill", PaintParams("32x32", 1, 3, 1.0, "", 3)),
-    ("wide sea", PaintParams("64x32", 1, 4, 4.0, "x", 4)),
+    ("a red circle", PaintParams("48x48", 1, 4, 3.0, "ugly", 1)),
+    ("two blue cats on a long table", PaintParams("48x48", 1, 6, 2.0, "", 2)),
+    ("hill", PaintParams("48x48", 1, 3, 1.0, "", 3)),
+    ("wide sea", PaintParams("96x48", 1, 4, 4.0, "x", 4)),
     # The packed latents have the shape of the ones before, but another grid.
-    ("tall tree", PaintParams("32x64", 1, 5, 2.5, "a long negative prompt", 5)),
-    ("Bäume {0}", PaintParams("32x32", 1, 5, 1.5, "", 2**63 - 1)),
+    ("tall tree", PaintParams("48x96", 1, 5, 2.5, "a long negative prompt", 5)),
+    ("Bäume {0}", PaintParams("48x48", 1, 5, 1.5, "", 2**63 - 1)),
 )
 ARRIVALS = (0, 1, 1, 2, 2, 3)
 """Ticks at which the requests arrive."""
@@ -254,7 +254,7 @@ def test_the_longest_prompt_is_read_to_its_end_and_a_longer_one_is_refused(
     num_around = exact.check_text("", "prompt")
     longest = "a" * (limit - num_around)
     assert exact.check_text(longest, "prompt") == limit
-    params = PaintParams("32x32", 1, 2, 2.0, "", 1)
+    params = PaintParams("48x48", 1, 2, 2.0, "", 1)
     assert difference(paint(exact, longest, params), paint_whole(longest, params)) == 0.0
     with pytest.raises(ContextTooLong) as refused:
         exact.check_text(longest + "b", "image.negative_prompt")
@@ -268,8 +268,8 @@ def test_the_longest_prompt_is_read_to_its_end_and_a_longer_one_is_refused(
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("36x32", "36x32: width and height must be multiples of 8"),
-        ("8192x8192", "8192x8192: 1048576 patches are over the limit of 16384"),
+        ("56x48", "56x48: width and height must be multiples of 16"),
+        ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
     ],
 )
 def test_sizes_that_the_networks_do_not_have_are_refused(

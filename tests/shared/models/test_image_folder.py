@@ -118,7 +118,7 @@ def test_other_folders_are_refused_by_what_is_wrong(
     assert refused.value.message.startswith(f"models.path: {folder}")
     assert "\n" not in refused.value.message
     with pytest.raises(ConfigError) as refused:
-        load_image_model(folder, "float32", ["32x32"], "models.painter.stages.dit")
+        load_image_model(folder, "float32", ["48x48"], "models.painter.stages.dit")
     assert message in refused.value.message
     assert refused.value.field == "models.painter.stages.dit.path"
 
@@ -146,7 +146,7 @@ def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
     for file in ("tokenizer/tokenizer_config.json", "text_encoder/config.json"):
         edit(file, auto_map=mapping)(folder)
     edit("transformer/config.json", auto_map={"AutoModel": "evil.Evil"})(folder)
-    load_image_model(folder, "float32", ["32x32"], "models.painter.stages.dit")
+    load_image_model(folder, "float32", ["48x48"], "models.painter.stages.dit")
     assert not trace.exists()
 
 
