@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.errors import ConfigError, ContextTooLong
+from shared.errors import ConfigError, ContextTooLong, WorkerFailure
 from shared.models.image_folder import read_image_folder
 from shared.protocol.images import PaintParams, parse_size
 from tests.generator import qwen_images
@@ -278,6 +278,13 @@ def test_sizes_that_the_networks_do_not_have_are_refused(
     with pytest.raises(ConfigError) as refused:
         load(folder, "float32", [size])
     assert refused.value.message == f"{KEY}.sizes: {message}"
+
+
+def test_an_overflow_is_an_error_instead_of_a_black_image(exact: QwenImage) -> None:
+    size = (48, 48)
+    noise = np.full(exact.noise_shape(size), np.nan)
+    with pytest.raises(WorkerFailure, match=r"not finite: .* overflow in torch.float64"):
+        exact.pixels(exact.begin(size, noise).latents, size)
 
 
 def test_each_part_is_announced_with_its_size_before_it_is_loaded(folder: Path) -> None:

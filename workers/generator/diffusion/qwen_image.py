@@ -20,7 +20,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
-from shared.errors import ConfigError, ContextTooLong
+from shared.errors import ConfigError, ContextTooLong, WorkerFailure
 from shared.models.image_folder import ImageFolder
 from shared.vision.weights import load_weights
 from workers.generator.core.denoising import (
@@ -141,7 +141,10 @@ class QwenImage:
 
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
-        """Return the image of finished latents, [3, height, width], with values from 0 to 1."""
+        """Return the image of finished latents, [3, height, width], with values from 0 to 1.
+
+        Raises WorkerFailure for values that are not finite, which diffusers paints black.
+        """
         config, (rows, columns) = self._vae.config, self._grid(size)
         patches = to_torch(latents).view(rows, columns, -1, PATCH, PATCH)
         unpacked = patches.permute(2, 0, 3, 1, 4).reshape(1, -1, 1, PATCH * rows, PATCH * columns)
@@ -150,6 +153,11 @@ class QwenImage:
         inverse = 1.0 / _per_channel(config.latents_std, image)
         image = image / inverse + _per_channel(config.latents_mean, image)
         decoded: Tensor = self._vae.decode(image, return_dict=False)[0][0, :, 0]
+        if not bool(decoded.isfinite().all()):
+            raise WorkerFailure(
+                "the image has values that are not finite: the networks overflow in"
+                f" {self._transformer.dtype}"
+            )
         return (decoded * 0.5 + 0.5).clamp(0, 1)
 
     def _grid(self, size: Size) -> tuple[int, int]:
