@@ -35,10 +35,10 @@ class Decode:
 
 
 Work = Encode | Step | Decode
-Outcome = list[Condition] | Stepped | Pixels
+UnitResult = list[Condition] | Stepped | Pixels
 
 
-class ImageThread(UnitThread[Work, Outcome]):
+class ImageThread(UnitThread[Work, UnitResult]):
     """Thread with three kinds of units. Steps of equal shapes share batches, and so do texts.
 
     All methods raise RequestEnded after `cancel`, and an error of the model only for the request
@@ -56,7 +56,7 @@ class ImageThread(UnitThread[Work, Outcome]):
         self, request_id: str, number: int, texts: tuple[str, ...], due_s: float
     ) -> list[Condition]:
         """Return the encoded texts of image `number` of a request, which may be cached."""
-        work: Pending[Work, Outcome] = Pending(Encode(texts))
+        work: Pending[Work, UnitResult] = Pending(Encode(texts))
         unit = Unit(request_id, ("encode",), due_s - ENCODE_LEAD_S, work, number)
         conditions = await self._compute_unit(unit)
         assert isinstance(conditions, list)
@@ -64,7 +64,7 @@ class ImageThread(UnitThread[Work, Outcome]):
 
     async def step(self, request_id: str, number: int, step: Step, due_s: float) -> Stepped:
         """Return the result of a step of image `number` of a request."""
-        work: Pending[Work, Outcome] = Pending(step)
+        work: Pending[Work, UnitResult] = Pending(step)
         # Packed latents of 64x32 and 32x64 pixels have one shape, but not the same positions.
         shape = ("step", step.progress.latents.shape, step.size)
         stepped = await self._compute_unit(Unit(request_id, shape, due_s, work, number))
@@ -75,14 +75,14 @@ class ImageThread(UnitThread[Work, Outcome]):
         self, request_id: str, number: int, latents: TensorData, size: Size, due_s: float
     ) -> Pixels:
         """Return the pixels of image `number` of a request."""
-        work: Pending[Work, Outcome] = Pending(Decode(latents, size))
+        work: Pending[Work, UnitResult] = Pending(Decode(latents, size))
         # An image is decoded alone, because a decoder needs much memory.
         shape = ("decode", latents.shape, request_id, number)
         pixels = await self._compute_unit(Unit(request_id, shape, due_s, work, number))
         assert isinstance(pixels, np.ndarray)
         return pixels
 
-    def _compute(self, items: Sequence[Work]) -> Sequence[Outcome]:
+    def _compute(self, items: Sequence[Work]) -> Sequence[UnitResult]:
         steps = [item for item in items if isinstance(item, Step)]
         if not steps:
             return [self._compute_alone(item) for item in items]
@@ -90,7 +90,7 @@ class ImageThread(UnitThread[Work, Outcome]):
         self.num_steps += len(steps)
         return results
 
-    def _compute_alone(self, item: Work) -> Outcome:
+    def _compute_alone(self, item: Work) -> UnitResult:
         if isinstance(item, Encode):
             return [self._encode(text) for text in item.texts]
         assert isinstance(item, Decode)

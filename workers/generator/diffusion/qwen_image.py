@@ -166,7 +166,7 @@ class QwenImage:
         return height // self._multiple, width // self._multiple
 
     def _tokenize(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer(TEMPLATE.format(text)).input_ids
+        token_ids: list[int] = self._tokenizer.encode(TEMPLATE.format(text)).ids
         return token_ids
 
     def _encode(self, text: str) -> Condition:
@@ -269,7 +269,10 @@ def load(
     with refusing(folder.folder / "tokenizer"):
         tokenizer = Qwen2Tokenizer.from_pretrained(
             folder.folder / "tokenizer", local_files_only=True
-        )
+        ).backend_tokenizer
+        # Several threads read texts, and a change of these settings is not thread-safe.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     # The smallest part is first: its settings decide which sizes there are.
     vae = load_module(AutoencoderKLQwenImage, *begin("vae"))
     check_sizes(sizes, _multiple_of(vae), MAX_PATCHES, key)
