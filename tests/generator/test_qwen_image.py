@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shared.errors import ConfigError, ContextTooLong, WorkerFailure
 from shared.models.image_folder import read_image_folder
@@ -317,3 +318,25 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 def edit(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_files_as_they_were_published_are_read(folder: Path, tmp_path: Path) -> None:
+    """The text encoder has the names of transformers 4.51, and the tokenizer has two files."""
+    changed = copy_of(folder, tmp_path)
+    weights = changed / "text_encoder" / "model.safetensors"
+    renamed = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        for name, tensor in load_file(weights).items()
+    }
+    assert {"visual.merger.mlp.0.weight", "model.norm.weight", "lm_head.weight"} <= renamed.keys()
+    save_file(renamed, weights, metadata={"format": "pt"})
+    tokens = changed / "tokenizer" / "tokenizer.json"
+    content = json.loads(tokens.read_text())
+    (changed / "tokenizer" / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
+    (changed / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+    tokens.unlink()
+    # Settings that later versions of the classes do not have.
+    edit(changed / "transformer" / "config.json", pooled_projection_dim=768)
+    prompt, params = REQUESTS[1]
+    canvas = paint(load(changed, "float64"), prompt, params)
+    assert difference(canvas, paint_whole(prompt, params)) == 0.0
