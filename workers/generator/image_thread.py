@@ -1,5 +1,6 @@
 """Image thread: encodes texts, computes denoising steps, and decodes images, batch by batch."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import numpy as np
 from shared.codec.envelope import TensorData
 from shared.helpers.batch_thread import Pending
 from shared.helpers.lru import ByteLRU
+from shared.protocol.encoding import to_msgpack
 from workers.generator.core.denoising import Condition, ImageModel, Pixels, Size, Step, Stepped
 from workers.generator.core.units import Unit
 from workers.generator.unit_thread import UnitThread
@@ -24,6 +26,8 @@ class Encode:
     """Work of encoding the texts of one image."""
 
     texts: tuple[str, ...]
+    scope: str
+    """Scope of caches: a tenant cannot find out the texts of others by the time that they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +57,10 @@ class ImageThread(UnitThread[Work, UnitResult]):
         """Number of completed steps of all images."""
 
     async def encode(
-        self, request_id: str, number: int, texts: tuple[str, ...], due_s: float
+        self, request_id: str, number: int, encode: Encode, due_s: float
     ) -> list[Condition]:
         """Return the encoded texts of image `number` of a request, which may be cached."""
-        work: Pending[Work, UnitResult] = Pending(Encode(texts))
+        work: Pending[Work, UnitResult] = Pending(encode)
         unit = Unit(request_id, ("encode",), due_s - ENCODE_LEAD_S, work, number)
         conditions = await self._compute_unit(unit)
         assert isinstance(conditions, list)
@@ -92,12 +96,18 @@ class ImageThread(UnitThread[Work, UnitResult]):
 
     def _compute_alone(self, item: Work) -> UnitResult:
         if isinstance(item, Encode):
-            return [self._encode(text) for text in item.texts]
+            return [self._encode(text, item.scope) for text in item.texts]
         assert isinstance(item, Decode)
         return self._model.pixels(item.latents, item.size)
 
-    def _encode(self, text: str) -> Condition:
-        if (condition := self._texts.get(text)) is None:
+    def _encode(self, text: str, scope: str) -> Condition:
+        key = text_key(text, scope)
+        if (condition := self._texts.get(key)) is None:
             (condition,) = self._model.encode([text])
-            self._texts.put(text, condition, condition.num_bytes)
+            self._texts.put(key, condition, condition.num_bytes)
         return condition
+
+
+def text_key(text: str, scope: str) -> str:
+    """Return the key of an encoded text in the caches of a scope."""
+    return hashlib.sha256(to_msgpack((scope, text))).hexdigest()

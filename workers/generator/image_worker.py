@@ -42,7 +42,7 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.core.painting import Painting, decode_state, encode_state
 from workers.generator.image_results import ImageClaim, ImageResults, key_of
-from workers.generator.image_thread import ImageThread
+from workers.generator.image_thread import Encode, ImageThread
 from workers.generator.worker import GeneratorWorker
 
 FULL_PAUSE_S = 1.0
@@ -289,10 +289,11 @@ class ImageWorker(GeneratorWorker):
         if params.guidance != 1.0:
             texts.append(params.negative_prompt or self._image_model.empty_negative)
         self._check_open(request)
+        ticket = request.header.ticket
+        assert ticket is not None
         # The images of a request share their texts by the cache of the thread.
-        return await self._thread.encode(
-            request.header.request_id, number, tuple(texts), request.due_s
-        )
+        encode = Encode(tuple(texts), ticket.cache_scope)
+        return await self._thread.encode(request.header.request_id, number, encode, request.due_s)
 
     async def _step(
         self, request: _Open, number: int, progress: Progress, step: int, texts: list[Condition]
