@@ -8,7 +8,6 @@ The second descriptor, if there is one, belongs to a fork which collects the tes
 import atexit
 import gc
 import importlib
-import itertools
 import os
 import runpy
 import signal
@@ -35,7 +34,7 @@ from tests.preloaded import PYTHON_OF, ROLES_OF
 from workers import __main__ as pagemill
 from workers import roles
 from workers.cli import terminal
-from workers.cli.models import download, generated, reports
+from workers.cli.models import reports
 from workers.cli.models.reports import Report
 from workers.engine.model import check_folders
 from workers.engine.model.check_folders import PoolingMode
@@ -58,11 +57,8 @@ MODULES = [
 ]
 
 
-def _check_folders(
-    folders: Sequence[Path], poolings: Sequence[PoolingMode | None] = ()
-) -> list[Report]:
-    pairs = itertools.zip_longest(folders, poolings)
-    reports = [check_folders.examine(folder or Path(), pooling) for folder, pooling in pairs]
+def _check_by_engine(pairs: Sequence[tuple[Path, PoolingMode | None]]) -> list[Report]:
+    reports = [check_folders.examine(folder, pooling) for folder, pooling in pairs]
     return msgspec.convert(reports, list[Report], from_attributes=True)
 
 
@@ -82,8 +78,7 @@ def _main() -> None:
     for module in (constants, _cache_manager):
         importlib.reload(module)
     # Commands would start a process that imports transformers, which is in memory here.
-    for module in (download, generated, reports):
-        vars(module).update(check_folders=_check_folders)
+    vars(reports).update(check_by_engine=_check_by_engine)
     try:
         pagemill.main()
     except SystemExit as end:

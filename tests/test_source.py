@@ -128,6 +128,7 @@ ALLOWED = {
     "shared.config.added_tokens": {".read_bytes"},  # within the model's folder
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder
     "workers.generator.snac_vocoder": {".read_text"},  # within the model's folder
+    "shared.models.image_folder": {".read_bytes"},  # within the model's folder
     "workers.engine.end_tokens": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
     "workers.generation_config": {".read_bytes"},  # within the model's folder
@@ -194,15 +195,17 @@ def module_of(file: Path) -> str:
 
 
 def test_no_module_makes_code_of_data() -> None:
-    # The command line's own roles, by a table, the modules of one package, and torch; transformers'
-    # processors, by its own table.
+    # The command line's own roles, by a table, the modules of three packages, and torch;
+    # transformers' processors, by its own table.
     assert in_all(CODE) == {
         "shared.models.generic_image": {"importlib.import_module"},
+        "shared.models.image_registry": {"importlib.import_module"},
         "shared.models.lazy_module": {"importlib.import_module"},
         "shared.models.registry": {"importlib.import_module"},
         "workers.cli.commands.worker": {"importlib.import_module"},
         # Tensors alone, see the next test.
         "workers.generator.snac_vocoder": {"torch.load"},
+        "workers.generator.image_loader": {"importlib.import_module"},
         "workers.supervisor.preloader": {"importlib.import_module"},
     }
 

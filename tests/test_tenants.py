@@ -14,6 +14,7 @@ from shared.protocol.subjects import last_token
 from tests.renderer.threads import in_thread
 from workers.engine.core.block_hash import block_hashes
 from workers.engine.core.sequence import EngineRequest, Item, Sequence
+from workers.generator.image_thread import text_key
 from workers.renderer.media.item_registry import ItemRegistry
 from workers.renderer.media.loader import MediaLoader
 from workers.renderer.processing.processor import Processor
@@ -40,6 +41,8 @@ NOT_OF_REQUESTS = [
     "shared/vision/layers.py",
     # Weights of a resized axis, by its two lengths alone.
     *("shared/models/resizing.py",) * 2,
+    # Noise levels of images, by their numbers of steps and patches alone.
+    *("workers/generator/diffusion/qwen_image.py",) * 2,
     # This machine and its library.
     "shared/native/library.py",
     "shared/native/library.py",
@@ -95,6 +98,10 @@ def item_key(tenant: str, processor: Processor) -> object:
     return last_token(items._subject("a hash"))
 
 
+def encoded_text_key(tenant: str, processor: Processor) -> object:
+    return text_key("a red circle", tenant)
+
+
 CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
     "prefixes": ("workers/engine/core/prefix_cache.py", block_key),
     "prefixes that a prefill worker has computed": (
@@ -104,6 +111,7 @@ CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
     "embeddings": ("workers/engine/runner.py", image_key),
     "processed pictures": ("workers/renderer/image_cache.py", image_key),
     "items by a client's hash": ("workers/renderer/media/item_registry.py", item_key),
+    "encoded texts of images": ("workers/generator/image_thread.py", encoded_text_key),
     "fetched files": ("workers/renderer/media/loader.py", url_key),
 }
 

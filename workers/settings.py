@@ -14,6 +14,7 @@ from shared.bus.login import Login, TlsFiles, seed_file
 from shared.config.parsing import parse_config
 from shared.config.schema import Config, ModelConfig
 from shared.errors import ConfigError
+from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.protocol.permissions import OPERATOR
 from shared.stage.graphs import graph_of_folder
 from shared.stage.pipelines import check_pipelines
@@ -140,10 +141,12 @@ def check_paths(config: Config) -> None:
     Raises ConfigError.
     """
     for name, model in config.models.items():
-        if not (Path(model.path) / "config.json").is_file():
+        if is_image_folder(Path(model.path)):
+            _check_image_folder(name, Path(model.path))
+        elif not (Path(model.path) / "config.json").is_file():
             raise ConfigError(
                 f"models.{name}.path: {model.path} is not a Hugging Face model folder"
-                " (no config.json)",
+                " (no config.json or model_index.json)",
                 field=f"models.{name}.path",
             )
         if reason := find_quantization(Path(model.path)):
@@ -157,6 +160,15 @@ def check_paths(config: Config) -> None:
                     " (no adapter_config.json)",
                     field=f"models.{name}.adapters.{adapter}",
                 )
+
+
+def _check_image_folder(name: str, folder: Path) -> None:
+    try:
+        read_image_folder(folder)
+    except ConfigError as error:
+        message = error.message.removeprefix("models.path: ")
+        key = f"models.{name}.path"
+        raise ConfigError(f"{key}: {message}", field=key) from error
 
 
 def find_log_file(config: Config) -> Path | None:

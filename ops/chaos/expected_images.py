@@ -10,12 +10,12 @@ import msgspec
 from ops.chaos.expected_answers import cached
 from ops.chaos.fake_painter import FakePainter
 from ops.chaos.plan import PAINTER, ROOT, Planned, Settings
+from ops.plain_painting import paint_alone
 from shared.config.schema import Config, ModelConfig
-from shared.protocol.images import PaintParams, parse_size, resolve_image
+from shared.protocol.images import PaintParams, resolve_image
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of
-from workers.generator.core.denoising import ImageModel, Step, noise_of, time_of
-from workers.generator.image_worker import to_png
+from workers.generator.core.denoising import ImageModel
 
 
 def expect_images(
@@ -52,7 +52,7 @@ def _paint_all(
 
     @functools.cache
     def paint(prompt: str, params: PaintParams, number: int) -> str:
-        return hashlib.sha256(_painted(painter, prompt, params, number)).hexdigest()
+        return hashlib.sha256(paint_alone(painter, prompt, params, number)).hexdigest()
 
     digests = {}
     for entry in painted:
@@ -61,14 +61,3 @@ def _paint_all(
         alone = msgspec.structs.replace(params, n=1)
         digests[entry.id] = [paint(request.prompt or "", alone, n) for n in range(params.n)]
     return digests
-
-
-def _painted(painter: ImageModel, prompt: str, params: PaintParams, number: int) -> bytes:
-    assert params.seed is not None
-    shape = painter.latents_shape(*parse_size(params.size))
-    latents = noise_of(params.seed, number, shape, painter.dtype)
-    texts = painter.encode(prompt, ""), painter.encode(params.negative_prompt, "")
-    for step in range(params.steps):
-        times = time_of(step, params.steps), time_of(step + 1, params.steps)
-        latents = painter.step([Step(latents, *texts, params.guidance, *times)])[0].latents
-    return to_png(painter.pixels(latents))

@@ -3,39 +3,64 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from workers.generator.core.denoising import Latents, Pixels, Step, Stepped, noise_of
+from shared.codec.envelope import TensorData
+from workers.generator.core.denoising import (
+    Condition,
+    Noise,
+    Pixels,
+    Progress,
+    Size,
+    Step,
+    Stepped,
+    array_of,
+    noise_of,
+    tensor_of,
+)
 
 
 class FakePainter:
     """An ImageModel. Each image is computed alone, so that no batch makes a difference."""
 
-    dtype: np.dtype[np.floating[Any]] = np.dtype(np.float64)
+    empty_negative = ""
+    min_guidance = 0.0
 
     def __init__(self, step_s: float = 0.0) -> None:
         self._step_s = step_s
 
-    def encode(self, text: str, field: str) -> tuple[int, ...]:
-        return tuple(text.encode())
+    def check_text(self, text: str, field: str) -> int:
+        return len(text.encode())
 
-    def latents_shape(self, width: int, height: int) -> tuple[int, int, int]:
+    def encode(self, texts: Sequence[str]) -> list[Condition]:
+        arrays = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        return [Condition({"text": tensor_of(array)}, len(array)) for array in arrays]
+
+    def noise_shape(self, size: Size) -> tuple[int, int, int]:
+        width, height = size
         return 3, height // 4, width // 4
+
+    def begin(self, size: Size, noise: Noise) -> Progress:
+        return Progress(tensor_of(noise), {})
 
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         time.sleep(self._step_s)
-        return [self._stepped(step) for step in steps]
+        return [_stepped(step) for step in steps]
 
-    def _stepped(self, step: Step) -> Stepped:
-        digest = hashlib.blake2b(repr((step.tokens, step.negative)).encode(), digest_size=8)
-        seed = int.from_bytes(digest.digest(), "little")
-        target = np.tanh(noise_of(seed, 0, step.latents.shape, self.dtype))
-        finished = np.cos(3 * step.latents + step.time) * 0.5 + target * step.guidance * 0.2
-        moved = step.latents + (step.next_time - step.time) * (finished - step.latents)
-        return Stepped(moved, finished)
-
-    def pixels(self, latents: Latents) -> Pixels:
-        values = np.clip(latents * 127.5 + 127.5, 0, 255).astype(np.uint8)
+    def pixels(self, latents: TensorData, size: Size) -> Pixels:
+        values = np.clip(array_of(latents) * 127.5 + 127.5, 0, 255).astype(np.uint8)
         return np.ascontiguousarray(values.transpose(1, 2, 0))
+
+
+def _stepped(step: Step) -> Stepped:
+    texts = [step.prompt] if step.negative is None else [step.prompt, step.negative]
+    digest = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        digest.update(text.num_tokens.to_bytes(8, "little"))
+        digest.update(text.arrays["text"].data)
+    latents = array_of(step.progress.latents)
+    target = np.tanh(noise_of(int.from_bytes(digest.digest(), "little"), 0, latents.shape))
+    finished = np.cos(3 * latents + step.number / step.steps) * 0.5 + target * step.guidance * 0.2
+    moved = latents + (finished - latents) / step.steps
+    return Stepped(Progress(tensor_of(moved), {}), tensor_of(finished))

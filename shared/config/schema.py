@@ -18,8 +18,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
-Graph = Literal["qwen3-omni", "qwen2.5-omni", "orpheus", "none"]
-"""Talker and vocoder that load their parts of the model's folder; see `stage.graphs`."""
+Graph = Literal["qwen3-omni", "qwen2.5-omni", "orpheus", "qwen-image", "none"]
+"""Built-in stages of a model; see `stage.graphs`."""
 Right = Literal["requests", "metrics"]
 
 # Each slot is a consumer of the broker in each lane, with two pulls per second from each engine.

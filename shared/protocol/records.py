@@ -180,7 +180,8 @@ class StepState(Struct, frozen=True, tag="step", omit_defaults=True):
     """Number of completed steps."""
     steps: int
     state: str = ""
-    """`media:<sha256>` of the latents after this step, so that another worker can continue."""
+    """`media:<sha256>` of an envelope with the latents after this step, so that another worker can
+    continue."""
     preview: str = ""
     """`media:<sha256>` of a PNG with a preview of the image."""
 

@@ -1,7 +1,8 @@
-"""Built-in graphs: the stages of models that speak.
+"""Built-in graphs: the stages of models that speak or paint.
 
 An omni model speaks the answers of its engine, and all stages load parts of its folder. A model of
-speech, such as Orpheus, speaks the texts of requests, and its vocoder has a separate folder.
+speech, such as Orpheus, speaks the texts of requests, and its vocoder has a separate folder. Models
+that paint have one stage.
 """
 
 import json
@@ -9,14 +10,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shared.config.added_tokens import read_token_ids
 from shared.config.schema import Graph
+from shared.models.image_folder import find_family_of
+from shared.models.image_registry import list_image_families
 from shared.protocol.chunks import MAX_FRAMES, ChunkSpec
 from shared.protocol.code_tokens import ORPHEUS_VOICES, is_orpheus
 from shared.protocol.pipeline import (
     ANSWER,
     AUDIO,
     CODES,
+    IMAGE_KIND,
     REQUEST,
     TEXT,
     Edge,
@@ -24,7 +30,7 @@ from shared.protocol.pipeline import (
     StageSpec,
 )
 
-TALKER, CODE2WAV = "talker", "code2wav"
+TALKER, CODE2WAV, DIT = "talker", "code2wav", "dit"
 ORPHEUS: Graph = "orpheus"
 
 
@@ -43,13 +49,11 @@ def graph_of(
     return next((graph for part, graph in _GRAPHS.items() if model_config.get(part)), None)
 
 
-def writes_text(graph: Graph | None) -> bool:
-    """Return whether a model with this graph writes texts. Others only speak."""
-    return graph != ORPHEUS
-
-
 def graph_of_folder(folder: Path) -> Graph | None:
     """Return the graph of the model in a folder; None also if the folder cannot be read here."""
+    if (family := find_family_of(folder)) is not None:
+        graph: Graph = msgspec.convert(family.name, Graph)
+        return graph
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -57,8 +61,15 @@ def graph_of_folder(folder: Path) -> Graph | None:
     return graph_of(config, read_token_ids(folder)) if isinstance(config, dict) else None
 
 
+def writes_text(graph: Graph | None) -> bool:
+    """Return whether a model with this graph writes texts. Others only speak or paint."""
+    return graph != ORPHEUS and _find_painter(graph) is None
+
+
 def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
     """Return the stages of a graph with their input edges; the stage `writer` writes the text."""
+    if (painter := _find_painter(graph)) is not None:
+        return [(painter, [Edge(REQUEST, DIT, "prompt", "paint")])]
     if graph is None or graph not in _TALKERS:
         return []
     text = Edge(writer, TALKER, TEXT, ANSWER, "stream")
@@ -68,6 +79,19 @@ def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Ed
         (_TALKERS[graph], [text]),
         (_VOCODERS[graph], [Edge(TALKER, CODE2WAV, CODES, "follow", "stream")]),
     ]
+
+
+def _find_painter(graph: Graph | None) -> StageSpec | None:
+    family = next((family for family in list_image_families() if family.name == graph), None)
+    if family is None:
+        return None
+    return StageSpec(
+        DIT,
+        "generator",
+        sampling_defaults={"steps": family.steps, "guidance": family.guidance},
+        output=OutputSpec(IMAGE_KIND, IMAGE_KIND),
+        sizes=list(family.sizes),
+    )
 
 
 def _talker(voices: list[str], **sampling: float) -> StageSpec:

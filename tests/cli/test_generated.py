@@ -7,15 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from rich.filesize import decimal
 
 from shared.errors import ConfigError
+from shared.models.image_folder import read_image_folder
+from shared.stage.pipelines import pipeline_of
+from tests.generator import qwen_images
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.cli.models import generated
-from workers.cli.models.generated import Wishes, write_config
+from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import LocalModel
+from workers.cli.models.memory import RESERVE_BYTES
 from workers.cli.models.reports import check_folders
 from workers.engine.model.check_folders import examine
-from workers.settings import DEMO_MODEL, load_config
+from workers.roles import default_workers
+from workers.settings import DEMO_MODEL, check_paths, load_config
 
 
 def test_another_up_leaves_the_file_of_a_running_one_alone(
@@ -100,4 +106,67 @@ def test_fewer_sequences_are_written_for_the_states_of_a_hybrid(
     assert "max_num_seqs" not in yaml.safe_load(write_config(models, Wishes())[0].read_text())
     monkeypatch.setenv("PAGEMILL_ENGINE__MAX_NUM_SEQS", str(num_seqs + 1))
     with pytest.raises(ConfigError, match=f"states of {num_seqs} sequences fit"):
+        write_config(models, Wishes())
+
+
+def test_a_folder_of_diffusers_gets_a_stage_that_paints_and_its_parts_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    qwen_images.write(tmp_path / "brush")
+    models = find_models([str(tmp_path / "brush")])
+    file, lines = write_config(models, Wishes(dtype="bfloat16"))
+    parts = read_image_folder(tmp_path / "brush").parts
+    sizes = {name: decimal(2 * part.num_parameters) for name, part in parts.items()}
+    sizes["vae"] = decimal(4 * parts["vae"].num_parameters)
+    assert lines[0].startswith(
+        f"brush: text encoder {sizes['text_encoder']}, transformer {sizes['transformer']},"
+        f" vae {sizes['vae']} as bfloat16, of "
+    )
+    config = load_config(file)
+    check_paths(config)
+    pipeline = pipeline_of(config.models["brush"])
+    assert [stage.name for stage in pipeline.stages] == ["dit"]
+    assert pipeline.painter is not None
+    assert "1024x1024" in pipeline.painter.sizes
+    assert pipeline.painter.sampling_defaults == {"steps": 50, "guidance": 4.0}
+    assert [(spec.role, spec.stage) for spec in default_workers(config) if spec.model] == [
+        ("generator", "dit")
+    ]
+
+
+def test_a_model_that_paints_and_one_with_text_share_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    qwen_images.write(tmp_path / "brush")
+    models = [LocalModel("demo", DEMO_MODEL), *find_models([str(tmp_path / "brush")])]
+    file, lines = write_config(models, Wishes())
+    assert [line.partition(":")[0] for line in lines[:2]] == ["brush", "demo"]
+    assert load_config(file).models["brush"].dtype == "float32"
+    weights = sum(
+        read_image_folder(tmp_path / "brush").num_bytes(name, "float32")
+        for name in ("text_encoder", "transformer", "vae")
+    )
+    monkeypatch.setattr(generated, "available_bytes", lambda: RESERVE_BYTES + weights - 1)
+    with pytest.raises(ConfigError, match=f"brush: the weights need {weights} bytes, all else"):
+        write_config(models[1:], Wishes())
+    with pytest.raises(ConfigError, match="quantization: brush paints"):
+        write_config(models, Wishes(quantization="int8"))
+
+
+def test_a_folder_of_diffusers_that_is_not_served_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    qwen_images.write(tmp_path / "brush")
+    index = tmp_path / "brush" / "model_index.json"
+    (tmp_path / "brush" / "vae" / "config.json").rename(tmp_path / "vae.json")
+    with pytest.raises(ConfigError, match=r"is incomplete, it lacks vae/config.json"):
+        find_models([str(tmp_path / "brush")])
+    (report,) = check_folders([tmp_path / "brush"])
+    assert (report.family, report.source) == ("qwen-image", "diffusers")
+    assert report.reason == "lacks vae/config.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxPipeline"}))
+    models = find_models([str(tmp_path / "brush")])
+    with pytest.raises(ConfigError, match=r"brush is refused: has the pipeline 'FluxPipeline'"):
         write_config(models, Wishes())

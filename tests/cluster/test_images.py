@@ -223,7 +223,7 @@ async def test_the_official_client_has_images_painted(
     assert [base64.b64decode(image.b64_json or "") for image in whole.data or []] == right
     assert (whole.size, whole.output_format) == ("12x8", "png")
     assert whole.usage is not None
-    assert whole.usage.input_tokens == len(painter.encode(PROMPT, ""))
+    assert whole.usage.input_tokens == painter.check_text(PROMPT, "")
     async with httpx.AsyncClient(trust_env=False) as http:
         for image, file in zip(by_url.data or [], right, strict=True):
             assert image.url is not None

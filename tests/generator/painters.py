@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from shared.protocol.images import PaintParams, parse_size
-from workers.generator.core.denoising import ImageModel, Step, Stepped, noise_of, time_of
-from workers.generator.image_worker import to_png
+from ops.plain_painting import paint_alone
+from shared.protocol.images import PaintParams
+from workers.generator.core.denoising import Condition, ImageModel, Step, Stepped
 from workers.generator.painter import Painter
 from workers.generator.painter_model import PainterConfig, PainterModel
 
@@ -42,14 +41,20 @@ class WatchedPainter(PainterModel):
         """The times of the images of each batch."""
         self.began = threading.Semaphore(0)
         self.may_go_on = threading.Semaphore(0 if gated else 10**6)
-        self.encoding_threads: set[threading.Thread] = set()
+        self.reading_threads: set[threading.Thread] = set()
+        self.encoded: list[str] = []
 
-    def encode(self, text: str, field: str) -> tuple[int, ...]:
-        self.encoding_threads.add(threading.current_thread())
-        return super().encode(text, field)
+    def check_text(self, text: str, field: str) -> int:
+        self.reading_threads.add(threading.current_thread())
+        return super().check_text(text, field)
+
+    def encode(self, texts: Sequence[str]) -> list[Condition]:
+        self.reading_threads.add(threading.current_thread())
+        self.encoded += texts
+        return super().encode(texts)
 
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        self.batches.append([step.time for step in steps])
+        self.batches.append([step.number / step.steps for step in steps])
         self.began.release()
         assert self.may_go_on.acquire(timeout=20)
         return super().step(steps)
@@ -59,13 +64,4 @@ def painted_alone(
     prompt: str, params: PaintParams, number: int = 0, model: ImageModel | None = None
 ) -> bytes:
     """The PNG file of an image, painted by itself."""
-    model = model or WatchedPainter()
-    assert params.seed is not None
-    shape = model.latents_shape(*parse_size(params.size))
-    latents = noise_of(params.seed, number, shape, np.dtype(np.float64))
-    texts = model.encode(prompt, ""), model.encode(params.negative_prompt, "")
-    for step in range(params.steps):
-        times = time_of(step, params.steps), time_of(step + 1, params.steps)
-        (done,) = model.step([Step(latents, *texts, params.guidance, *times)])
-        latents = done.latents
-    return to_png(model.pixels(latents))
+    return paint_alone(model or WatchedPainter(), prompt, params, number)

@@ -141,6 +141,9 @@ async def test_images_that_join_and_leave_a_batch_equal_those_painted_alone(
     for (prompt, params), images in zip(REQUESTS, answers, strict=True):
         assert images == {n: painted_alone(prompt, params, n) for n in range(params.n)}
     assert answers[4] == answers[5]
+    # Requests and images share encoded texts. Without guidance, there is no negative text.
+    prompts = ["red", "blue", "a cross", "a heart", "stars", "circles", "last"]
+    assert sorted(painter.encoded) == sorted([*prompts, "", "green"])
     assert [(state.step, state.state) for state in previews] == [(1, ""), (2, "")]
     # Images at different steps shared a batch, and none had more than its limit.
     assert any(len(set(times)) > 1 for times in painter.batches)
@@ -246,7 +249,7 @@ async def test_a_suspect_that_waits_for_an_equal_one_lets_it_have_its_turn(
         await bus.publish_without_id(subjects.attempts(header.request_id), to_json(died))
         await (await inbox.next()).retry(pause_s)
         if not headers:
-            key = key_of("weights", header, painter.encode("red", "prompt"))
+            key = key_of("weights", header, "red")
             assert key is not None
             await results.find_or_claim(key, header.request_id, lambda: None)
         headers.append(header)
@@ -283,7 +286,7 @@ async def test_a_text_that_the_painter_does_not_read_is_refused(
         header = await publish_request(bus, model, prompt, params)
         await settled(bus, header)
     # The event loop has other requests to attend to.
-    assert threading.main_thread() not in painter.encoding_threads
+    assert threading.main_thread() not in painter.reading_threads
     (final,) = await read_log(bus, header.request_id)
     assert isinstance(final, Failure)
     assert (final.error.code, final.error.field) == ("context_length_exceeded", field)

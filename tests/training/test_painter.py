@@ -35,7 +35,7 @@ def test_every_prompt_fits_in_its_own_words_and_in_others(painter: ImageModel) -
     drawings = Drawings(all_prompts(), 4, "test")
     for prompt in all_prompts():
         for text in (prompt.text, other_words(drawings.random, prompt)):
-            assert len(painter.encode(text, "prompt")) <= SHAPE.max_text
+            assert painter.check_text(text, "prompt") <= SHAPE.max_text
 
 
 def test_drawings_have_one_paint_for_the_shapes_and_one_for_the_background() -> None:

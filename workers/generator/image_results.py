@@ -27,7 +27,7 @@ LOOK_S = 1.0
 FENCED_PAUSE_S = 0.05
 
 
-def key_of(model: str, header: TaskHeader, tokens: tuple[int, ...]) -> str | None:
+def key_of(model: str, header: TaskHeader, prompt: str) -> str | None:
     """Return the key of a request's images; None for a request without a seed, or with previews.
 
     `model` identifies the weights, the stage and the dtype. Only requests of one lane share
@@ -36,8 +36,8 @@ def key_of(model: str, header: TaskHeader, tokens: tuple[int, ...]) -> str | Non
     params, ticket = header.image, header.ticket
     if params is None or ticket is None or params.seed is None or params.partial_images:
         return None
-    parts: tuple[str, PaintParams, tuple[int, ...], str, str]
-    parts = model, params, tokens, ticket.cache_scope, header.lane
+    parts: tuple[str, PaintParams, str, str, str]
+    parts = model, params, prompt, ticket.cache_scope, header.lane
     return f"image_{hashlib.sha256(to_msgpack(parts)).hexdigest()}"
 
 

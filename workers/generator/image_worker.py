@@ -1,7 +1,7 @@
 """Image generator: paints images from a text, by denoising steps.
 
 The log of the images has everything that another generator needs to continue: the finished images,
-and references to the stored latents of unfinished images. Without latents, an image begins again
+and references to the stored states of unfinished images. Without a state, an image begins again
 from its noise. The noise is a function of the seed, so the pixels are the same.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
+from shared.errors import InvalidRequest
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams, parse_size
 from shared.protocol.records import OutputSummary
@@ -31,21 +31,20 @@ from shared.stage.worker_loop import Done, Ended, Outcome, Requeue
 from shared.state import media_store
 from shared.state.token_log import LogWriter
 from workers.generator.core.denoising import (
+    Condition,
     ImageModel,
-    Latents,
     Pixels,
+    Progress,
+    Size,
     Step,
     Stepped,
     noise_of,
-    time_of,
 )
-from workers.generator.core.painting import Painting
+from workers.generator.core.painting import Painting, decode_state, encode_state
 from workers.generator.image_results import ImageClaim, ImageResults, key_of
-from workers.generator.image_thread import ImageThread
+from workers.generator.image_thread import Encode, ImageThread
 from workers.generator.worker import GeneratorWorker
 
-MAX_ITEMSIZE = 8
-"""Bytes per value in the widest dtype of latents."""
 FULL_PAUSE_S = 1.0
 """Average pause of a request that waits for an equal request while its worker is full."""
 BATCH_LAG_S = 1e9
@@ -61,8 +60,9 @@ class _Open:
     log: LogWriter
     params: PaintParams
     painting: Painting
-    tokens: tuple[int, ...]
-    negative: tuple[int, ...]
+    prompt: str
+    num_tokens: int
+    """Number of tokens of the prompt."""
     seed: int
     due_s: float
     appending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -70,7 +70,7 @@ class _Open:
     has_ended: bool = False
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> Size:
         return parse_size(self.params.size)
 
     @property
@@ -131,31 +131,40 @@ class ImageWorker(GeneratorWorker):
         units: dict[str, float] = {
             "images": params.n,
             "steps": params.n * params.steps,
-            "prompt_tokens": len(request.tokens),
+            "prompt_tokens": request.num_tokens,
         }
         return Done(OutputSummary(units=units))
 
     async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
-        """Open a request. Raises ContextTooLong for a text over the model's limit."""
+        """Open a request.
+
+        Raises ContextTooLong for a text over the model's limit, and InvalidRequest for a guidance
+        without meaning.
+        """
         header, model = task.header, self._image_model
         assert job.log is not None
         assert header.image is not None
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
+        if params.guidance < model.min_guidance:
+            raise InvalidRequest(
+                f"image.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
+                " which this model paints without guidance",
+                field="image.guidance",
+            )
         # A text may be as long as a message. A thread keeps the event loop free for other requests.
-        tokens = await asyncio.to_thread(model.encode, task.body.text, "prompt")
-        negative = await asyncio.to_thread(
-            model.encode, params.negative_prompt, "image.negative_prompt"
-        )
+        num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
+        negative = params.negative_prompt
+        await asyncio.to_thread(model.check_text, negative, "image.negative_prompt")
         return _Open(
             header,
             job,
             job.log,
             params,
             Painting(params, job.log.records),
-            tokens,
-            negative,
+            task.body.text,
+            num_tokens,
             seed_of(params.seed, header.request_id),
             header.ticket.accepted_ms / 1000 + lag_s,
         )
@@ -165,8 +174,8 @@ class ImageWorker(GeneratorWorker):
 
         Raises RequestEnded and _NotWaiting.
         """
-        header, tokens, results = request.header, request.tokens, self._results
-        key = None if results is None else key_of(self._weights, header, tokens)
+        header, results = request.header, self._results
+        key = None if results is None else key_of(self._weights, header, request.prompt)
         if results is None or key is None:
             return await self._paint_all(request)
         # A waiting request cannot kill the worker, so it must not delay other suspects.
@@ -234,56 +243,74 @@ class ImageWorker(GeneratorWorker):
         step. Raises RequestEnded.
         """
         steps, params = request.params.steps, request.params
-        step, latents = await self._begin(request, number)
+        step, progress = await self._begin(request, number)
+        texts = await self._encode(request, number)
         stored, stored_s = step, time.monotonic()
         while step < steps:
             is_stopping = self._context.shutdown.asked.is_set()
             if is_stopping and step > stored:
-                await self._note(request, number, step, state=latents)
+                await self._note(request, number, step, state=progress)
             if is_stopping:
                 return False
-            stepped = await self._step(request, number, latents, step)
-            step, latents = step + 1, stepped.latents
+            stepped = await self._step(request, number, progress, step, texts)
+            step, progress = step + 1, stepped.progress
             checkpoint_s = self._context.config.generator.checkpoint_s
             is_due = step < steps and time.monotonic() - stored_s >= checkpoint_s
-            preview = stepped.finished if request.painting.lacks_preview(number, step) else None
+            preview = stepped.preview if request.painting.lacks_preview(number, step) else None
             if is_due or preview is not None:
-                state = latents if is_due else None
+                state = progress if is_due else None
                 await self._note(request, number, step, state=state, preview=preview)
             if is_due:
                 stored, stored_s = step, time.monotonic()
-        png = await self._stored_png(request, latents)
+        png = await self._stored_png(request, number, progress.latents)
         async with request.appending:
             await request.log.image(number, png, parse_size(params.size), request.seed)
         request.painting.images[number] = png
         return True
 
-    async def _begin(self, request: _Open, number: int) -> tuple[int, Latents]:
-        """Return the number of completed steps of an image, and its latents after them."""
+    async def _begin(self, request: _Open, number: int) -> tuple[int, Progress]:
+        """Return the number of completed steps of an image, and the image after them."""
         model, state = self._image_model, request.painting.state_of(number)
-        shape = model.latents_shape(*request.size)
+        noise = noise_of(request.seed, number, model.noise_shape(request.size))
+        initial = model.begin(request.size, noise)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
-            num_values = int(np.prod(shape))
-            num_bytes, max_bytes = num_values * model.dtype.itemsize, num_values * MAX_ITEMSIZE
-            data = await media_store.find(self._context.bus, name, max_bytes, request.tenant)
+            bus, tenant = self._context.bus, request.tenant
+            data = await media_store.find(bus, name, MAX_MEDIA_BYTES, tenant)
+            progress = None if data is None else decode_state(data, state.step, initial)
             # Latents in another dtype, or that are no longer stored, are computed again.
-            if data is not None and len(data) == num_bytes:
-                return state.step, np.frombuffer(data, model.dtype).reshape(shape).copy()
-        return 0, noise_of(request.seed, number, shape, model.dtype)
+            if progress is not None:
+                return state.step, progress
+        return 0, initial
 
-    async def _step(self, request: _Open, number: int, latents: Latents, step: int) -> Stepped:
-        header, steps = request.header, request.params.steps
+    async def _encode(self, request: _Open, number: int) -> list[Condition]:
+        """Return the prompt, and with guidance the negative prompt."""
+        params, texts = request.params, [request.prompt]
+        if params.guidance != 1.0:
+            texts.append(params.negative_prompt or self._image_model.empty_negative)
         self._check_open(request)
+        ticket = request.header.ticket
+        assert ticket is not None
+        # The images of a request share their texts by the cache of the thread.
+        encode = Encode(tuple(texts), ticket.cache_scope)
+        return await self._thread.encode(request.header.request_id, number, encode, request.due_s)
+
+    async def _step(
+        self, request: _Open, number: int, progress: Progress, step: int, texts: list[Condition]
+    ) -> Stepped:
+        params = request.params
+        self._check_open(request)
+        prompt, *negative = texts
         unit = Step(
-            latents,
-            request.tokens,
-            request.negative,
-            request.params.guidance,
-            time_of(step, steps),
-            time_of(step + 1, steps),
+            progress,
+            prompt,
+            negative[0] if negative else None,
+            params.guidance,
+            request.size,
+            step,
+            params.steps,
         )
-        stepped = await self._thread.step(header.request_id, number, unit, request.due_s)
+        stepped = await self._thread.step(request.header.request_id, number, unit, request.due_s)
         # A request that makes progress did not kill its earlier workers.
         request.job.suspect = False
         return stepped
@@ -302,19 +329,24 @@ class ImageWorker(GeneratorWorker):
         number: int,
         step: int,
         *,
-        state: Latents | None = None,
-        preview: Latents | None = None,
+        state: Progress | None = None,
+        preview: TensorData | None = None,
     ) -> None:
-        """Store the latents after a step, a preview of the image, or both."""
-        state_url = "" if state is None else await self._stored(request, state.tobytes())
-        preview_url = "" if preview is None else await self._stored_png(request, preview)
+        """Store the state after a step, a preview of the image, or both."""
+        state_url = preview_url = ""
+        if state is not None:
+            state_url = await self._stored(request, encode_state(state, step))
+        if preview is not None:
+            preview_url = await self._stored_png(request, number, preview)
         steps = request.params.steps
         async with request.appending:
             await request.log.step(number, step, steps, state=state_url, preview=preview_url)
 
-    async def _stored_png(self, request: _Open, latents: Latents) -> str:
-        png = await asyncio.to_thread(lambda: to_png(self._image_model.pixels(latents)))
-        return await self._stored(request, png)
+    async def _stored_png(self, request: _Open, number: int, latents: TensorData) -> str:
+        pixels = await self._thread.decode(
+            request.header.request_id, number, latents, request.size, request.due_s
+        )
+        return await self._stored(request, await asyncio.to_thread(to_png, pixels))
 
     async def _stored(self, request: _Open, data: bytes) -> str:
         name = await media_store.hash_media(data)

@@ -61,17 +61,19 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     import torch
 
     from shared.models.digest import digest_of_files
+    from workers.generator.image_loader import load_image_model
     from workers.generator.image_results import ImageResults
     from workers.generator.image_thread import ImageThread
     from workers.generator.image_worker import ImageWorker
-    from workers.generator.painter_model import load_painter
 
     config = context.config
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     context.step("loading the painter")
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
-    painter = await asyncio.to_thread(load_painter, folder, dtype, stage.sizes, key)
+    painter = await asyncio.to_thread(
+        load_image_model, folder, dtype, stage.sizes, key, config.engine.device, context.step
+    )
     thread = ImageThread(painter, config.generator.max_images)
     results, weights = None, ""
     if config.generator.result_ttl_s:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -13,10 +13,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from shared.codec.envelope import TensorData
+from shared.codec.tensors import from_torch, to_torch
 from shared.errors import ConfigError, ContextTooLong
-from shared.protocol.images import parse_size
 from shared.vision.quantized import find_quantization, find_quantized_tensor
-from workers.generator.core.denoising import ImageModel, Latents, Pixels, Step, Stepped
+from workers.generator.core.denoising import (
+    Condition,
+    ImageModel,
+    Noise,
+    Pixels,
+    Progress,
+    Size,
+    Step,
+    Stepped,
+    array_of,
+    check_sizes,
+    tensor_of,
+)
 from workers.generator.painter import (
     CHANNELS,
     HEAD_WIDTH,
@@ -60,75 +73,74 @@ class PainterConfig(Struct, frozen=True):
 class PainterModel:
     """A painter with its tokenizer. Latents are the pixels of a smaller image, from -1 to 1."""
 
+    empty_negative = ""
+    min_guidance = 0.0
+
     def __init__(
         self,
         config: PainterConfig,
         network: Painter,
-        encode: Callable[[str], list[int]],
+        tokenize: Callable[[str], list[int]],
         dtype: torch.dtype,
     ) -> None:
-        self.dtype: np.dtype[np.floating[Any]] = np.dtype(str(dtype).removeprefix("torch."))
-        self._config, self._encode, self._dtype = config, encode, dtype
+        self._config, self._tokenize, self._dtype = config, tokenize, dtype
         self._network = network.to(dtype).eval().requires_grad_(requires_grad=False)
         self._places: dict[tuple[int, int], torch.Tensor] = {}
 
-    def encode(self, text: str, field: str) -> tuple[int, ...]:
-        token_ids, limit = self._encode(text), self._config.max_text
-        if len(token_ids) > limit:
+    def check_text(self, text: str, field: str) -> int:
+        num_tokens, limit = len(self._tokenize(text)), self._config.max_text
+        if num_tokens > limit:
             raise ContextTooLong(
-                f"{field}: the text has {len(token_ids)} tokens, over the painter's limit of"
-                f" {limit}",
+                f"{field}: the text has {num_tokens} tokens, over the painter's limit of {limit}",
                 field=field,
             )
-        return tuple(token_ids)
+        return num_tokens
 
-    def latents_shape(self, width: int, height: int) -> tuple[int, int, int]:
+    def encode(self, texts: Sequence[str]) -> list[Condition]:
+        token_ids = [np.array(self._tokenize(text), np.int64) for text in texts]
+        return [Condition({"tokens": tensor_of(ids)}, len(ids)) for ids in token_ids]
+
+    def noise_shape(self, size: Size) -> tuple[int, int, int]:
+        width, height = size
         return CHANNELS, height // self._config.scale, width // self._config.scale
+
+    def begin(self, size: Size, noise: Noise) -> Progress:
+        return Progress(from_torch(torch.from_numpy(noise).to(self._dtype)), {})
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         patch = self._config.patch
-        _, height, width = steps[0].latents.shape
-        latents = torch.from_numpy(np.stack([step.latents for step in steps]))
+        latents = torch.stack([to_torch(step.progress.latents) for step in steps])
+        _, _, height, width = latents.shape
         patches = to_patches(latents, patch)
         # Guidance needs a second row: the image without the prompt, or with the negative prompt.
-        guided = [number for number, step in enumerate(steps) if step.guidance != 1.0]
-        texts = [step.tokens for step in steps] + [steps[n].negative for n in guided]
+        guided = [n for n, step in enumerate(steps) if step.negative is not None]
+        negatives = [step.negative for step in steps if step.negative is not None]
+        texts = [*(step.prompt for step in steps), *negatives]
         rows = torch.tensor([*range(len(steps)), *guided])
-        times = torch.tensor([step.time for step in steps], dtype=self._dtype)
+        times = torch.tensor([step.number / step.steps for step in steps], dtype=self._dtype)
         places = self._places_of(height // patch, width // patch)
         painted = self._network(patches[rows], times[rows], self._padded(texts), places)
         finished = painted[: len(steps)].clone()
         for number, other in zip(guided, painted[len(steps) :], strict=True):
             finished[number] = torch.lerp(other, painted[number], steps[number].guidance)
-        images = to_images(finished, patch, height // patch).numpy()
+        images = to_images(finished, patch, height // patch)
         return [
-            Stepped(_moved(step, image), image) for step, image in zip(steps, images, strict=True)
+            Stepped(Progress(from_torch(_moved(step, before, image)), {}), from_torch(image))
+            for step, before, image in zip(steps, latents, images, strict=True)
         ]
 
-    def pixels(self, latents: Latents) -> Pixels:
-        scale = self._config.scale
-        values = np.rint(np.clip(latents, -1, 1) * 127.5 + 127.5).astype(np.uint8)
+    def pixels(self, latents: TensorData, size: Size) -> Pixels:
+        values = np.rint(np.clip(array_of(latents), -1, 1) * 127.5 + 127.5).astype(np.uint8)
         small = Image.fromarray(np.ascontiguousarray(values.transpose(1, 2, 0)))
-        size = (small.width * scale, small.height * scale)
         return np.asarray(small.resize(size, Image.Resampling.BICUBIC))
 
-    def check_sizes(self, sizes: Sequence[str], key: str) -> None:
-        """Raise ConfigError for a size that the network does not support."""
-        multiple = self._config.multiple
-        for size in sizes:
-            width, height = parse_size(size)
-            if width % multiple or height % multiple:
-                message = f"{size}: width and height must be multiples of {multiple}"
-            elif (num := width * height // multiple**2) > MAX_PATCHES:
-                message = f"{size}: {num} patches are over the limit of {MAX_PATCHES}"
-            else:
-                continue
-            raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
-
-    def _padded(self, texts: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        length, pad = self._config.max_text, self._config.pad_token_id
-        return torch.tensor([[*text, *[pad] * (length - len(text))] for text in texts])
+    def _padded(self, texts: Sequence[Condition]) -> torch.Tensor:
+        """Return the tokens of texts, [texts, max_text]."""
+        padded = torch.full((len(texts), self._config.max_text), self._config.pad_token_id)
+        for row, text in zip(padded, texts, strict=True):
+            row[: text.num_tokens] = to_torch(text.arrays["tokens"])
+        return padded
 
     def _places_of(self, rows: int, columns: int) -> torch.Tensor:
         if (rows, columns) not in self._places:
@@ -136,11 +148,11 @@ class PainterModel:
         return self._places[rows, columns]
 
 
-def _moved(step: Step, finished: Latents) -> Latents:
+def _moved(step: Step, latents: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
     """Return the latents at the next time, on the line from the latents to the finished image."""
-    part = (step.next_time - step.time) / (1 - step.time)
-    moved: Latents = step.latents + part * (finished - step.latents)
-    return moved.astype(finished.dtype)
+    time, next_time = step.number / step.steps, (step.number + 1) / step.steps
+    part = (next_time - time) / (1 - time)
+    return latents + part * (finished - latents)
 
 
 def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> ImageModel:
@@ -170,10 +182,9 @@ def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> Im
         message = f"{file}: more tokens than num_tokens of {CONFIG_FILE}, {config.num_tokens}"
         raise ConfigError(f"{key}.path: {message}", field=f"{key}.path")
 
-    def encode(text: str) -> list[int]:
+    def tokenize(text: str) -> list[int]:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids
 
-    model = PainterModel(config, network, encode, getattr(torch, dtype))
-    model.check_sizes(sizes, key)
-    return model
+    check_sizes(sizes, config.multiple, MAX_PATCHES, key)
+    return PainterModel(config, network, tokenize, getattr(torch, dtype))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -20,7 +19,7 @@ from shared.protocol.images import ImageParams, PaintParams, parse_size
 from shared.protocol.records import Finish
 from shared.protocol.requests import GenerateRequest
 from workers import settings
-from workers.generator.core.denoising import ImageModel, Latents, Step, noise_of, time_of
+from workers.generator.core.denoising import Condition, ImageModel, Progress, Step, noise_of
 from workers.generator.image_worker import to_png
 from workers.generator.painter import Painter
 from workers.generator.painter_model import (
@@ -78,13 +77,21 @@ def model_config(folder: Path) -> dict[str, object]:
 class _Canvas:
     """An image that is being painted."""
 
-    tokens: tuple[int, ...]
-    latents: Latents
+    prompt: Condition
+    negative: Condition
+    progress: Progress
     step: int = 0
 
     def next_step(self) -> Step:
-        times = time_of(self.step, PARAMS.steps), time_of(self.step + 1, PARAMS.steps)
-        return Step(self.latents, self.tokens, (), PARAMS.guidance, *times)
+        return Step(
+            self.progress,
+            self.prompt,
+            self.negative,
+            PARAMS.guidance,
+            parse_size(SIZE),
+            self.step,
+            PARAMS.steps,
+        )
 
 
 class PlainPainter:
@@ -102,16 +109,17 @@ class PlainPainter:
                 open_.append(self._begin(waiting.popleft()))
             results = self._model.step([canvas.next_step() for canvas in open_])
             for canvas, result in zip(open_, results, strict=True):
-                canvas.latents, canvas.step = result.latents, canvas.step + 1
+                canvas.progress, canvas.step = result.progress, canvas.step + 1
                 if canvas.step == PARAMS.steps:
-                    to_png(self._model.pixels(canvas.latents))
+                    to_png(self._model.pixels(canvas.progress.latents, parse_size(SIZE)))
             open_ = [canvas for canvas in open_ if canvas.step < PARAMS.steps]
         return 60 * len(prompts) / (time.perf_counter() - began_s)
 
     def _begin(self, prompt: Prompt) -> _Canvas:
-        shape = self._model.latents_shape(*parse_size(SIZE))
-        noise = noise_of(prompt.seed, 0, shape, np.dtype(np.float32))
-        return _Canvas(self._model.encode(prompt.text, "prompt"), noise)
+        size = parse_size(SIZE)
+        noise = noise_of(prompt.seed, 0, self._model.noise_shape(size))
+        condition, negative = self._model.encode([prompt.text, self._model.empty_negative])
+        return _Canvas(condition, negative, self._model.begin(size, noise))
 
 
 async def paint_by_queue(bus: Bus, prompts: Sequence[Prompt], at_once: int) -> float:

@@ -9,22 +9,24 @@ from ops.chaos.patching import replace_attribute, wrap
 @bug("dit", "dying painters", "I3")
 def checkpoint_before_the_step() -> None:
     """A record says that a step is done, and names the latents from before it."""
+    from shared.codec.envelope import TensorData
     from workers.generator import image_worker
-    from workers.generator.core.denoising import Latents, Stepped
+    from workers.generator.core.denoising import Condition, Progress, Stepped
     from workers.generator.image_worker import ImageWorker
 
-    before: dict[tuple[str, int], Latents] = {}
+    before: dict[tuple[str, int], Progress] = {}
     compute, note = ImageWorker._step, ImageWorker._note
 
     async def step(
         self: ImageWorker,
         request: "image_worker._Open",
         number: int,
-        latents: Latents,
+        progress: Progress,
         step: int,
+        texts: list[Condition],
     ) -> Stepped:
-        before[request.header.request_id, number] = latents
-        return await compute(self, request, number, latents, step)
+        before[request.header.request_id, number] = progress
+        return await compute(self, request, number, progress, step, texts)
 
     async def stale(
         self: ImageWorker,
@@ -32,8 +34,8 @@ def checkpoint_before_the_step() -> None:
         number: int,
         step: int,
         *,
-        state: Latents | None = None,
-        preview: Latents | None = None,
+        state: Progress | None = None,
+        preview: TensorData | None = None,
     ) -> None:
         if state is not None:
             state = before[request.header.request_id, number]
@@ -51,10 +53,10 @@ def results_shared_between_seeds() -> None:
     from workers.generator import image_worker
     from workers.generator.image_results import key_of
 
-    def key_without_seed(model: str, header: TaskHeader, tokens: tuple[int, ...]) -> str | None:
+    def key_without_seed(model: str, header: TaskHeader, prompt: str) -> str | None:
         image = header.image
         assert image is not None
-        return key_of(model, replace(header, image=replace(image, seed=0)), tokens)
+        return key_of(model, replace(header, image=replace(image, seed=0)), prompt)
 
     replace_attribute(image_worker, "key_of", key_without_seed)
 

@@ -19,8 +19,9 @@ from ops.training.painter.task import SCALE, SHAPE, SIZE
 from ops.training.seeing.evaluation import Folder
 from ops.training.seeing.scenes import Size
 from ops.training.trainer import State, console
+from shared.codec.envelope import TensorData
 from shared.protocol.images import MAX_STEPS
-from workers.generator.core.denoising import ImageModel, Step, noise_of, time_of
+from workers.generator.core.denoising import ImageModel, Step, noise_of, tensor_of
 from workers.generator.painter_model import load_painter
 
 CARD = Path(__file__).with_name("card.md")
@@ -44,20 +45,20 @@ def paint(
 ) -> list[Image.Image]:
     """Return an image of each prompt, with its index in the list as seed."""
     assert 1 <= steps <= MAX_STEPS
-    shape = model.latents_shape(*size)
-    texts = [model.encode(prompt, "prompt") for prompt in prompts]
+    shape = model.noise_shape(size)
+    conditions = model.encode(prompts)
+    (negative,) = model.encode([model.empty_negative]) if guidance != 1.0 else (None,)
     images: list[Image.Image] = []
-    for first in range(0, len(texts), ROWS_TOGETHER):
-        group = range(first, min(len(texts), first + ROWS_TOGETHER))
-        latents = [noise_of(seed, 0, shape, model.dtype) for seed in group]
+    for first in range(0, len(prompts), ROWS_TOGETHER):
+        group = range(first, min(len(prompts), first + ROWS_TOGETHER))
+        rows = [model.begin(size, noise_of(seed, 0, shape)) for seed in group]
         for step in range(steps):
-            times = time_of(step, steps), time_of(step + 1, steps)
-            rows = [
-                Step(row, texts[seed], (), guidance, *times)
-                for seed, row in zip(group, latents, strict=True)
+            batch = [
+                Step(row, conditions[seed], negative, guidance, size, step, steps)
+                for seed, row in zip(group, rows, strict=True)
             ]
-            latents = [done.latents for done in model.step(rows)]
-        images += [Image.fromarray(model.pixels(row)) for row in latents]
+            rows = [stepped.progress for stepped in model.step(batch)]
+        images += [Image.fromarray(model.pixels(row.latents, size)) for row in rows]
     return images
 
 
@@ -81,9 +82,9 @@ def evaluate(
     model = load_painter(out, "float32", [f"{size[0]}x{size[1]}"], "the painter")
     painted = paint(model, [prompt.text for prompt in prompts], size, steps, guidance)
     rng = random.Random(f"{seed}/drawn")
-    _, height, width = model.latents_shape(*size)
+    _, height, width = model.noise_shape(size)
     drawn = [
-        Image.fromarray(model.pixels(_latents(draw(rng, prompt, (width, height)))))
+        Image.fromarray(model.pixels(_latents(draw(rng, prompt, (width, height))), size))
         for prompt in prompts
     ]
     judge_model = Folder(SEEING)
@@ -93,8 +94,8 @@ def evaluate(
     )
 
 
-def _latents(image: Image.Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1
+def _latents(image: Image.Image) -> TensorData:
+    return tensor_of(np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1)
 
 
 def write_painter_card(

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import ImageParams
@@ -109,6 +110,65 @@ def test_what_is_not_painted_is_refused(changes: dict[str, Any], field: str) -> 
         plan_images(images_request(**changes), PAINTER, BASE)
     assert refused.value.field == field
     assert refused.value.message.startswith(f"{field}: ")
+
+
+def test_the_names_of_diffusers_are_read() -> None:
+    """The call of the first version of the design, as it stands there."""
+    body = {
+        "model": "qwen-image",
+        "prompt": "...",
+        "seed": 42,
+        "cfg_scale": 4.0,
+        "num_images_per_prompt": 1,
+        "num_inference_steps": 50,
+        "height": 1024,
+        "width": 1024,
+    }
+    painter = msgspec.structs.replace(PAINTER, sizes=["1328x1328", "1024x1024"])
+    plan = plan_images(msgspec.convert(body, ImagesRequest), painter, BASE)
+    assert plan.requests[0].image == ImageParams("1024x1024", 1, 50, 4.0, None, 42)
+    assert plan.options.images.size == "1024x1024"
+    assert plan.options.fields == {
+        "image.size": "width",
+        "image.n": "num_images_per_prompt",
+        "image.guidance": "cfg_scale",
+    }
+
+
+def test_names_of_one_value_may_repeat_it() -> None:
+    values = {"guidance_scale": 2, "true_cfg_scale": 2.0, "cfg_scale": 2}
+    again = {"n": 3, "num_images_per_prompt": 3, "size": "12x8", "width": 12, "height": 8}
+    plan = plan_images(images_request(**values, **again), PAINTER, BASE)
+    assert plan.requests[0].image == ImageParams("12x8", 3, None, 2.0)
+    assert plan.options.names is UNSET
+    plan = plan_images(images_request(size="auto", width=12, height=8), PAINTER, BASE)
+    assert plan.requests[0].image == ImageParams("12x8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "message"),
+    [
+        (
+            {"guidance_scale": 2, "cfg_scale": 3},
+            "cfg_scale",
+            "cfg_scale: 3.0 contradicts guidance_scale, 2.0: send one of them",
+        ),
+        ({"true_cfg_scale": 2, "cfg_scale": 3}, "cfg_scale", "contradicts true_cfg_scale, 2.0"),
+        ({"n": 1, "num_images_per_prompt": 2}, "num_images_per_prompt", "contradicts n, 1"),
+        ({"size": "16x16", "width": 12, "height": 8}, "width", "12x8 contradicts size, 16x16"),
+        ({"width": 12}, "height", "height: required with width"),
+        ({"height": 12}, "width", "width: required with height"),
+        ({"height": 99, "width": 99}, "width", "width: '99x99' is not available; available: 16x16"),
+        ({"num_images_per_prompt": 2, "stream": True}, "num_images_per_prompt", "has one image"),
+    ],
+)
+def test_names_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        plan_images(images_request(**changes), PAINTER, BASE)
+    assert refused.value.field == field
+    assert message in refused.value.message
 
 
 @pytest.mark.parametrize("stage", [None, msgspec.structs.replace(PAINTER, output=None)])

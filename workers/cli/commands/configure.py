@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from shared.config.schema import Config, ModelConfig, Right
 from shared.errors import ConfigError
+from shared.models.image_folder import is_image_folder
 from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
@@ -82,15 +83,17 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
 
 
 def _check_models(config: Config) -> list[str]:
-    """Return a line about the family and the weights of each folder that an engine loads.
+    """Return a line about the family and the weights of each folder that an engine loads, and of
+    each folder of diffusers.
 
-    Raises ConfigError for a folder that the engine refuses.
+    Raises ConfigError for a folder that is refused.
     """
     folders: list[tuple[str, str, Path, str | None]] = []
     for name, pipeline in pipelines_of(config).items():
         model, field = config.models[name], f"models.{name}"
         for stage in pipeline.stages:
-            if stage.role != ENGINE:
+            folder = Path(stage.path or model.path)
+            if stage.role != ENGINE and not is_image_folder(folder):
                 continue
             if stage.path is None:
                 folders.append((name, f"{field}.path", Path(model.path), model.pooling))

@@ -122,7 +122,7 @@ def _describe(
     configured: Sequence[local.LocalModel], cached: Sequence[local.LocalModel], served: set[str]
 ) -> list[dict[str, object]]:
     models = [*configured, *cached]
-    here = [model for model in models if (model.folder / "config.json").is_file()]
+    here = [model for model in models if local.has_model(model.folder)]
     checked = reports.check_folders(
         [model.folder for model in here], [model.pooling for model in here]
     )

@@ -12,13 +12,16 @@ import yaml
 from shared.config.parsing import parse_config
 from shared.config.schema import Config
 from shared.errors import ConfigError
+from shared.models.image_folder import is_image_folder, read_image_folder
 from workers.cli.models.local import LocalModel, find_local, is_folder, missing_files
 from workers.cli.models.memory import (
     INT8_DTYPE,
     ModelNeeds,
+    PainterNeeds,
     Plan,
     Weights,
     available_bytes,
+    check_painters,
     make_plan,
 )
 from workers.cli.models.reports import Report, check_folders
@@ -75,6 +78,11 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
     for model, report in zip(models, reports, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")
+        if wishes.quantization is not None and is_image_folder(model.folder):
+            raise ConfigError(
+                f"quantization: {model.name} paints, and only decoders of text are quantized",
+                field="quantization",
+            )
     tree, lines = _choose(models, reports, wishes, base)
     for model in models:
         if defaults := read_sampling_defaults(model.folder):
@@ -117,7 +125,20 @@ def _choose(
             chosen = {"dtype": report.dtype, **{k: v for k, v in options.items() if v is not None}}
             entry.update({name: value for name, value in chosen.items() if value is not None})
         return {"models": entries}, [f"engines compute on {base.engine.device}"]
-    plan = _plan(models, reports, wishes, base)
+    available = available_bytes()
+    painters = [
+        _painter_needs(model, report, wishes)
+        for model, report in zip(models, reports, strict=True)
+        if is_image_folder(model.folder)
+    ]
+    check_painters(painters, available)
+    for painter in painters:
+        entries[painter.name]["dtype"] = painter.dtype
+    lines = [painter.line(available) for painter in painters]
+    if len(painters) == len(models):
+        return {"models": entries}, lines
+    available -= sum(painter.weights_bytes for painter in painters)
+    plan = _plan(models, reports, wishes, base, available)
     for share in plan.shares:
         entries[share.name] |= {"dtype": share.dtype, "max_model_len": share.max_model_len}
         if wishes.quantization is not None:
@@ -125,20 +146,35 @@ def _choose(
     engine = {"kv_cache_mib": plan.kv_cache_mib}
     if plan.max_num_seqs < base.engine.max_num_seqs:
         engine["max_num_seqs"] = plan.max_num_seqs
-    return {"models": entries, "engine": engine}, plan.lines()
+    return {"models": entries, "engine": engine}, [*lines, *plan.lines()]
+
+
+def _painter_needs(model: LocalModel, report: Report, wishes: Wishes) -> PainterNeeds:
+    """Return the needs of a model that paints, by default in bfloat16 if it was saved so."""
+    dtype = wishes.dtype or ("bfloat16" if report.dtype == "bfloat16" else "float32")
+    folder = read_image_folder(model.folder)
+    return PainterNeeds(
+        model.name, dtype, {part: folder.num_bytes(part, dtype) for part in folder.parts}
+    )
 
 
 def _plan(
-    models: Sequence[LocalModel], reports: Sequence[Report], wishes: Wishes, base: Config
+    models: Sequence[LocalModel],
+    reports: Sequence[Report],
+    wishes: Wishes,
+    base: Config,
+    available: int,
 ) -> Plan:
+    """Return the plan of the models with an engine."""
     needs = [
         _needs_of(model, report, wishes, base)
         for model, report in zip(models, reports, strict=True)
+        if not is_image_folder(model.folder)
     ]
     is_set = "PAGEMILL_ENGINE__KV_CACHE_MIB" in os.environ
     plan = make_plan(
         needs,
-        available_bytes(),
+        available,
         base.engine.kv_cache_mib if is_set else None,
         base.engine.max_num_seqs,
     )

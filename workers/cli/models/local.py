@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
+from shared.models.image_folder import MODEL_INDEX, is_image_folder, list_missing_files
 from shared.vision.weight_files import INDEX, read_index
 
 
@@ -49,7 +50,12 @@ def list_cached() -> list[LocalModel]:
 
 def is_folder(name: str) -> bool:
     """Return whether this is a path, and not a name in the hub's cache."""
-    return name.startswith((".", "/", "~")) or (Path(name) / "config.json").is_file()
+    return name.startswith((".", "/", "~")) or has_model(Path(name))
+
+
+def has_model(folder: Path) -> bool:
+    """Return whether a folder has the description of a model, of transformers or diffusers."""
+    return (folder / "config.json").is_file() or is_image_folder(folder)
 
 
 def find_local(name: str) -> LocalModel | None:
@@ -63,9 +69,10 @@ def find_local(name: str) -> LocalModel | None:
         except RuntimeError as error:
             message = f"{name}: the home directory is unknown"
             raise ConfigError(message, field="models") from error
-        if not (folder / "config.json").is_file():
+        if not has_model(folder):
             raise ConfigError(
-                f"{name} is not a Hugging Face model folder (no config.json)", field="models"
+                f"{name} is not a Hugging Face model folder (no config.json or {MODEL_INDEX})",
+                field="models",
             )
         return LocalModel(folder.resolve().name, folder)
     return next((model for model in list_cached() if model.name == name), None)
@@ -73,6 +80,8 @@ def find_local(name: str) -> LocalModel | None:
 
 def missing_files(folder: Path) -> list[str]:
     """Return the files that serving needs and the folder does not have."""
+    if is_image_folder(folder):
+        return list_missing_files(folder)
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if (folder / INDEX).is_file():
         try:

@@ -1,6 +1,6 @@
 """Plan of the memory of this machine: sizes of the KV cache and of the context of models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +66,26 @@ class ModelNeeds:
 
     def states_bytes(self, max_num_seqs: int) -> int:
         return STATE_COPIES * max_num_seqs * self.state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PainterNeeds:
+    """Weights of a model that paints."""
+
+    name: str
+    dtype: str
+    parts: Mapping[str, int]
+    """Bytes of each part, by its name."""
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    def line(self, available: int) -> str:
+        parts = ", ".join(
+            f"{part.replace('_', ' ')} {decimal(size)}" for part, size in self.parts.items()
+        )
+        return f"{self.name}: {parts} as {self.dtype}, of {decimal(available)} of free memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +179,17 @@ def make_plan(
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)
     ]
     return Plan(shares, mib, num_seqs, available)
+
+
+def check_painters(painters: Sequence[PainterNeeds], available: int) -> None:
+    """Raise ConfigError if the weights of models that paint do not fit."""
+    weights = sum(painter.weights_bytes for painter in painters)
+    if painters and weights + RESERVE_BYTES > available:
+        raise ConfigError(
+            f"{', '.join(painter.name for painter in painters)}: the weights need {weights} bytes,"
+            f" all else {RESERVE_BYTES}, and {available} bytes of memory are available",
+            field="models",
+        )
 
 
 def _exact_dtype(model: ModelNeeds) -> str:

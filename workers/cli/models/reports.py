@@ -1,4 +1,5 @@
-"""Reports of the engine about model folders, from a process that may import transformers."""
+"""Reports about model folders: of the engine, from a process that may import transformers, and of
+models that paint."""
 
 import itertools
 import os
@@ -10,7 +11,9 @@ from pathlib import Path
 import msgspec
 
 from shared.errors import ConfigError
+from shared.models.image_folder import find_family_of, is_image_folder, read_image_folder
 
+DIFFUSERS = "diffusers"
 MODULE = "workers.engine.model.check_folders"
 CHECK_TIMEOUT_S = 120.0
 
@@ -24,18 +27,21 @@ class TalkerReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The report of `workers.engine.model.check_folders` about one folder."""
+    """The report of `workers.engine.model.check_folders` about one folder.
 
-    family: str | None
-    source: str | None
-    reason: str | None
-    dtype: str | None
-    max_position_embeddings: int
-    kv_values_per_token: int
-    state_bytes_per_sequence: int
-    stored_as: str | None
-    keeps_numbers: bool
-    talker: TalkerReport | None
+    For a model that paints, the source is `diffusers`, and there are no keys, values and states.
+    """
+
+    family: str | None = None
+    source: str | None = None
+    reason: str | None = None
+    dtype: str | None = None
+    max_position_embeddings: int = 0
+    kv_values_per_token: int = 0
+    state_bytes_per_sequence: int = 0
+    stored_as: str | None = None
+    keeps_numbers: bool = False
+    talker: TalkerReport | None = None
 
 
 def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) -> list[Report]:
@@ -43,13 +49,23 @@ def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) 
 
     Raises ConfigError.
     """
-    if not folders:
+    pairs = list(itertools.zip_longest(folders, poolings))
+    engines = iter(check_by_engine([pair for pair in pairs if not is_image_folder(pair[0])]))
+    return [
+        _check_image_folder(folder) if is_image_folder(folder) else next(engines)
+        for folder, _ in pairs
+    ]
+
+
+def check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
+    """Return the engine's report for each folder and its pooling. Raises ConfigError."""
+    if not pairs:
         return []
-    pairs = itertools.zip_longest(map(str, folders), (pooling or "" for pooling in poolings))
+    words = [word for folder, pooling in pairs for word in (str(folder), pooling or "")]
     try:
         # Without a terminal, transformers cannot ask whether to run the code of a folder.
         done = subprocess.run(
-            [sys.executable, "-P", "-m", MODULE, *(word or "" for pair in pairs for word in pair)],
+            [sys.executable, "-P", "-m", MODULE, *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -64,3 +80,14 @@ def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) 
     except msgspec.MsgspecError as error:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigError(f"the models cannot be checked: {reason}", field="models") from error
+
+
+def _check_image_folder(folder: Path) -> Report:
+    family = find_family_of(folder)
+    name = None if family is None else family.name
+    try:
+        description = read_image_folder(folder)
+    except ConfigError as error:
+        reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
+        return Report(name, DIFFUSERS, reason)
+    return Report(name, DIFFUSERS, dtype=description.dtype)

@@ -1,6 +1,9 @@
 """`/v1/images/generations`: the plan of a request, and the assembler of its answer. Pure."""
 
+from collections.abc import Mapping
 from typing import Any
+
+from msgspec import UNSET, UnsetType
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import ImageParams
@@ -38,6 +41,12 @@ class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
 
 class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
     images: PaintedOptions
+    names: dict[str, str] | UnsetType = UNSET
+    """The client's name of each bus field for which it used another name than the usual one."""
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        return {} if self.names is UNSET else self.names
 
     @property
     def output(self) -> PaintedOptions:
@@ -50,14 +59,24 @@ def plan_images(
     """Return the plan of a request for images. Raises InvalidRequest naming the field."""
     if painter is None or painter.output is None:
         raise InvalidRequest(f"{request.model} paints no images", field="model")
-    _check(request, painter)
-    size = None if request.size == AUTO else request.size
+    size_field, size = _size_of(request)
+    num_field, num_images = _agreed(request, "n", "num_images_per_prompt")
+    guidance_field, guidance = _agreed(request, "guidance_scale", "true_cfg_scale", "cfg_scale")
+    fields = {"image.size": size_field, "image.n": num_field, "image.guidance": guidance_field}
+    usual = IMAGES.client_fields.names
+    names = {field: name for field, name in fields.items() if name != usual[field]}
+    if size is not None:
+        check_choice(size_field, size, painter.sizes)
+    if request.stream and (num_images or 1) > 1:
+        message = f"{num_field}: a stream has one image, not {num_images}"
+        raise InvalidRequest(message, field=num_field)
+    _check(request)
     params = ImageParams(
         size,
         # A stream has one image, even if the model's default is another number.
-        1 if request.stream else request.n,
+        1 if request.stream else num_images,
         request.num_inference_steps,
-        request.guidance_scale,
+        guidance,
         request.negative_prompt,
         request.seed,
         request.partial_images,
@@ -79,22 +98,53 @@ def plan_images(
     return SubmitPlan(
         [generate_request],
         {},
-        ImageOptions(images=options),
+        ImageOptions(images=options, names=names or UNSET),
         delivery=Delivery.EVENTS if request.stream else Delivery.WHOLE,
         durable=bool(request.durable),
     )
 
 
-def _check(request: ImagesRequest, painter: StageSpec) -> None:
-    """Raises InvalidRequest for values that the model or this endpoint does not support."""
-    if request.size not in (None, AUTO):
-        check_choice("size", str(request.size), painter.sizes)
+def _agreed(request: ImagesRequest, *names: str) -> tuple[str, Any]:
+    """Return the value of fields that are names of one value, and the name that the client used.
+
+    The value is None if all are omitted. Raises InvalidRequest if two of them differ.
+    """
+    values = {name: value for name in names if (value := getattr(request, name)) is not None}
+    for name, value in values.items():
+        first = next(iter(values))
+        if value != values[first]:
+            raise _contradiction(name, value, first, values[first])
+    return next(iter(values.items()), (names[0], None))
+
+
+def _size_of(request: ImagesRequest) -> tuple[str, str | None]:
+    """Return the size of the images, or None, and the name of the field with it."""
+    size, width, height = request.size, request.width, request.height
+    if (width is None) != (height is None):
+        field, other = ("height", "width") if width is None else ("width", "height")
+        raise InvalidRequest(f"{other}: required with {field}", field=other)
+    if size == AUTO:
+        size = None
+    if width is None:
+        return "size", size
+    sides = f"{width}x{height}"
+    if size not in (None, sides):
+        raise _contradiction("width", sides, "size", size)
+    return "size" if size else "width", sides
+
+
+def _contradiction(name: str, value: object, other: str, other_value: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name}: {value} contradicts {other}, {other_value}: send one of them", field=name
+    )
+
+
+def _check(request: ImagesRequest) -> None:
+    """Raises InvalidRequest for values that this endpoint does not support."""
     check_choice("output_format", request.output_format, [PNG])
     check_choice("response_format", request.response_format, [B64_JSON, URL])
     if request.stream:
         check_choice("response_format", request.response_format, [B64_JSON])
-        if (request.n or 1) > 1:
-            raise InvalidRequest(f"n: a stream has one image, not {request.n}", field="n")
     elif request.partial_images:
         raise InvalidRequest("partial_images: previews require stream", field="partial_images")
 

@@ -13,6 +13,8 @@ AUTO = "auto"
 PNG = "png"
 B64_JSON, URL = "b64_json", "url"
 
+Side = Annotated[int, Meta(ge=1, le=99_999)]
+
 
 class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str
@@ -20,8 +22,14 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Description of the images."""
     n: NumImages | None = None
     """Number of images; by default 1. A stream has only one."""
+    num_images_per_prompt: NumImages | None = None
+    """Name of `n` in diffusers. Two names of one value must agree."""
     size: str | None = None
     """One of the model's sizes, such as `120x120`; by default, and for `auto`, its default size."""
+    width: Side | None = None
+    """Width in pixels. With `height`, another form of `size`."""
+    height: Side | None = None
+    """Height in pixels. With `width`, another form of `size`."""
     response_format: str = B64_JSON
     """`b64_json`, or `url` for the URL of a file, which streams do not support."""
     output_format: str = PNG
@@ -36,6 +44,10 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Number of denoising steps; by default as configured for the model."""
     guidance_scale: Guidance | None = None
     """Scale of the classifier-free guidance, 1 for none; by default as configured for the model."""
+    true_cfg_scale: Guidance | None = None
+    """Name of `guidance_scale` in some pipelines of diffusers."""
+    cfg_scale: Guidance | None = None
+    """Another name of `guidance_scale`."""
     negative_prompt: NegativePrompt | None = None
     """Description of content that the images should not have."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None

@@ -1,72 +1,133 @@
-"""Denoising steps of images: times, noise, and the interface of image models.
+"""Denoising steps of images: noise, and the interface of image models.
 
-An image begins as noise at time 0 and is finished at time 1. Each step moves the latents on a
-straight line towards the network's prediction of the finished image.
+A model encodes texts once. An image begins as noise, each step moves its latents towards the
+finished image, and the decoder turns the last latents into pixels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Latents = NDArray[np.floating[Any]]
-"""Latents of an unfinished image, [channels, height, width]."""
+from shared.codec.envelope import TensorData
+from shared.errors import ConfigError
+from shared.protocol.images import parse_size
+
+Noise = NDArray[np.float64]
+"""Noise that an image begins with, in the shape of the model."""
 Pixels = NDArray[np.uint8]
 """A finished image, [height, width, 3]."""
+Size = tuple[int, int]
+"""Width and height of an image, in pixels."""
+
+
+class Condition(NamedTuple):
+    """An encoded text, as the network reads it."""
+
+    arrays: Mapping[str, TensorData]
+    """Tensors by the names that the model gives them, such as `prompt`, [num_tokens, width]."""
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.data.nbytes for tensor in self.arrays.values())
+
+
+class Progress(NamedTuple):
+    """An unfinished image: everything that a step reads and writes."""
+
+    latents: TensorData
+    solver: Mapping[str, TensorData]
+    """Results of earlier steps, for solvers that use several; empty for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """Input of one step of one image."""
 
-    latents: Latents
-    tokens: tuple[int, ...]
-    negative: tuple[int, ...]
-    """Tokens that the image is guided away from; empty for the tokens of an empty text."""
+    progress: Progress
+    prompt: Condition
+    negative: Condition | None
+    """Text that the image is guided away from; None without guidance."""
     guidance: float
-    time: float
-    next_time: float
+    size: Size
+    number: int
+    """Number of completed steps."""
+    steps: int
+    """Number of all steps of the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
     """Result of one step."""
 
-    latents: Latents
-    finished: Latents
-    """Network's prediction of the finished image."""
+    progress: Progress
+    preview: TensorData
+    """Latents of the finished image, as the network predicts them."""
 
 
 class ImageModel(Protocol):
     """Model that paints images from a text. It keeps no state of an image."""
 
-    dtype: np.dtype[np.floating[Any]]
-    """Dtype of latents."""
+    empty_negative: str
+    """Text that images without a negative prompt are guided away from."""
+    min_guidance: float
+    """Least scale of the guidance that has an effect."""
 
-    def encode(self, text: str, field: str) -> tuple[int, ...]:
-        """Return the tokens of a text. Raises ContextTooLong, which names `field`."""
+    def check_text(self, text: str, field: str) -> int:
+        """Return the number of tokens of a text. Raises ContextTooLong, which names `field`.
 
-    def latents_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return the shape of the latents of an image of this size."""
+        It is called in another thread than the other methods.
+        """
+
+    def encode(self, texts: Sequence[str]) -> list[Condition]:
+        """Encode texts. The result for a text does not depend on the other texts."""
+
+    def noise_shape(self, size: Size) -> tuple[int, ...]:
+        """Return the shape of the noise of an image of this size."""
+
+    def begin(self, size: Size, noise: Noise) -> Progress:
+        """Return an image of this size before its first step."""
 
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         """Compute one step of each image. All latents have the same shape."""
 
-    def pixels(self, latents: Latents) -> Pixels:
+    def pixels(self, latents: TensorData, size: Size) -> Pixels:
         """Return the image of finished latents."""
 
 
-def time_of(step: int, steps: int) -> float:
-    """Return the time at the beginning of step number `step`."""
-    return step / steps
+def check_sizes(sizes: Sequence[str], multiple: int, max_patches: int, key: str) -> None:
+    """Raise ConfigError for a size that a model with patches of `multiple` pixels does not support.
 
-
-def noise_of(seed: int, number: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Latents:
-    """Return the initial latents of image `number` of a request with this seed.
-
-    They are a function of the two numbers, by a counter-based generator.
+    `key` is the stage's key in the settings.
     """
-    drawn = np.random.Generator(np.random.Philox(key=[seed, number]))
-    return drawn.standard_normal(shape).astype(dtype)
+    for size in sizes:
+        width, height = parse_size(size)
+        if width % multiple or height % multiple:
+            message = f"{size}: width and height must be multiples of {multiple}"
+        elif (num := width * height // multiple**2) > max_patches:
+            message = f"{size}: {num} patches are over the limit of {max_patches}"
+        else:
+            continue
+        raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
+
+
+def noise_of(seed: int, number: int, shape: tuple[int, ...]) -> Noise:
+    """Return the noise of image `number` of a request with this seed.
+
+    It is a function of the two numbers, by a counter-based generator.
+    """
+    return np.random.Generator(np.random.Philox(key=[seed, number])).standard_normal(shape)
+
+
+def tensor_of(array: NDArray[Any]) -> TensorData:
+    """Return a view of an array, which is copied if it is not contiguous."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return TensorData(str(array.dtype), array.shape, flat.data)
+
+
+def array_of(tensor: TensorData) -> NDArray[Any]:
+    """Return an array over the memory of a tensor. numpy has no bfloat16."""
+    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)

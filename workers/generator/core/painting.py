@@ -1,9 +1,18 @@
-"""Progress of the images of one request, derived from the records in the log of its images."""
+"""Progress of the images of one request: the records in the log of its images, and stored states.
+
+A stored state is an envelope with the latents, the tensors of the solver and the number of
+completed steps.
+"""
 
 from collections.abc import Sequence
 
+from msgspec import Struct
+
+from shared.codec import envelope
+from shared.errors import DecodeError, UnsupportedVersion
 from shared.protocol.images import PaintParams
 from shared.protocol.records import AnyRecord, ImageRecord, StepState
+from workers.generator.core.denoising import Progress
 
 
 class Painting:
@@ -37,3 +46,35 @@ class Painting:
     def lacks_preview(self, number: int, step: int) -> bool:
         """Return whether a preview after `step` steps is requested and not in the log."""
         return step in self._params.preview_steps() and (number, step) not in self._previews
+
+
+class _StateHead(Struct, frozen=True):
+    step: int
+    """Number of completed steps."""
+    solver: tuple[str, ...]
+    """Names of the solver's tensors, which follow the latents."""
+
+
+def encode_state(progress: Progress, step: int) -> bytes:
+    """Return the stored state of an image after `step` steps."""
+    head = _StateHead(step, tuple(progress.solver))
+    return envelope.encode(head, [progress.latents, *progress.solver.values()])
+
+
+def decode_state(data: bytes, step: int, initial: Progress) -> Progress | None:
+    """Return the progress in a state that was stored after `step` steps.
+
+    Returns None for a state of another model, dtype or version than `initial`, the image before its
+    first step.
+    """
+    try:
+        head, tensors = envelope.decode(data, _StateHead)
+    except (DecodeError, UnsupportedVersion):
+        return None
+    if head.step != step or len(tensors) != 1 + len(head.solver):
+        return None
+    latents, *solver = tensors
+    first = initial.latents
+    if (latents.dtype, latents.shape) != (first.dtype, first.shape):
+        return None
+    return Progress(latents, dict(zip(head.solver, solver, strict=True)))

@@ -1,0 +1,20 @@
+"""A plain loop over an image model in place of a worker, which paints one image."""
+
+from shared.protocol.images import PaintParams, parse_size
+from workers.generator.core.denoising import ImageModel, Step, noise_of
+from workers.generator.image_worker import to_png
+
+
+def paint_alone(model: ImageModel, prompt: str, params: PaintParams, number: int = 0) -> bytes:
+    """Return the PNG file of image `number` of a request with a seed, painted alone."""
+    assert params.seed is not None
+    size = parse_size(params.size)
+    progress = model.begin(size, noise_of(params.seed, number, model.noise_shape(size)))
+    (condition,), negative = model.encode([prompt]), None
+    if params.guidance != 1.0:
+        (negative,) = model.encode([params.negative_prompt or model.empty_negative])
+    for step in range(params.steps):
+        work = Step(progress, condition, negative, params.guidance, size, step, params.steps)
+        (stepped,) = model.step([work])
+        progress = stepped.progress
+    return to_png(model.pixels(progress.latents, size))

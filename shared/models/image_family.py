@@ -1,0 +1,43 @@
+"""Family of models that paint: one declaration of a pipeline of diffusers, without torch.
+
+Each module in `shared.models.diffusion` declares its family in `FAMILY`. A generator computes it
+with the module of the same name in `workers.generator.diffusion`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Component(NamedTuple):
+    """One part of a pipeline, in a subfolder of the model's folder."""
+
+    class_name: str
+    """Class that loads the part. A folder with another class is refused."""
+    config: str = "config.json"
+    """File with the settings of the part."""
+    weights: str | None = None
+    """Name of the files of weights, without endings; None for a part without weights."""
+
+
+class ImageFamily(NamedTuple):
+    """Declaration of everything that is specific to a kind of pipeline, except its computation."""
+
+    name: str
+    """Name for users, and of the built-in graph."""
+    pipeline: str
+    """`_class_name` in `model_index.json`."""
+    components: Mapping[str, Component]
+    """Parts by subfolder."""
+    float32: frozenset[str]
+    """Parts that are loaded in float32 if the model is served in a type of 16 bits."""
+    sizes: tuple[str, ...]
+    """Sizes of images, in pixels; the first one is the default."""
+    steps: int
+    """Default number of steps."""
+    guidance: float
+    """Default scale of the guidance."""
+    empty_negative: str
+    """Text that images without a negative prompt are guided away from."""
+    max_prompt_tokens: int
+    module: str = ""
+    """Name of the module with the declaration, and of the module with the computation."""

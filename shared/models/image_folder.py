@@ -1,0 +1,197 @@
+"""Model folders in the format of diffusers: a `model_index.json` and a subfolder for each part.
+
+A folder is checked before anything of it is loaded, and no code of it is run: classes are compared
+with the declaration of the family, and only names of that declaration are imported.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shared.errors import ConfigError
+from shared.models.image_family import Component, ImageFamily
+from shared.models.image_registry import find_image_family, list_image_families
+from shared.vision.quantized import read_quantized
+from shared.vision.weight_files import WeightIndex, read_header
+
+MODEL_INDEX = "model_index.json"
+EXTRA = "diffusers"
+"""Extra of the package that serving such folders needs."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+LIBRARIES = ("diffusers", "transformers")
+# Names of types in safetensors.
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class Part(NamedTuple):
+    """Weights of one part."""
+
+    num_parameters: int
+    dtype: str
+    """Type of the saved weights."""
+
+
+class ImageFolder(NamedTuple):
+    """Description of a folder that can be served."""
+
+    folder: Path
+    family: ImageFamily
+    parts: Mapping[str, Part]
+    """Parts with weights, by subfolder."""
+
+    @property
+    def dtype(self) -> str:
+        """Type of the largest part's saved weights."""
+        return max(self.parts.values()).dtype
+
+    def served_dtype(self, name: str, dtype: str) -> str:
+        """Return the type of a part's weights in a model that is served with `dtype`."""
+        is_half = ITEM_BYTES[dtype] == 2
+        return "float32" if is_half and name in self.family.float32 else dtype
+
+    def num_bytes(self, name: str, dtype: str) -> int:
+        """Return the bytes of a part's weights in a model that is served with `dtype`."""
+        return self.parts[name].num_parameters * ITEM_BYTES[self.served_dtype(name, dtype)]
+
+
+def is_image_folder(folder: Path) -> bool:
+    """Return whether a folder has the format of diffusers."""
+    return (folder / MODEL_INDEX).is_file()
+
+
+def find_family_of(folder: Path) -> ImageFamily | None:
+    """Return the family that a folder names; None for another class, and without a readable file.
+
+    Nothing else of the folder is checked.
+    """
+    try:
+        name = _read(folder, MODEL_INDEX).get("_class_name")
+    except ConfigError:
+        return None
+    return find_image_family(name) if isinstance(name, str) else None
+
+
+def read_image_folder(folder: Path) -> ImageFolder:
+    """Return the description of a folder from its small files and the headers of its weights.
+
+    Raises ConfigError with one sentence if the folder cannot be served, or not without the extra.
+    """
+    index = _read(folder, MODEL_INDEX)
+    family = find_family_of(folder)
+    if family is None:
+        names = ", ".join(family.pipeline for family in list_image_families())
+        raise _refusal(
+            folder,
+            f"has the pipeline {index.get('_class_name')!r}, which is not supported; supported:"
+            f" {names}",
+        )
+    for name, value in index.items():
+        if isinstance(value, list) and any(value) and name not in family.components:
+            raise _refusal(folder, f"has a part {name!r}, which {family.pipeline} does not have")
+    parts = {}
+    for name, component in family.components.items():
+        _check_class(folder, name, component, index)
+        if component.weights is not None:
+            parts[name] = _read_part(folder, name, component.weights)
+    if importlib.util.find_spec("diffusers") is None:
+        raise _refusal(folder, f"needs diffusers: pip install 'pagemill[{EXTRA}]'")
+    return ImageFolder(folder, family, parts)
+
+
+def list_missing_files(folder: Path) -> list[str]:
+    """Return the files that the parts of a folder need and the folder does not have.
+
+    The list is empty for a folder of an unsupported class.
+    """
+    family = find_family_of(folder)
+    components = {} if family is None else family.components
+    return [
+        f"{name}/{file}"
+        for name, component in components.items()
+        for file in _missing_of(folder / name, component)
+    ]
+
+
+def _missing_of(part: Path, component: Component) -> Iterator[str]:
+    if not (part / component.config).is_file():
+        yield component.config
+    if component.weights is None:
+        return
+    try:
+        files = _weight_files(part, component.weights)
+    except ConfigError:
+        yield f"a readable {component.weights}.safetensors.index.json"
+        return
+    yield from (file.name for file in files if not file.is_file())
+
+
+def _check_class(folder: Path, name: str, component: Component, index: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a part is missing, or has another class than the declared one."""
+    entry = index.get(name)
+    if not isinstance(entry, list) or len(entry) != 2:
+        raise _refusal(folder, f"has no part {name!r} in {MODEL_INDEX}")
+    if entry[0] not in LIBRARIES:
+        raise _refusal(folder, f"has a {name} of {entry[0]!r}, whose code is not run")
+    for file in _missing_of(folder / name, component):
+        raise _refusal(folder, f"lacks {name}/{file}")
+    config = _read(folder, f"{name}/{component.config}")
+    architectures = config.get("architectures")
+    stated = {
+        MODEL_INDEX: entry[1],
+        f"{name}/{component.config}": config.get("_class_name")
+        or config.get("tokenizer_class")
+        or (architectures[0] if isinstance(architectures, list) and architectures else None),
+    }
+    for file, class_name in stated.items():
+        # transformers 4 had two classes of each tokenizer.
+        if str(class_name).removesuffix("Fast") != component.class_name:
+            raise _refusal(
+                folder,
+                f"has a {name} of class {class_name!r} in {file}, and only"
+                f" {component.class_name} is supported",
+            )
+
+
+def _read_part(folder: Path, name: str, weights: str) -> Part:
+    quantized = read_quantized(folder / name)
+    if quantized is not None:
+        raise _refusal(folder, f"has quantized weights in {name} ({quantized.label})")
+    num_parameters, dtypes = 0, set[str]()
+    for file in _weight_files(folder / name, weights):
+        for tensor_name, tensor in read_header(file):
+            num_parameters += math.prod(tensor.shape)
+            dtypes.add(tensor.dtype)
+            if tensor.dtype not in _DTYPES:
+                raise _refusal(
+                    folder, f"has {tensor_name} of the type {tensor.dtype} in {name}/{file.name}"
+                )
+    if len(dtypes) == 1:
+        return Part(num_parameters, _DTYPES[dtypes.pop()])
+    return Part(num_parameters, "float32")
+
+
+def _weight_files(part: Path, weights: str) -> list[Path]:
+    """Return the files of a part's weights, which may be missing. Raises ConfigError."""
+    index = part / f"{weights}.safetensors.index.json"
+    if not index.is_file():
+        return [part / f"{weights}.safetensors"]
+    try:
+        shards = msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map.values()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise _refusal(part, f"has an {index.name} that cannot be read: {error}") from error
+    return sorted({part / shard for shard in shards})
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode((folder / name).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise _refusal(folder, f"has a {name} that cannot be read: {error}") from error
+
+
+def _refusal(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(f"models.path: {folder} {reason}", field="models.path")

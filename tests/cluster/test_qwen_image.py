@@ -1,0 +1,238 @@
+"""Qwen-Image by real processes: killed after each step, over HTTP, and from the command line.
+
+    request ──▶ dit
+
+In float64, each file equals the pixels of diffusers' own pipeline with the same noise.
+"""
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI
+from PIL import Image
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.images import ImageParams, PaintParams
+from shared.protocol.records import Finish, ImageRecord, StepState
+from shared.protocol.requests import GenerateRequest
+from shared.state.log_records import decode_record
+from tests import preloaded
+from tests.cluster.processes import Processes, running, until_nothing_is_left
+from tests.generator import qwen_images
+from tests.support.waiting import until
+from workers.generator.diffusion.qwen_image import QwenImage
+
+CONFIG = """
+models:
+  qwen-image:
+    path: qwen-image
+    dtype: float64
+    stages: {dit: {sizes: [48x48, 96x48, 48x96]}}
+generator: {checkpoint_s: 0, threads: 1}
+gateway: {port: 0}
+delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
+"""
+WORKERS = {
+    "coordinator": ["coordinator"],
+    "dit": ["generator", "--model", "qwen-image"],
+    "gateway": ["gateway"],
+}
+MODEL = "qwen-image"
+STEP_S = 0.2
+"""Minimum time of a step, so that a worker can be killed between two steps."""
+PROMPT = "a red circle on blue"
+
+
+def register_roles() -> None:
+    step = QwenImage.step
+
+    def slowly(self: QwenImage, steps: Any) -> Any:
+        time.sleep(STEP_S)
+        return step(self, steps)
+
+    # This process alone is a fork that paints.
+    QwenImage.step = slowly  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    folder = tmp_path_factory.mktemp("qwen-image")
+    (folder / "pagemill.yaml").write_text(CONFIG)
+    qwen_images.write(folder / "qwen-image")
+    with running(folder, WORKERS, __name__) as started:
+        yield started
+
+
+def pixels_of(file: bytes) -> Any:
+    return np.asarray(Image.open(io.BytesIO(file)))
+
+
+def assert_painted(file: bytes, prompt: str, params: PaintParams, number: int = 0) -> None:
+    np.testing.assert_array_equal(pixels_of(file), qwen_images.paint_file(prompt, params, number))
+
+
+async def steps_of(bus: Bus, request_id: str) -> list[StepState]:
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, "image"))
+    records = (decode_record(message.data) for message in stored)
+    return [record for record in records if isinstance(record, StepState)]
+
+
+async def test_the_generator_is_killed_after_each_step_of_two_images(
+    processes: Processes, bus: Bus
+) -> None:
+    params = PaintParams("48x48", 2, 6, 3.0, "ugly", 5)
+    options = ImageParams("48x48", 2, 6, 3.0, "ugly", 5)
+    request = GenerateRequest(MODEL, prompt=PROMPT, image=options, timeout_s=150.0)
+
+    async def own() -> list[Any]:
+        return [record async for record in client.ask(bus, request, "killed")]
+
+    async def has_step(number: int) -> bool:
+        return any(state.step >= number for state in await steps_of(bus, "killed"))
+
+    painting = asyncio.create_task(own())
+    for number in range(1, params.steps):
+        await until(partial(has_step, number), 60)
+        processes.kill("dit")
+    (finish,) = await painting
+    assert isinstance(finish, Finish)
+    records = [record async for record in client.follow_output(bus, "killed", "image")]
+    images = [record for record in records if isinstance(record, ImageRecord)]
+    assert sorted(image.number for image in images) == [0, 1]
+    for image in images:
+        assert_painted(await client.read_media(bus, image.media), PROMPT, params, image.number)
+    states = await steps_of(bus, "killed")
+    # Steps in the log are not computed again.
+    for number in range(params.n):
+        assert [s.step for s in states if s.number == number] == [1, 2, 3, 4, 5]
+    assert len({state.attempt for state in states}) >= 4
+    await until_nothing_is_left(bus)
+
+
+async def test_the_call_with_the_names_of_diffusers_is_answered(api: AsyncOpenAI) -> None:
+    body = {
+        "model": "qwen-image",
+        "prompt": "...",
+        "seed": 42,
+        "cfg_scale": 4.0,
+        "num_images_per_prompt": 1,
+        "num_inference_steps": 5,
+        "height": 48,
+        "width": 96,
+    }
+    answers: list[Any] = [
+        await api.post("/images/generations", cast_to=object, body=form)
+        for form in (body, body | {"true_cfg_scale": 4, "size": "96x48", "n": 1})
+    ]
+    files = [base64.b64decode(answer["data"][0]["b64_json"]) for answer in answers]
+    assert files[0] == files[1]
+    assert_painted(files[0], "...", PaintParams("96x48", 1, 5, 4.0, "", 42))
+
+
+async def test_requests_of_other_steps_texts_and_guidance_share_batches(api: AsyncOpenAI) -> None:
+    requests = [
+        ("hill", PaintParams("48x48", 1, 3, 1.0, "", 3)),
+        ("two blue cats on a long table", PaintParams("48x48", 2, 6, 2.0, "", 2)),
+        ("wide sea", PaintParams("96x48", 1, 4, 4.0, "x", 4)),
+        ("tall tree", PaintParams("48x96", 1, 5, 2.5, "a long negative prompt", 5)),
+    ]
+
+    async def paint(prompt: str, params: PaintParams) -> list[bytes]:
+        more: dict[str, Any] = {
+            "seed": params.seed,
+            "num_inference_steps": params.steps,
+            "guidance_scale": params.guidance,
+        }
+        if params.negative_prompt:
+            more["negative_prompt"] = params.negative_prompt
+        size: Any = params.size
+        answer = await api.images.generate(
+            model=MODEL, prompt=prompt, n=params.n, size=size, extra_body=more
+        )
+        return [base64.b64decode(image.b64_json or "") for image in answer.data or []]
+
+    answers = await asyncio.gather(*(paint(*request) for request in requests))
+    for (prompt, params), files in zip(requests, answers, strict=True):
+        for number, file in enumerate(files):
+            assert_painted(file, prompt, params, number)
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "message"),
+    [
+        ({"height": 48, "width": 64}, "width", "64x48' is not available; available: 48x48, 96x48"),
+        ({"prompt": "a" * 1100}, "prompt", "over the model's limit of 1024"),
+        ({"negative_prompt": "a" * 1100}, "negative_prompt", "over the model's limit of 1024"),
+        ({"cfg_scale": 0.5}, "cfg_scale", "cfg_scale: 0.5 is less than 1, with which this model"),
+        ({"cfg_scale": 2, "guidance_scale": 3}, "cfg_scale", "2.0 contradicts guidance_scale, 3.0"),
+        ({"num_inference_steps": 0}, "num_inference_steps", ">= 1"),
+        ({"cfg_scale": 51}, "cfg_scale", "<= 50"),
+    ],
+)
+async def test_what_cannot_be_painted_is_refused_by_the_field(
+    api: AsyncOpenAI, changed: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await api.post(
+            "/images/generations",
+            cast_to=object,
+            body={"model": MODEL, "prompt": PROMPT} | changed,
+        )
+    body: Any = refused.value.body
+    assert body["param"] == field
+    assert message in body["message"]
+
+
+async def test_a_preview_comes_before_the_image(api: AsyncOpenAI) -> None:
+    stream = await api.images.generate(
+        model=MODEL,
+        prompt=PROMPT,
+        stream=True,
+        partial_images=2,
+        extra_body={"seed": 3, "num_inference_steps": 4},
+    )
+    events = [event async for event in stream]
+    assert [event.type for event in events] == [
+        "image_generation.partial_image",
+        "image_generation.partial_image",
+        "image_generation.completed",
+    ]
+    files = [base64.b64decode(event.b64_json) for event in events]
+    assert_painted(files[-1], PROMPT, PaintParams("48x48", 1, 4, 4.0, "", 3))
+    distances = [
+        np.abs(pixels_of(file).astype(int) - pixels_of(files[-1]).astype(int)).mean()
+        for file in files
+    ]
+    assert distances[0] > distances[1] > distances[2] == 0
+
+
+async def test_the_command_line_draws_checks_and_lists_the_model(
+    processes: Processes, tmp_path: Path
+) -> None:
+    options = ["--config", str(processes.folder / "pagemill.yaml")]
+    form = ["--steps", "3", "--seed", "4", "--guidance", "2", "--negative", "a star"]
+    file = tmp_path / "out.png"
+    drawn = await asyncio.to_thread(
+        preloaded.run, "draw", PROMPT, "-o", str(file), *form, *options, "--nats", processes.url
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    assert_painted(file.read_bytes(), PROMPT, PaintParams("48x48", 1, 3, 2.0, "a star", 4))
+    checked = await asyncio.to_thread(preloaded.run, "check", *options)
+    assert checked.returncode == 0, checked.stderr
+    assert "# models.qwen-image.path: qwen-image (diffusers)\n" in checked.stdout
+    assert "#   request ──▶ dit  (task: prompt)\n" in checked.stdout
+    listed = await asyncio.to_thread(preloaded.run, "models", *options, "--nats", processes.url)
+    (line,) = [line for line in listed.stdout.splitlines() if line.startswith("qwen-image")]
+    assert line.split()[1:3] == ["qwen-image", "diffusers"]
+    assert line.endswith("served")

@@ -1,0 +1,45 @@
+"""Stored states of unfinished images: what comes back, and what begins again."""
+
+import numpy as np
+import pytest
+
+from shared.codec.envelope import TensorData
+from workers.generator.core.denoising import Progress, array_of, tensor_of
+from workers.generator.core.painting import decode_state, encode_state
+
+LATENTS = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
+INITIAL = Progress(tensor_of(np.zeros_like(LATENTS)), {})
+
+
+def test_a_state_has_the_latents_and_what_the_solver_remembers() -> None:
+    solver = {"first": tensor_of(LATENTS[0] * 2), "second": tensor_of(np.array([0.1]))}
+    data = encode_state(Progress(tensor_of(LATENTS), solver), 7)
+    progress = decode_state(data, 7, INITIAL)
+    assert progress is not None
+    np.testing.assert_array_equal(array_of(progress.latents), LATENTS)
+    assert list(progress.solver) == ["first", "second"]
+    for name, tensor in progress.solver.items():
+        np.testing.assert_array_equal(array_of(tensor), array_of(solver[name]))
+
+
+def test_latents_of_a_type_that_numpy_does_not_have_are_stored() -> None:
+    data = np.arange(8, dtype=np.uint8).data
+    half = TensorData("bfloat16", (2, 2), data)
+    progress = decode_state(encode_state(Progress(half, {}), 1), 1, Progress(half, {}))
+    assert progress is not None
+    assert progress.latents == half
+
+
+@pytest.mark.parametrize(
+    ("data", "step"),
+    [
+        (encode_state(Progress(tensor_of(LATENTS), {}), 2), 3),
+        (encode_state(Progress(tensor_of(LATENTS.astype(np.float64)), {}), 3), 3),
+        (encode_state(Progress(tensor_of(LATENTS[:, :2]), {}), 3), 3),
+        (LATENTS.tobytes(), 3),  # as workers of version 0.1 store them
+        (encode_state(Progress(tensor_of(LATENTS), {}), 3)[:-64], 3),
+        (b"", 3),
+    ],
+)
+def test_a_state_of_another_step_model_dtype_or_version_is_not_used(data: bytes, step: int) -> None:
+    assert decode_state(data, step, INITIAL) is None

@@ -1,0 +1,39 @@
+"""Loading of a model that paints, of diffusers or our own, from its folder."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.models.image_folder import is_image_folder, read_image_folder
+from workers.generator import diffusion
+from workers.generator.core.denoising import ImageModel
+from workers.generator.painter_model import load_painter
+
+
+def load_image_model(
+    folder: Path,
+    dtype: str,
+    sizes: Sequence[str],
+    key: str,
+    device: str = "cpu",
+    report: Callable[[str], None] = lambda step: None,
+) -> ImageModel:
+    """Load the model of a folder for these sizes. `report` is called before each part is loaded.
+
+    `key` is the stage's key in the settings. Raises ConfigError.
+    """
+    if not is_image_folder(folder):
+        return load_painter(folder, dtype, sizes, key)
+    try:
+        description = read_image_folder(folder)
+        module = f"{diffusion.__name__}.{description.family.module}"
+        computation: Any = importlib.import_module(module)
+        model: ImageModel = computation.load(description, dtype, device, sizes, key, report)
+    except ConfigError as error:
+        if error.field != "models.path":
+            raise
+        message = error.message.removeprefix("models.path: ")
+        raise ConfigError(f"{key}.path: {message}", field=f"{key}.path") from error
+    return model
