@@ -35,7 +35,7 @@ NOT_OF_REQUESTS = [
     # Masks of a vocabulary, by the listed token ids alone, and what each byte of a mask allows.
     *("workers/engine/sampling/logits_processors.py",) * 3,
     # Masks of a model's own rules, by their token ids alone.
-    *("workers/engine/sampling/token_rules.py",) * 2,
+    *("workers/engine/sampling/token_rules.py",) * 3,
     # Beginnings of segments, by their lengths alone.
     "shared/vision/layers.py",
     "shared/vision/layers.py",

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ORPHEUS_TYPE = "llama"
 ORPHEUS_TOKEN = "<custom_token_{}>"
 ORPHEUS_VOICES = ("tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe")
 """Voices of the English models, the best one first."""
@@ -75,17 +74,15 @@ def find_code_tokens(
     codes = None
     if isinstance(offset, int) and isinstance(num_codes, int):
         codes = CodeTokens(offset, num_codes)
-    elif is_orpheus(config, token_id_of):
+    elif is_orpheus(token_id_of):
         codes = _orpheus(token_id_of)
     if codes is None or codes.num_codes < 1 or codes.first < 0:
         return None
     return codes if codes.token_ids.stop <= vocab_size else None
 
 
-def is_orpheus(config: Mapping[str, Any], token_id_of: Callable[[str], int | None]) -> bool:
-    """Return whether the folder of a model with this config.json is an Orpheus model."""
-    if config.get("model_type") != ORPHEUS_TYPE:
-        return False
+def is_orpheus(token_id_of: Callable[[str], int | None]) -> bool:
+    """Return whether a tokenizer with these tokens is one of an Orpheus model."""
     first = token_id_of(ORPHEUS_TOKEN.format(FIRST_CODE))
     num_codes = ORPHEUS_PLACES * ORPHEUS_CODES
     last = token_id_of(ORPHEUS_TOKEN.format(FIRST_CODE + num_codes - 1))

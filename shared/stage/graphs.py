@@ -41,7 +41,7 @@ def graph_of(
 
     `token_id_of` returns the id of a token of the tokenizer, or None.
     """
-    if is_orpheus(model_config, token_id_of):
+    if is_orpheus(token_id_of):
         return ORPHEUS
     # The folder may lack the talker.
     if not model_config.get("talker_config") or model_config.get("enable_audio_output") is False:

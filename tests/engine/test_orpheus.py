@@ -52,7 +52,7 @@ class Speaker(NamedTuple):
 
 
 def pipeline_with(folder: Path) -> Pipeline:
-    graph = graph_of({"model_type": "llama"}, read_token_ids(folder))
+    graph = graph_of({}, read_token_ids(folder))
     assert graph == "orpheus"
     model = ModelConfig(str(folder), graph=graph)
     check_pipelines(Config({"m": model}), ["engine", "generator"], "file")

@@ -50,12 +50,14 @@ def media_rows_off_by_one_on_resume() -> None:
 
     @wrap(ModelRunner, "encode")
     def encode_shifted(
-        encode: Any, self: ModelRunner, request: EngineRequest, item_indexes: Sequence[int]
-    ) -> None:
-        encode(self, request, item_indexes)
-        embeddings = self._prepared[request.request_id].embeddings
-        if request.logged:
-            embeddings[:] = [(place, embedding.roll(1, 0)) for place, embedding in embeddings]
+        encode: Any, self: ModelRunner, requests: Sequence[tuple[EngineRequest, Sequence[int]]]
+    ) -> Any:
+        num_encoded = encode(self, requests)
+        for request, _ in requests:
+            embeddings = self._prepared[request.request_id].embeddings
+            if request.logged:
+                embeddings[:] = [(place, embedding.roll(1, 0)) for place, embedding in embeddings]
+        return num_encoded
 
 
 @bug("engine", "resumes with stops", "I3")

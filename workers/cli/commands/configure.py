@@ -122,8 +122,10 @@ def _describe_memory(
 ) -> str:
     keeps = can_keep_numbers(config.engine) and not model.adapters
     weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
-    sizes = [f"{stage} {decimal(part.num_bytes(model.dtype))}" for stage, part in weights.items()]
-    return f"; weights in memory: {', '.join(sizes)}"
+    num_bytes = {stage: part.num_bytes(model.dtype) for stage, part in weights.items()}
+    sizes = [f"{stage} {decimal(size)}" for stage, size in num_bytes.items() if size]
+    # The folders of diffusers have no stage with an engine.
+    return f"; weights in memory: {', '.join(sizes)}" if sizes else ""
 
 
 def _print_kernels() -> int:
