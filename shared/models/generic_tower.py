@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, UnsupportedContent
 from shared.models.generic_image import IMAGE_GRID, REPLACEMENT, GenericImageLayout, sample_image
 from shared.models.generic_sound import GenericSoundLayout, sample_sound
 from shared.models.language import LanguageAdapter, MediaPrompt, PromptPositions
@@ -238,6 +238,39 @@ def _embed_runs(placeholder: PlaceholderRange) -> list[tuple[int, int]]:
         indexes = [placeholder.offset + index for _, index in run]
         runs.append((indexes[0], indexes[-1] + 1))
     return runs
+
+
+class PrefixLanguage(GenericLanguage):
+    """The decoder of PaliGemma: all tokens of a prompt attend to each other; positions begin at 1.
+
+    Keys and values of a prompt depend on its later tokens, so prompts share no prefixes.
+    """
+
+    shares_prefixes = False
+    exceeds_windows = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tower: TowerAdapter | None = None,
+        placeholders: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(model, tower, placeholders)
+        for module in self.decoder.modules():
+            # Layers leave the mask to the engine, which has it from `spans_of`.
+            if not getattr(module, "is_causal", True):
+                module.is_causal = True  # type: ignore[assignment]
+
+    def check(self, prompt: MediaPrompt) -> None:
+        if not prompt.items:
+            raise UnsupportedContent("this model needs an image in each prompt", field="items")
+        super().check(prompt)
+
+    def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
+        return PromptPositions(torch.arange(1, len(prompt.prompt_token_ids) + 1)[None], 1)
+
+    def spans_of(self, prompt: MediaPrompt) -> list[tuple[int, int]]:
+        return [(0, len(prompt.prompt_token_ids))]
 
 
 class WindowSpanLanguage(SpanLanguage):

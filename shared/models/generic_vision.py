@@ -15,6 +15,7 @@ from shared.models.generic_image import PROCESSORS, GenericImageLayout
 from shared.models.generic_tower import (
     GenericLanguage,
     GenericTower,
+    PrefixLanguage,
     SpanLanguage,
     UntestedTower,
     WindowSpanLanguage,
@@ -45,6 +46,7 @@ TESTED_IMAGE_TYPES = frozenset(
         "llava_onevision",
         "mistral3",
         "paddleocr_vl",
+        "paligemma",
         "qianfan_ocr",
         "qwen3_5",
         "qwen3_5_moe",
@@ -57,8 +59,25 @@ TESTED_IMAGE_TYPES = frozenset(
 _LANGUAGES: dict[str, type[GenericLanguage]] = {
     "gemma3": SpanLanguage,
     "gemma4": WindowSpanLanguage,
+    "paligemma": PrefixLanguage,
 }
 """Language adapters of types for which the obstacles do not hold."""
+
+_PALIGEMMA_TEMPLATE = """
+{%- set prompt = namespace(images='', text='') -%}
+{%- for message in messages -%}
+{%- if message.role != 'user' -%}
+{{- raise_exception('this model answers one message of a user') -}}
+{%- endif -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{%- set prompt.images = prompt.images + '<image>' -%}
+{%- else -%}{%- set prompt.text = prompt.text + part.text -%}{%- endif -%}
+{%- endfor -%}
+{%- endfor -%}
+{{- prompt.images + bos_token + prompt.text + '\n' -}}
+"""
+_TEMPLATES = {"paligemma": _PALIGEMMA_TEMPLATE}
+"""Chat templates of types without one. They write what the processors of transformers do."""
 
 _OBSTACLES = {
     "def create_masks_for_generate(": (
@@ -79,12 +98,14 @@ def image_family(model_type: str) -> ModelFamily | None:
     if find_obstacle(model_type) is not None:
         return None
     is_tested = model_type in TESTED_IMAGE_TYPES
+    template = _TEMPLATES.get(model_type)
     return ModelFamily(
         model_type,
         frozenset({model_type}),
         media={IMAGE: MediaInput(GenericImageLayout, placeholder="image_token_id")},
         tower=GenericTower if is_tested else UntestedTower,
         language=_LANGUAGES.get(model_type, GenericLanguage),
+        chat_template=None if template is None else lambda folder: template,
         source="generic" if is_tested else "generic, untested",
     )
 

@@ -80,6 +80,11 @@ class LanguageAdapter:
     """Type of rotary positions: "float32" if the positions of some items have fractions."""
     opens_full_layers = True
     """Whether spans attend in both directions also in layers without a window."""
+    exceeds_windows = False
+    """Whether the tokens of a span attend to each other beyond the window of a layer."""
+    shares_prefixes = True
+    """Whether keys and values of a prompt's tokens depend on earlier tokens alone, so that other
+    prompts can use them."""
     attends_items = False
     """Whether all tokens attend to the embeddings of items (cross attention). The prompt then has
     none of their rows."""

@@ -182,7 +182,7 @@ def build_core(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
-        prefix_caching=engine.prefix_caching,
+        prefix_caching=engine.prefix_caching and loaded.model.family.shares_prefixes,
         encode=loaded.encode_part,
         new_drafter=lambda: _new_drafter(engine.speculative),
         max_drafting_tokens=engine.speculative.max_step_tokens,

@@ -5,7 +5,7 @@ another worker.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from workers.engine.model.flat_model import FlatModel
 
 IMAGE_SPAN, IMAGE_SHAPE = slice(4, 10), (2, 3)
 """Tokens of the image in the prompt, and their rows and columns."""
+PROMPT_LEN = 20
+"""Tokens of the prompt; the others are the answer."""
 SEED = 0
 
 
@@ -68,11 +70,15 @@ def make_prompt(model: FlatModel, num_tokens: int) -> CheckPrompt:
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
         grid = torch.tensor([[1, *(merge * side for side in IMAGE_SHAPE)]])
         kinds = (token_ids == placeholder_id).int()[None]
+        if not family.shares_prefixes:
+            # Tokens of type 0 are the prompt, and attend to each other.
+            kinds = (torch.arange(num_tokens) >= PROMPT_LEN).int()[None]
         image_inputs = {IMAGE_GRID: grid, "mm_token_type_ids": kinds, "token_type_ids": kinds}
         placeholder = PlaceholderRange(IMAGE_SPAN.start, IMAGE_SPAN.stop - IMAGE_SPAN.start)
         item = Item(IMAGE, "", placeholder, {IMAGE_GRID: grid})
         request = EngineRequest("", token_ids.tolist(), [item], SamplingParams())
-        spans = family.spans_of(request)
+        prompt = replace(request, prompt_token_ids=request.prompt_token_ids[:PROMPT_LEN])
+        spans = family.spans_of(prompt)
         located = family.locate(request)
         positions = positions if located is None else located.prompt
     token_ids, image_ids = token_ids.to(model.device), image_ids.to(model.device)

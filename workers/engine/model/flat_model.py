@@ -114,6 +114,7 @@ class FlatModel(DecoderModel):
         return plan_step(
             *batch,
             opens_full_layers=self.family.opens_full_layers,
+            exceeds_windows=self.family.exceeds_windows,
             block_size=kv_cache[0][0].shape[1],
             dtype=self.dtype,
             device=self.device,

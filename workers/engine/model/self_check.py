@@ -85,7 +85,9 @@ def _run_chunks(model: FlatModel, block_size: int, prompt: CheckPrompt) -> Tenso
     table = list(reversed(range(num_blocks)))
     kv_cache = model.new_cache(num_blocks, block_size)
     logits = []
-    for start, stop in itertools.pairwise(CHUNKS):
+    # No chunk divides a span.
+    bounds = [n for n in CHUNKS if not any(start < n < stop for start, stop in prompt.spans)]
+    for start, stop in itertools.pairwise(bounds):
         rows = torch.arange(stop - start, device=model.device)
         spans = [span for span in prompt.spans if start < span[1] <= stop]
         moved = states.step([0, stop - start], [stop], [0])

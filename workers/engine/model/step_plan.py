@@ -73,6 +73,7 @@ def plan_step(
     device: torch.device,
     windows: Iterable[Window] = (None,),
     opens_full_layers: bool = True,
+    exceeds_windows: bool = False,
 ) -> StepPlan:
     """Return the plan of a batch with one block table per sequence.
 
@@ -80,7 +81,8 @@ def plan_step(
     last of its `seq_lens[i]` tokens. Token t of a sequence is stored in block
     `block_table[t // block_size]`. `spans` are the spans of each sequence, none by default.
     `windows` are the windows of the model's layers. Unless it `opens_full_layers`, layers without a
-    window are causal in spans, too.
+    window are causal in spans, too. If it `exceeds_windows`, a span is visible as a whole in layers
+    with a window.
     """
     slots: list[int] = []
     for i, (table, seq_len) in enumerate(zip(block_tables, seq_lens, strict=True)):
@@ -88,7 +90,9 @@ def plan_step(
         slots += [
             table[t // block_size] * block_size + t % block_size for t in range(past, seq_len)
         ]
-    batch = _Batch(block_tables, query_start_loc, seq_lens, block_size, dtype, device)
+    batch = _Batch(
+        block_tables, query_start_loc, seq_lens, block_size, dtype, device, exceeds_windows
+    )
     open_spans = {window: spans for window in windows if window or opens_full_layers}
     return StepPlan(
         torch.tensor(slots, device=device),
@@ -106,6 +110,7 @@ class _Batch:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    exceeds_windows: bool
 
     def first(self, i: int, window: Window) -> int:
         """Return the first token of the first block that is read of sequence i."""
@@ -204,11 +209,12 @@ def _chunk_mask(
     every = torch.ones(num_queries, seq_len - first, dtype=torch.bool)
     past = seq_len - num_queries
     last = past - first  # the column of query 0
-    hidden = every.triu(last + 1)
+    outside = every.tril(last - window) if window is not None else ~every
+    hidden = every.triu(last + 1) | outside
     for start, stop in spans:
         hidden[max(start - past, 0) : stop - past, max(start - first, 0) : stop - first] = False
-    if window is not None:
-        hidden |= every.tril(last - window)
+    if not batch.exceeds_windows:
+        hidden |= outside
     return _additive_mask(hidden, batch.dtype, batch.device)
 
 

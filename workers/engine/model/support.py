@@ -164,9 +164,12 @@ def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
         yield "uses ALiBi, a bias on the scores that the engine's attention does not have"
     # transformers also uses bidirectional masks, even in a decoder, if `is_causal` is false.
     is_causal = all(getattr(section, "is_causal", True) for section in (config, text))
-    # In Gemma 4, "vision" concerns the images, for which the language adapter has a rule.
+    # In Gemma 4, "vision" concerns the images, for which the language adapter has a rule. The same
+    # holds for prompts that share no prefixes.
     both_directions = getattr(text, "use_bidirectional_attention", None)
-    if both_directions not in (None, False, "vision") or not is_causal:
+    family = registry.find_family(config)
+    has_rule = both_directions == "vision" or (family and not family.language.shares_prefixes)
+    if (both_directions and not has_rule) or not is_causal:
         yield "uses bidirectional attention, in which a token's cache depends on later tokens"
 
 
