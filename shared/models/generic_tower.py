@@ -249,17 +249,13 @@ class PrefixLanguage(GenericLanguage):
     shares_prefixes = False
     exceeds_windows = True
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tower: TowerAdapter | None = None,
-        placeholders: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(model, tower, placeholders)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Attention that is not causal is refused, but here the mask comes from `spans_of`.
+        module: Any
         for module in self.decoder.modules():
-            # Layers leave the mask to the engine, which has it from `spans_of`.
-            if not getattr(module, "is_causal", True):
-                module.is_causal = True  # type: ignore[assignment]
+            if hasattr(module, "is_causal"):
+                module.is_causal = True
 
     def check(self, prompt: MediaPrompt) -> None:
         if not prompt.items:

@@ -5,7 +5,7 @@ a Llama with the codes of SNAC as additional tokens, and is recognized by their 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 ORPHEUS_TOKEN = "<custom_token_{}>"
@@ -30,7 +30,7 @@ class CodeTokens:
     """Tokens before a text."""
     closing: tuple[int, ...] = ()
     """Tokens after a text."""
-    end_token_ids: frozenset[int] = field(default_factory=frozenset)
+    end_token_ids: frozenset[int] = frozenset()
     """Tokens that end a speech; if empty, the folder names them."""
     names_voice: bool = False
     """Whether the voice is a name before the text, as in `tara: Hello`. Otherwise it is the token
@@ -83,10 +83,10 @@ def find_code_tokens(
 
 def is_orpheus(token_id_of: Callable[[str], int | None]) -> bool:
     """Return whether a tokenizer with these tokens is one of an Orpheus model."""
-    first = token_id_of(ORPHEUS_TOKEN.format(FIRST_CODE))
+    if (first := token_id_of(ORPHEUS_TOKEN.format(FIRST_CODE))) is None:
+        return False
     num_codes = ORPHEUS_PLACES * ORPHEUS_CODES
-    last = token_id_of(ORPHEUS_TOKEN.format(FIRST_CODE + num_codes - 1))
-    return first is not None and last == first + num_codes - 1
+    return token_id_of(ORPHEUS_TOKEN.format(FIRST_CODE + num_codes - 1)) == first + num_codes - 1
 
 
 def _orpheus(token_id_of: Callable[[str], int | None]) -> CodeTokens:

@@ -6,9 +6,7 @@ that paint have one stage.
 """
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,23 +32,11 @@ TALKER, CODE2WAV, DIT = "talker", "code2wav", "dit"
 ORPHEUS: Graph = "orpheus"
 
 
-def graph_of(
-    model_config: Mapping[str, Any], token_id_of: Callable[[str], int | None]
-) -> Graph | None:
-    """Return the graph of a model by its `config.json`; None if it does not speak.
-
-    `token_id_of` returns the id of a token of the tokenizer, or None.
-    """
-    if is_orpheus(token_id_of):
-        return ORPHEUS
-    # The folder may lack the talker.
-    if not model_config.get("talker_config") or model_config.get("enable_audio_output") is False:
-        return None
-    return next((graph for part, graph in _GRAPHS.items() if model_config.get(part)), None)
-
-
 def graph_of_folder(folder: Path) -> Graph | None:
-    """Return the graph of the model in a folder; None also if the folder cannot be read here."""
+    """Return the graph of the model in a folder.
+
+    Returns None for a model that only writes text, and if the folder cannot be read here.
+    """
     if (family := find_family_of(folder)) is not None:
         graph: Graph = msgspec.convert(family.name, Graph)
         return graph
@@ -58,7 +44,12 @@ def graph_of_folder(folder: Path) -> Graph | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return graph_of(config, read_token_ids(folder)) if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    # The folder may lack the talker.
+    if config.get("talker_config") and config.get("enable_audio_output") is not False:
+        return next((graph for part, graph in _GRAPHS.items() if config.get(part)), None)
+    return ORPHEUS if is_orpheus(read_token_ids(folder)) else None
 
 
 def writes_text(graph: Graph | None) -> bool:

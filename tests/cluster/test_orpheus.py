@@ -23,9 +23,10 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import seed_of
 from tests import orpheus
 from tests.cluster.processes import Processes, running, until_nothing_is_left
-from tests.cluster.test_speech import register_roles  # noqa: F401 - makes the steps slow
 from tests.orpheus import PlainOrpheus
+from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
+from workers.engine.runner import ModelRunner
 
 MAX_TOKENS = 150
 CONFIG = f"""
@@ -48,6 +49,12 @@ WORKERS = {
     "gateway": ["gateway"],
 }
 TEXT, SHORT = "three red circles", "Hello"
+STEP_S = 0.02
+"""Minimum time of a step, so that a worker can be killed in the middle of a speech."""
+
+
+def register_roles() -> None:
+    slow_down(ModelRunner, "run", STEP_S)
 
 
 @pytest.fixture(scope="module")

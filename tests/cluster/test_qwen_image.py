@@ -8,7 +8,6 @@ In float64, each file equals the pixels of diffusers' own pipeline with the same
 import asyncio
 import base64
 import io
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from shared.state.log_records import decode_record
 from tests import preloaded
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator import qwen_images
+from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
 from workers.generator.diffusion.qwen_image import QwenImage
 
@@ -55,14 +55,7 @@ PROMPT = "a red circle on blue"
 
 
 def register_roles() -> None:
-    step = QwenImage.step
-
-    def slowly(self: QwenImage, steps: Any) -> Any:
-        time.sleep(STEP_S)
-        return step(self, steps)
-
-    # This process alone is a fork that paints.
-    QwenImage.step = slowly  # type: ignore[method-assign]
+    slow_down(QwenImage, "step", STEP_S)
 
 
 @pytest.fixture(scope="module")

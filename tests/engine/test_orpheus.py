@@ -5,12 +5,11 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
-from shared.config.added_tokens import read_token_ids
 from shared.config.schema import Config, EngineConfig, ModelConfig
 from shared.errors import ContextTooLong
 from shared.protocol.pipeline import Pipeline
 from shared.protocol.task_messages import SpeechBody, Task, TaskHeader
-from shared.stage.graphs import graph_of
+from shared.stage.graphs import graph_of_folder
 from shared.stage.pipelines import check_pipelines, pipeline_of
 from tests import orpheus
 from tests.orpheus import PlainOrpheus
@@ -52,7 +51,7 @@ class Speaker(NamedTuple):
 
 
 def pipeline_with(folder: Path) -> Pipeline:
-    graph = graph_of({}, read_token_ids(folder))
+    graph = graph_of_folder(folder)
     assert graph == "orpheus"
     model = ModelConfig(str(folder), graph=graph)
     check_pipelines(Config({"m": model}), ["engine", "generator"], "file")
@@ -107,6 +106,7 @@ async def test_a_text_that_is_too_long_is_refused(speaker: Speaker) -> None:
 
 def test_it_speaks_the_texts_of_requests_alone(speaker: Speaker, tmp_path: Path) -> None:
     orpheus.write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     pipeline = pipeline_with(tmp_path)
     assert [stage.name for stage in pipeline.stages] == ["talker", "code2wav"]
     assert pipeline.with_text_given == pipeline

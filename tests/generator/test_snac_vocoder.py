@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         load_vocoder(tmp_path, SPEC, "the stage")
     assert not marker.exists()
+
+
+def test_the_error_without_the_package_names_the_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "snac", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pagemill\[snac\]'") as refused:
+        load_vocoder(folder, SPEC, "the stage")
+    assert refused.value.field == "the stage.path"
 
 
 def test_chunks_need_the_reach_of_the_network_as_context(folder: Path) -> None:

@@ -1,12 +1,13 @@
 """A rendered prompt on its way to the engine, and items on their way through a tower."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from shared.codec.envelope import decode, encode
 from shared.codec.tensors import to_torch
@@ -34,6 +35,22 @@ def make_case(
         items.append(Item(item.modality, item.mm_hash, item.placeholder, fields))
     request = EngineRequest(name, received.body.prompt_token_ids, items, received.header.sampling)
     return Case(request, list(images))
+
+
+def answer_greedily(
+    reference: Any, inputs: Mapping[str, Tensor], num_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Return the prompt of the inputs, and the tokens of transformers' `generate`."""
+    answer = reference.generate(
+        **inputs,
+        do_sample=False,
+        eos_token_id=None,
+        min_new_tokens=num_tokens,
+        max_new_tokens=num_tokens,
+        pad_token_id=0,
+    )[0].tolist()
+    num_prompt = inputs["input_ids"].shape[1]
+    return answer[:num_prompt], answer[num_prompt:]
 
 
 def assert_joined_as_single(tower: Tower, items: Sequence[Fields], num_calls: int) -> None:

@@ -44,7 +44,7 @@ from tests.engine.model.test_parity import (
     run_core,
     run_schedule,
 )
-from tests.models.rig import assert_joined_as_single, make_case
+from tests.models.rig import answer_greedily, assert_joined_as_single, make_case
 from tests.models.vision_specs import IDS, SPECS, draw_model, make_config, write_files, write_folder
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.loader import load
@@ -145,16 +145,7 @@ def ask_transformers(
 ) -> tuple[list[int], list[int]]:
     """Return the prompt and the answer of transformers, from its own processor."""
     inputs = processor_inputs(folder, reference, text, images)
-    answer = reference.generate(
-        **inputs,
-        do_sample=False,
-        eos_token_id=None,
-        min_new_tokens=MAX_TOKENS,
-        max_new_tokens=MAX_TOKENS,
-        pad_token_id=0,
-    )[0].tolist()
-    num_prompt = inputs["input_ids"].shape[1]
-    return answer[:num_prompt], answer[num_prompt:]
+    return answer_greedily(reference, inputs, MAX_TOKENS)
 
 
 def test_any_schedule_yields_the_tokens_of_generate(model: Model) -> None:

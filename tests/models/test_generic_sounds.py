@@ -26,7 +26,7 @@ from shared.models.registry import find_family
 from shared.protocol.multimodal import AUDIO, FrameSampling, content_hash
 from shared.protocol.requests import AudioPart, AudioURL, Message, TextPart
 from tests.engine.model.test_parity import Case, Twins, from_afar, run_core
-from tests.models.rig import assert_joined_as_single, make_case
+from tests.models.rig import answer_greedily, assert_joined_as_single, make_case
 from tests.models.sound_specs import NUM_BINS, SPECS, WINDOW_S, write_files, write_folder
 from tests.sounds import Samples, decoded, draw_sound, transformers
 from workers.cli.models.reports import check_folders
@@ -109,20 +109,12 @@ def ask_transformers(
         inputs = processor.tokenizer([prompt], return_tensors="pt", return_token_type_ids=False)
     else:
         inputs = processor(text=[prompt], audio=[sound], return_tensors="pt")
-    answer = reference.generate(
-        **{
-            name: tensor.double() if tensor.is_floating_point() else tensor
-            for name, tensor in inputs.items()
-            if name not in ("num_audio_tokens",)
-        },
-        do_sample=False,
-        eos_token_id=None,
-        min_new_tokens=MAX_TOKENS,
-        max_new_tokens=MAX_TOKENS,
-        pad_token_id=0,
-    )[0].tolist()
-    num_prompt = inputs["input_ids"].shape[1]
-    return answer[:num_prompt], answer[num_prompt:]
+    tensors = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in inputs.items()
+        if name not in ("num_audio_tokens",)
+    }
+    return answer_greedily(reference, tensors, MAX_TOKENS)
 
 
 def test_any_schedule_yields_the_tokens_of_generate(model: Model) -> None:

@@ -22,7 +22,7 @@ from shared.models.generic_tower import PrefixLanguage
 from shared.models.media import DecodedImage
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from tests.engine.model.test_parity import Twins, draw_image, from_afar, run_core
-from tests.models.rig import make_case
+from tests.models.rig import answer_greedily, make_case
 from tests.models.vision_specs import (
     IDS,
     SIDE,
@@ -118,17 +118,7 @@ def generate(model: Model, name: str) -> tuple[list[int], list[int]]:
     arrays = processor(text=["<image>" * len(images) + text], images=[images], return_tensors="np")
     inputs = {key: torch.as_tensor(value) for key, value in arrays.items() if key != "labels"}
     inputs["pixel_values"] = inputs["pixel_values"].double()
-    reference: Any = model.twins.reference
-    answer = reference.generate(
-        **inputs,
-        do_sample=False,
-        eos_token_id=None,
-        min_new_tokens=MAX_TOKENS,
-        max_new_tokens=MAX_TOKENS,
-        pad_token_id=0,
-    )[0].tolist()
-    num_prompt = inputs["input_ids"].shape[1]
-    return answer[:num_prompt], answer[num_prompt:]
+    return answer_greedily(model.twins.reference, inputs, MAX_TOKENS)
 
 
 def test_any_schedule_yields_the_tokens_of_generate(model: Model) -> None:

@@ -1,6 +1,5 @@
 """The parts of omni models on the engine against transformers, token for token, in float64."""
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,11 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config.added_tokens import read_token_ids
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
-from shared.stage.graphs import graph_of
+from shared.stage.graphs import graph_of_folder
 from tests import omni
 from tests.engine.model.test_audio_parity import Clip, Content, HeardCase, Marks, fill_in, inputs_of
 from tests.engine.model.test_parity import (
@@ -386,5 +384,4 @@ def test_the_folder_of_a_model_with_a_talker_has_its_graph(
     models: dict[str, Omni], name: str, graph: str
 ) -> None:
     folder = models[name].folder
-    config = json.loads((folder / "config.json").read_bytes())
-    assert graph_of(config, read_token_ids(folder)) == graph
+    assert graph_of_folder(folder) == graph
