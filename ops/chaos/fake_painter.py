@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from workers.generator.core.denoising import (
     Condition,
@@ -15,9 +16,7 @@ from workers.generator.core.denoising import (
     Size,
     Step,
     Stepped,
-    array_of,
     noise_of,
-    tensor_of,
 )
 
 
@@ -35,21 +34,21 @@ class FakePainter:
 
     def encode(self, texts: Sequence[str]) -> list[Condition]:
         arrays = [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        return [Condition({"text": tensor_of(array)}, len(array)) for array in arrays]
+        return [Condition({"text": from_numpy(array)}, len(array)) for array in arrays]
 
     def noise_shape(self, size: Size) -> tuple[int, int, int]:
         width, height = size
         return 3, height // 4, width // 4
 
     def begin(self, size: Size, noise: Noise) -> Progress:
-        return Progress(tensor_of(noise), {})
+        return Progress(from_numpy(noise), {})
 
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         time.sleep(self._step_s)
         return [_stepped(step) for step in steps]
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        values = np.clip(array_of(latents) * 127.5 + 127.5, 0, 255).astype(np.uint8)
+        values = np.clip(to_numpy(latents) * 127.5 + 127.5, 0, 255).astype(np.uint8)
         return np.ascontiguousarray(values.transpose(1, 2, 0))
 
 
@@ -59,8 +58,8 @@ def _stepped(step: Step) -> Stepped:
     for text in texts:
         digest.update(text.num_tokens.to_bytes(8, "little"))
         digest.update(text.arrays["text"].data)
-    latents = array_of(step.progress.latents)
+    latents = to_numpy(step.progress.latents)
     target = np.tanh(noise_of(int.from_bytes(digest.digest(), "little"), 0, latents.shape))
     finished = np.cos(3 * latents + step.number / step.steps) * 0.5 + target * step.guidance * 0.2
     moved = latents + (finished - latents) / step.steps
-    return Stepped(Progress(tensor_of(moved), {}), tensor_of(finished))
+    return Stepped(Progress(from_numpy(moved), {}), from_numpy(finished))

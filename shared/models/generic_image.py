@@ -18,13 +18,12 @@ from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.auto import processing_auto
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import WireField
 from shared.errors import ConfigError, InvalidMedia, UnsupportedContent
 from shared.models import layout
 from shared.models.media import DecodedImage
-from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import Placement
 
 # transformers does not declare this table as public.

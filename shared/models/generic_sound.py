@@ -12,7 +12,7 @@ import numpy as np
 from transformers import AutoFeatureExtractor
 from transformers.utils.import_utils import is_torch_available
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import WireField
 from shared.errors import ConfigError, InvalidMedia, UnsupportedContent
@@ -21,7 +21,6 @@ from shared.models.layout import check_processor_file, fingerprint
 from shared.models.lazy_module import load_torch
 from shared.models.media import AudioProbe, SamplePlan
 from shared.models.mel_layout import SAMPLE_RATE, Samples, SoundLayout
-from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import FrameSampling, Placement
 
 MAX_WINDOW_S = 30.0

@@ -16,7 +16,7 @@ from shared.errors import ConfigError
 from shared.models.image_family import Component, ImageFamily
 from shared.models.image_registry import find_image_family, list_image_families
 from shared.vision.quantized import read_quantized
-from shared.vision.weight_files import WeightIndex, read_header
+from shared.vision.weight_files import read_header, read_index
 
 MODEL_INDEX = "model_index.json"
 EXTRA = "diffusers"
@@ -176,14 +176,9 @@ def _read_part(folder: Path, name: str, weights: str) -> Part:
 
 def _weight_files(part: Path, weights: str) -> list[Path]:
     """Return the files of a part's weights, which may be missing. Raises ConfigError."""
-    index = part / f"{weights}.safetensors.index.json"
-    if not index.is_file():
-        return [part / f"{weights}.safetensors"]
-    try:
-        shards = msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map.values()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise _refusal(part, f"has an {index.name} that cannot be read: {error}") from error
-    return sorted({part / shard for shard in shards})
+    index = read_index(part, f"{weights}.safetensors.index.json")
+    shards = set(index.weight_map.values()) or {f"{weights}.safetensors"}
+    return sorted(part / shard for shard in shards)
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:

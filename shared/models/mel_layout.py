@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoFeatureExtractor
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest, MediaTooLarge
 from shared.models.layout import PlannedLayout, check_processor_file, fingerprint
 from shared.models.lazy_module import LazyModule
 from shared.models.media import AudioProbe, SamplePlan
-from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import FrameSampling
 
 if TYPE_CHECKING:

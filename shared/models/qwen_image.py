@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField
 from shared.errors import InvalidRequest
 from shared.models import layout, wire_pixels
 from shared.models.media import DecodedImage
-from shared.models.wire_pixels import to_numpy
 
 IMAGE_GRID = "image_grid_thw"
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField
 from shared.errors import InvalidMedia, InvalidRequest
@@ -19,7 +19,6 @@ from shared.models.frames import RESIZING, VideoSettings, fused_table, read_vide
 from shared.models.layout import PlannedLayout, check_frame_ratio
 from shared.models.media import Frame, FramePlan, VideoProbe
 from shared.models.reach import check_time, positions_per_second
-from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import FrameSampling, Placement, content_hash
 
 GRID = "video_grid_thw"

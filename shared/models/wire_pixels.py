@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import WireField
 from shared.errors import InvalidRequest
@@ -30,15 +30,6 @@ def check_shape(name: str, tensor: TensorData, shape: tuple[int, ...], field: st
         raise InvalidRequest(
             f"{name} has the shape {list(tensor.shape)}, not {list(shape)}", field=field
         )
-
-
-def to_numpy(tensor: TensorData) -> NDArray[Any]:
-    """Return a view of the tensor; bfloat16, which numpy does not have, is copied as float32."""
-    if tensor.dtype == "bfloat16":
-        upper = np.frombuffer(tensor.data, "<u2").astype("<u4") << 16
-        return upper.view("<f4").reshape(tensor.shape)
-    dtype = np.dtype(tensor.dtype).newbyteorder("<")
-    return np.frombuffer(tensor.data, dtype).reshape(tensor.shape)
 
 
 def to_values(pixels: NDArray[np.uint8], table: TensorData) -> NDArray[np.float32]:

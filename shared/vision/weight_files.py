@@ -49,12 +49,12 @@ class WeightIndex(msgspec.Struct, frozen=True):
     """File of each tensor."""
 
 
-def read_index(folder: Path) -> WeightIndex:
+def read_index(folder: Path, name: str = INDEX) -> WeightIndex:
     """Return the index of a folder with several files of weights; empty for other folders.
 
     Raises ConfigError.
     """
-    file = folder / INDEX
+    file = folder / name
     if not file.is_file():
         return WeightIndex()
     try:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.codec.arrays import to_numpy
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest, MediaTooLarge
 from shared.models.families.qwen2_audio import Qwen2AudioLayout
 from shared.models.families.qwen_omni import OmniAudioLayout, Qwen3OmniAudioLayout
 from shared.models.mel_layout import SAMPLE_RATE, MelLayout, count_tokens
-from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import FrameSampling
 from tests.sounds import Samples, decoded, draw_sound, extract, transformers
 

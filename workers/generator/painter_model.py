@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
 from shared.errors import ConfigError, ContextTooLong
@@ -26,9 +27,7 @@ from workers.generator.core.denoising import (
     Size,
     Step,
     Stepped,
-    array_of,
     check_sizes,
-    tensor_of,
 )
 from workers.generator.painter import (
     CHANNELS,
@@ -98,7 +97,7 @@ class PainterModel:
 
     def encode(self, texts: Sequence[str]) -> list[Condition]:
         token_ids = [np.array(self._tokenize(text), np.int64) for text in texts]
-        return [Condition({"tokens": tensor_of(ids)}, len(ids)) for ids in token_ids]
+        return [Condition({"tokens": from_numpy(ids)}, len(ids)) for ids in token_ids]
 
     def noise_shape(self, size: Size) -> tuple[int, int, int]:
         width, height = size
@@ -131,7 +130,7 @@ class PainterModel:
         ]
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        values = np.rint(np.clip(array_of(latents), -1, 1) * 127.5 + 127.5).astype(np.uint8)
+        values = np.rint(np.clip(to_numpy(latents), -1, 1) * 127.5 + 127.5).astype(np.uint8)
         small = Image.fromarray(np.ascontiguousarray(values.transpose(1, 2, 0)))
         return np.asarray(small.resize(size, Image.Resampling.BICUBIC))
 

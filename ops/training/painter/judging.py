@@ -19,9 +19,10 @@ from ops.training.painter.task import SCALE, SHAPE, SIZE
 from ops.training.seeing.evaluation import Folder
 from ops.training.seeing.scenes import Size
 from ops.training.trainer import State, console
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
 from shared.protocol.images import MAX_STEPS
-from workers.generator.core.denoising import ImageModel, Step, noise_of, tensor_of
+from workers.generator.core.denoising import ImageModel, Step, noise_of
 from workers.generator.painter_model import load_painter
 
 CARD = Path(__file__).with_name("card.md")
@@ -95,7 +96,7 @@ def evaluate(
 
 
 def _latents(image: Image.Image) -> TensorData:
-    return tensor_of(np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1)
+    return from_numpy(np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1)
 
 
 def write_painter_card(

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import PreTrainedConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, WireField
 from shared.errors import ConfigError
@@ -22,7 +22,6 @@ from shared.models.family import MediaInput, ModelFamily
 from shared.models.lazy_module import LazyModule
 from shared.models.media import DecodedImage
 from shared.models.tower_adapter import Fields, TowerAdapter, check_table, get_field, look_up
-from shared.models.wire_pixels import to_numpy
 from shared.native.choices import KernelSetting
 from shared.protocol.multimodal import IMAGE
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedConfig
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, WireField
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest
@@ -32,7 +32,6 @@ from shared.models.tower_adapter import (
     look_up,
     refuse,
 )
-from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import VIDEO, FrameSampling, content_hash
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, WireField
 from shared.errors import ConfigError, InvalidRequest
@@ -20,7 +20,7 @@ from shared.models.language import LanguageAdapter
 from shared.models.lazy_module import LazyModule
 from shared.models.mel_layout import NUM_FRAMES_BEHIND, MelLayout, count_tokens
 from shared.models.tower_adapter import Fields, TowerAdapter, get_field, refuse
-from shared.models.wire_pixels import tensors_of, to_numpy
+from shared.models.wire_pixels import tensors_of
 from shared.protocol.multimodal import AUDIO
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, SharedField, WireField
 from shared.errors import InvalidRequest
@@ -36,7 +36,7 @@ from shared.models.qwen_image import QwenImageLayout
 from shared.models.qwen_video import GRID, SECONDS, Qwen25VideoLayout
 from shared.models.sound_in_video import MergedVideo, SoundingVideo
 from shared.models.tower_adapter import Fields, refuse
-from shared.models.wire_pixels import tensors_of, to_numpy
+from shared.models.wire_pixels import tensors_of
 from shared.native.choices import KernelSetting
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, Modality, Placement, content_hash
 

@@ -3,23 +3,24 @@
 import numpy as np
 import pytest
 
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
-from workers.generator.core.denoising import Progress, array_of, tensor_of
+from workers.generator.core.denoising import Progress
 from workers.generator.core.painting import decode_state, encode_state
 
 LATENTS = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
-INITIAL = Progress(tensor_of(np.zeros_like(LATENTS)), {})
+INITIAL = Progress(from_numpy(np.zeros_like(LATENTS)), {})
 
 
 def test_a_state_has_the_latents_and_what_the_solver_remembers() -> None:
-    solver = {"first": tensor_of(LATENTS[0] * 2), "second": tensor_of(np.array([0.1]))}
-    data = encode_state(Progress(tensor_of(LATENTS), solver), 7)
+    solver = {"first": from_numpy(LATENTS[0] * 2), "second": from_numpy(np.array([0.1]))}
+    data = encode_state(Progress(from_numpy(LATENTS), solver), 7)
     progress = decode_state(data, 7, INITIAL)
     assert progress is not None
-    np.testing.assert_array_equal(array_of(progress.latents), LATENTS)
+    np.testing.assert_array_equal(to_numpy(progress.latents), LATENTS)
     assert list(progress.solver) == ["first", "second"]
     for name, tensor in progress.solver.items():
-        np.testing.assert_array_equal(array_of(tensor), array_of(solver[name]))
+        np.testing.assert_array_equal(to_numpy(tensor), to_numpy(solver[name]))
 
 
 def test_latents_of_a_type_that_numpy_does_not_have_are_stored() -> None:
@@ -33,11 +34,11 @@ def test_latents_of_a_type_that_numpy_does_not_have_are_stored() -> None:
 @pytest.mark.parametrize(
     ("data", "step"),
     [
-        (encode_state(Progress(tensor_of(LATENTS), {}), 2), 3),
-        (encode_state(Progress(tensor_of(LATENTS.astype(np.float64)), {}), 3), 3),
-        (encode_state(Progress(tensor_of(LATENTS[:, :2]), {}), 3), 3),
+        (encode_state(Progress(from_numpy(LATENTS), {}), 2), 3),
+        (encode_state(Progress(from_numpy(LATENTS.astype(np.float64)), {}), 3), 3),
+        (encode_state(Progress(from_numpy(LATENTS[:, :2]), {}), 3), 3),
         (LATENTS.tobytes(), 3),  # as workers of version 0.1 store them
-        (encode_state(Progress(tensor_of(LATENTS), {}), 3)[:-64], 3),
+        (encode_state(Progress(from_numpy(LATENTS), {}), 3)[:-64], 3),
         (b"", 3),
     ],
 )

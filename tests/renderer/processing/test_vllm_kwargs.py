@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.codec.arrays import from_numpy
+from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.tensors import from_torch
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField, decode_item, encode_item
 from shared.config.schema import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent
-from shared.models.wire_pixels import to_numpy, to_pixels
+from shared.models.wire_pixels import to_pixels
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import Feature, Prompt
 from tests import llava

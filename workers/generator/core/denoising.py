@@ -6,7 +6,7 @@ finished image, and the decoder turns the last latents into pixels.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,14 +120,3 @@ def noise_of(seed: int, number: int, shape: tuple[int, ...]) -> Noise:
     It is a function of the two numbers, by a counter-based generator.
     """
     return np.random.Generator(np.random.Philox(key=[seed, number])).standard_normal(shape)
-
-
-def tensor_of(array: NDArray[Any]) -> TensorData:
-    """Return a view of an array, which is copied if it is not contiguous."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return TensorData(str(array.dtype), array.shape, flat.data)
-
-
-def array_of(tensor: TensorData) -> NDArray[Any]:
-    """Return an array over the memory of a tensor. numpy has no bfloat16."""
-    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
