@@ -28,7 +28,8 @@ from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from tests import preloaded
 from tests.cluster.processes import Processes, running, until_nothing_is_left
-from tests.generator import qwen_images
+from tests.generator.pipelines import qwen_image
+from tests.generator.pipelines.spec import to_file
 from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
 from workers.generator.diffusion.qwen_image import QwenImage
@@ -62,7 +63,7 @@ def register_roles() -> None:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("qwen-image")
     (folder / "pagemill.yaml").write_text(CONFIG)
-    qwen_images.write(folder / "qwen-image")
+    qwen_image.write(folder / "qwen-image")
     with running(folder, WORKERS, __name__) as started:
         yield started
 
@@ -72,7 +73,9 @@ def pixels_of(file: bytes) -> Any:
 
 
 def assert_painted(file: bytes, prompt: str, params: PaintParams, number: int = 0) -> None:
-    np.testing.assert_array_equal(pixels_of(file), qwen_images.paint_file(prompt, params, number))
+    np.testing.assert_array_equal(
+        pixels_of(file), to_file(qwen_image.paint_whole(prompt, params, number))
+    )
 
 
 async def steps_of(bus: Bus, request_id: str) -> list[StepState]:

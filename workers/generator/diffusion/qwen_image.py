@@ -5,24 +5,18 @@ The operations have the order of `QwenImagePipeline`, so that the images are the
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImageTransformer2DModel,
-)
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
-from shared.errors import ConfigError, ContextTooLong, WorkerFailure
+from shared.errors import ContextTooLong, WorkerFailure
 from shared.models.image_folder import ImageFolder
-from shared.vision.weights import load_weights
 from workers.generator.core.denoising import (
     Condition,
     Noise,
@@ -33,7 +27,8 @@ from workers.generator.core.denoising import (
     Stepped,
     check_sizes,
 )
-from workers.generator.diffusion.parts import load_module, refusing
+from workers.generator.diffusion.flow_match import Schedule, make_schedule, shift_of, stepped
+from workers.generator.diffusion.parts import PartLoader
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity,"
@@ -48,15 +43,6 @@ PATCH = 2
 """Side of a patch in latents."""
 # 2048x2048 pixels of the published model. One image must not take all the memory.
 MAX_PATCHES = 16_384
-
-
-class Schedule(NamedTuple):
-    """Noise levels of an image, which depend on its number of steps and of patches."""
-
-    sigmas: Tensor
-    """float32 [steps + 1]; the last one is 0."""
-    times: Tensor
-    """float32 [steps]"""
 
 
 class QwenImage:
@@ -129,7 +115,7 @@ class QwenImage:
             for n, negative in zip(guided, negatives, strict=True):
                 velocities[n] = _guided(velocities[n], negative, steps[n].guidance)
         return [
-            _stepped(image, velocity, schedule.sigmas[step.number :])
+            stepped(image, velocity, schedule.sigmas[step.number :])
             for step, image, velocity, schedule in zip(
                 steps, images, velocities, schedules, strict=True
             )
@@ -189,7 +175,7 @@ class QwenImage:
         prompts, mask = self._padded(texts)
         predicted = self._transformer(
             hidden_states=torch.stack(list(images)),
-            timestep=torch.stack(list(times)).to(prompts.dtype) / 1000,
+            timestep=torch.stack(list(times)).to(prompts) / 1000,
             encoder_hidden_states=prompts,
             encoder_hidden_states_mask=mask,
             img_shapes=[[(1, *self._grid(size))]] * len(images),
@@ -210,18 +196,7 @@ class QwenImage:
         return padded, None if mask.all() else mask
 
     def _make_schedule(self, steps: int, num_patches: int) -> Schedule:
-        # A scheduler counts its steps, so this one is used for its tables alone.
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
-        config = scheduler.config
-        first = config.get("base_image_seq_len", 256)
-        slope = (config.get("max_shift", 1.15) - config.get("base_shift", 0.5)) / (
-            config.get("max_image_seq_len", 4096) - first
-        )
-        shift = num_patches * slope + (config.get("base_shift", 0.5) - slope * first)
-        scheduler.set_timesteps(
-            sigmas=np.linspace(1.0, 1 / steps, steps), device=self._transformer.device, mu=shift
-        )
-        return Schedule(scheduler.sigmas, scheduler.timesteps)
+        return make_schedule(self._scheduler, steps, shift_of(self._scheduler, num_patches))
 
 
 def _guided(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
@@ -230,17 +205,6 @@ def _guided(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
     norms = [torch.norm(value, dim=-1, keepdim=True) for value in (positive, combined)]
     guided: Tensor = combined * (norms[0] / norms[1])
     return guided
-
-
-def _stepped(latents: Tensor, velocity: Tensor, sigmas: Tensor) -> Stepped:
-    """Return an image at the second of `sigmas`; its latents are at the first.
-
-    As in the scheduler, latents are rounded to float32 before a step.
-    """
-    sample = latents.to(torch.float32)
-    moved = (sample + (sigmas[1] - sigmas[0]) * velocity).to(velocity.dtype)
-    finished = (sample - sigmas[0] * velocity).to(velocity.dtype)
-    return Stepped(Progress(from_torch(moved), {}), from_torch(finished))
 
 
 def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
@@ -260,43 +224,18 @@ def load(
     Raises ConfigError.
     """
 
-    def begin(name: str) -> tuple[Path, torch.dtype, str]:
-        mib = folder.num_bytes(name, dtype) / 2**20
-        report(f"loading the {name.replace('_', ' ')}, {mib:.0f} MiB")
-        return folder.folder / name, getattr(torch, folder.served_dtype(name, dtype)), device
-
-    scheduler = _load_scheduler(folder.folder / "scheduler")
-    with refusing(folder.folder / "tokenizer"):
-        tokenizer = Qwen2Tokenizer.from_pretrained(
-            folder.folder / "tokenizer", local_files_only=True
-        ).backend_tokenizer
-        # Several threads read texts, and a change of these settings is not thread-safe.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+    parts = PartLoader(folder, dtype, device, report)
+    scheduler = parts.load_flow_match()
+    tokenizer = parts.load_tokenizer(Qwen2Tokenizer, "tokenizer")
     # The smallest part is first: its settings decide which sizes there are.
-    vae = load_module(AutoencoderKLQwenImage, *begin("vae"))
+    vae = parts.load_network(AutoencoderKLQwenImage, "vae")
     check_sizes(sizes, _multiple_of(vae), MAX_PATCHES, key)
-    text_encoder = load_weights(
-        Qwen2_5_VLForConditionalGeneration,
-        *begin("text_encoder"),
-        without=("model.visual", "lm_head"),
+    text_encoder = parts.load_text_encoder(
+        Qwen2_5_VLForConditionalGeneration, "text_encoder", without=("model.visual", "lm_head")
     )
-    transformer = load_module(QwenImageTransformer2DModel, *begin("transformer"))
-    for name in OTHER_INPUTS:
-        if transformer.config.get(name):
-            raise ConfigError(
-                f"models.path: {folder.folder}: {name} of the transformer is not supported",
-                field="models.path",
-            )
+    transformer = parts.load_network(QwenImageTransformer2DModel, "transformer")
+    parts.refuse_settings(transformer, "transformer", OTHER_INPUTS)
     return QwenImage(folder, tokenizer, text_encoder, transformer, vae, scheduler)
-
-
-def _load_scheduler(folder: Path) -> Any:
-    with refusing(folder):
-        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, local_files_only=True)
-        if scheduler.config.stochastic_sampling:
-            raise ValueError("stochastic_sampling is not supported")
-    return scheduler
 
 
 def _multiple_of(vae: Any) -> int:

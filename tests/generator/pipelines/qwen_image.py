@@ -4,7 +4,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -16,6 +15,7 @@ from tokenizers import pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from shared.protocol.images import PaintParams, parse_size
+from tests.generator.pipelines.spec import PipelineSpec
 from workers.generator.core.denoising import noise_of
 
 SPECIAL = (
@@ -156,9 +156,29 @@ def paint_whole(
     return images[0].permute(1, 2, 0).numpy()
 
 
-def paint_file(
-    prompt: str, params: PaintParams, number: int = 0, dtype: torch.dtype = torch.float64
-) -> Any:
-    """Return the 8-bit pixels that the pipeline paints, [height, width, 3]."""
-    values = paint_whole(prompt, params, number, dtype).astype(np.float32)
-    return (values * 255).round().astype(np.uint8)
+SPEC = PipelineSpec(
+    name="qwen_image",
+    write=write,
+    paint_whole=paint_whole,
+    sizes=("48x48", "96x48", "48x96"),
+    requests=(
+        ("a red circle", PaintParams("48x48", 1, 4, 3.0, "ugly", 1)),
+        ("two blue cats on a long table", PaintParams("48x48", 1, 6, 2.0, "", 2)),
+        ("hill", PaintParams("48x48", 1, 3, 1.0, "", 3)),
+        ("wide sea", PaintParams("96x48", 1, 4, 4.0, "x", 4)),
+        # The packed latents have the shape of the ones before, but another grid.
+        ("tall tree", PaintParams("48x96", 1, 5, 2.5, "a long negative prompt", 5)),
+        ("Bäume {0}", PaintParams("48x48", 1, 5, 1.5, "", 2**63 - 1)),
+    ),
+    settings=(
+        ("vae/config.json", "latents_mean", [0.0, 0.0, 0.0, 0.0]),
+        ("vae/config.json", "latents_std", [1.0, 1.0, 1.0, 1.0]),
+        ("scheduler/scheduler_config.json", "max_shift", 1.15),
+        ("scheduler/scheduler_config.json", "shift_terminal", None),
+    ),
+    max_tokens=1024,
+    bad_sizes=(
+        ("56x48", "56x48: width and height must be multiples of 16"),
+        ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
+    ),
+)

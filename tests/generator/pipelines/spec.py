@@ -1,0 +1,58 @@
+"""What the tests of all pipelines of diffusers need of one of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shared.protocol.images import PaintParams
+
+Request = tuple[str, PaintParams]
+"""A prompt and the parameters of its image."""
+
+
+class PaintWhole(Protocol):
+    """Function that paints by diffusers' own pipeline, of our noise."""
+
+    def __call__(
+        self,
+        prompt: str,
+        params: PaintParams,
+        number: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> Any:
+        """Return pixels from 0 to 1, [height, width, 3]."""
+
+
+class Write(Protocol):
+    """Function that writes the folder of the pipeline, by diffusers."""
+
+    def __call__(self, folder: Path) -> None: ...
+
+
+class PipelineSpec(NamedTuple):
+    """A pipeline with random weights, and its requests.
+
+    Means, standard deviations and shifts in its configs differ from 0 and 1.
+    """
+
+    name: str
+    """Name of the module with its computation."""
+    write: Write
+    paint_whole: PaintWhole
+    sizes: Sequence[str]
+    requests: Sequence[Request]
+    """The first one has 4 steps, a prompt, a guidance, a negative prompt and a seed."""
+    settings: Sequence[tuple[str, str, Any]]
+    """A file, a key and a value that changes images, for settings that no other test covers."""
+    max_tokens: int
+    """Most tokens of a text, with those around it."""
+    bad_sizes: Sequence[tuple[str, str]]
+    """Sizes that are refused, and the reasons."""
+
+
+def to_file(pixels: Any) -> Any:
+    """Return the 8-bit pixels that a pipeline writes, [height, width, 3]."""
+    return (pixels.astype(np.float32) * 255).round().astype(np.uint8)
