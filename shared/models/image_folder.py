@@ -80,6 +80,22 @@ def read_image_folder(folder: Path) -> ImageFolder:
 
     Raises ConfigError with one sentence if the folder cannot be served, or not without the extra.
     """
+    family = check_classes(folder)
+    for file in list_missing_files(folder):
+        raise _refusal(folder, f"lacks {file}")
+    parts = {
+        name: _read_part(folder, name, component.weights)
+        for name, component in family.components.items()
+        if component.weights is not None
+    }
+    return ImageFolder(folder, family, parts)
+
+
+def check_classes(folder: Path) -> ImageFamily:
+    """Return the family of a folder from its small files; weights may be missing.
+
+    Raises ConfigError with one sentence if the folder cannot be served, or not without the extra.
+    """
     index = _read(folder, MODEL_INDEX)
     family = find_family_of(folder)
     if family is None:
@@ -92,14 +108,11 @@ def read_image_folder(folder: Path) -> ImageFolder:
     for name, value in index.items():
         if isinstance(value, list) and any(value) and name not in family.components:
             raise _refusal(folder, f"has a part {name!r}, which {family.pipeline} does not have")
-    parts = {}
     for name, component in family.components.items():
         _check_class(folder, name, component, index)
-        if component.weights is not None:
-            parts[name] = _read_part(folder, name, component.weights)
     if importlib.util.find_spec("diffusers") is None:
         raise _refusal(folder, f"needs diffusers: pip install 'pagemill[{EXTRA}]'")
-    return ImageFolder(folder, family, parts)
+    return family
 
 
 def list_missing_files(folder: Path) -> list[str]:
@@ -130,14 +143,14 @@ def _missing_of(part: Path, component: Component) -> Iterator[str]:
 
 
 def _check_class(folder: Path, name: str, component: Component, index: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a part is missing, or has another class than the declared one."""
+    """Raise ConfigError for a part without config, of another class, or with quantized weights."""
     entry = index.get(name)
     if not isinstance(entry, list) or len(entry) != 2:
         raise _refusal(folder, f"has no part {name!r} in {MODEL_INDEX}")
     if entry[0] not in LIBRARIES:
         raise _refusal(folder, f"has a {name} of {entry[0]!r}, whose code is not run")
-    for file in _missing_of(folder / name, component):
-        raise _refusal(folder, f"lacks {name}/{file}")
+    if not (folder / name / component.config).is_file():
+        raise _refusal(folder, f"lacks {name}/{component.config}")
     config = _read(folder, f"{name}/{component.config}")
     architectures = config.get("architectures")
     stated = {
@@ -154,12 +167,12 @@ def _check_class(folder: Path, name: str, component: Component, index: Mapping[s
                 f"has a {name} of class {class_name!r} in {file}, and only"
                 f" {component.class_name} is supported",
             )
+    quantized = None if component.weights is None else read_quantized(folder / name)
+    if quantized is not None:
+        raise _refusal(folder, f"has quantized weights in {name} ({quantized.label})")
 
 
 def _read_part(folder: Path, name: str, weights: str) -> Part:
-    quantized = read_quantized(folder / name)
-    if quantized is not None:
-        raise _refusal(folder, f"has quantized weights in {name} ({quantized.label})")
     num_parameters, dtypes = 0, set[str]()
     for file in _weight_files(folder / name, weights):
         for tensor_name, tensor in read_header(file):
