@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from huggingface_hub import constants
 from rich.filesize import decimal
 
 from ops.harness import qwen_images
 from shared.errors import ConfigError
 from shared.models.image_folder import read_image_folder
 from shared.stage.pipelines import pipeline_of
+from tests import orpheus
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, find_models, write_config
@@ -170,3 +172,35 @@ def test_a_folder_of_diffusers_that_is_not_served_is_refused_before_anything_sta
     models = find_models([str(tmp_path / "brush")])
     with pytest.raises(ConfigError, match=r"brush is refused: has the pipeline 'FluxPipeline'"):
         write_config(models, Wishes())
+
+
+def test_orpheus_speaks_with_the_codec_of_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    orpheus.write(tmp_path / "voice")
+    models = find_models([str(tmp_path / "voice")])
+    with pytest.raises(ConfigError) as refused:
+        write_config(models, Wishes())
+    assert "voice needs its codec: run `hf download hubertsiuzdak/snac_24khz`" in str(refused.value)
+    cached = tmp_path / "hub" / "models--hubertsiuzdak--snac_24khz"
+    codec = cached / "snapshots" / ("0" * 40)
+    codec.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    orpheus.write_snac(codec)
+    file, _ = write_config(models, Wishes())
+    config = load_config(file)
+    check_paths(config)
+    stage = pipeline_of(config.models["voice"]).stage("code2wav")
+    assert stage is not None
+    assert stage.path == str(codec)
+    file.write_text("models: {voice: {path: voice, graph: orpheus}}")
+    with pytest.raises(ConfigError) as refused:
+        check_paths(load_config(file))
+    assert refused.value.field == "models.voice.path"
+    (tmp_path / "pagemill.yaml").write_text("models: {voice: {path: voice}}")
+    with pytest.raises(ConfigError, match="Orpheus has its codec in another folder") as refused:
+        check_paths(load_config(tmp_path / "pagemill.yaml"))
+    assert refused.value.field == "models.voice.stages.code2wav.path"
