@@ -32,7 +32,7 @@ from shared.vision.weight_files import INDEX
 
 # Files of a repository with other names are never written, so no name can lead out of a folder.
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-# In repositories with the format of diffusers, of which each part has a folder.
+# In repositories with the format of diffusers. Each part has a folder.
 PART_FILE = re.compile(r"[A-Za-z0-9_]+/([^/]+)")
 PART_WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(-\d+-of-\d+)?\.safetensors")
 POOLING = re.compile(r"\d_Pooling/config\.json")
