@@ -15,7 +15,7 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(
         name=["--config", "-c"],
-        help="Configuration file; by default ./pagemill.yaml, or else that of a running `pagemill"
+        help="Configuration file; by default ./pagemill.yaml, or else the settings of a running `pagemill"
         " up MODEL` in this folder, or else the embedded default.",
     ),
 ]
@@ -75,7 +75,7 @@ def check_role(_: object, name: str | None) -> None:
 
 
 def load(config: Path | None) -> Config:
-    """Load a configuration, by default that of this folder or of its `pagemill up MODEL`.
+    """Load a configuration, by default of this folder or its `pagemill up MODEL`.
 
     Raises ConfigError.
     """
