@@ -15,8 +15,8 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(
         name=["--config", "-c"],
-        help="Configuration file; by default ./pagemill.yaml, or else the settings of a running `pagemill"
-        " up MODEL` in this folder, or else the embedded default.",
+        help="Configuration file; by default ./pagemill.yaml, or else the settings of a running"
+        " `pagemill up MODEL` in this folder, or else the embedded default.",
     ),
 ]
 NatsUrl = Annotated[
