@@ -74,7 +74,9 @@ class ImageModel(Protocol):
     empty_negative: str
     """Text that images without a negative prompt are guided away from."""
     min_guidance: float
-    """Least scale of the guidance that has an effect."""
+    """Least scale of the guidance."""
+    no_guidance: float
+    """Scale that paints without guidance, and so without a negative prompt."""
 
     def check_text(self, text: str, field: str) -> int:
         """Return the number of tokens of a text. Raises ContextTooLong, which names `field`.

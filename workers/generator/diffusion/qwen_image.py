@@ -51,7 +51,7 @@ class QwenImage:
     Latents are packed: [patches, channels], where a patch is 2x2 latents.
     """
 
-    min_guidance = 1.0
+    min_guidance = no_guidance = 1.0
 
     def __init__(
         self,
