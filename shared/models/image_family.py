@@ -13,12 +13,12 @@ class Component(NamedTuple):
 
     class_name: str
     """Class that loads the part. A folder with another class is refused."""
-    also: frozenset[str] = frozenset()
-    """Names of other classes that published folders have for the same part."""
     config: str = "config.json"
     """File with the settings of the part."""
     weights: str | None = None
     """Name of the files of weights, without endings; None for a part without weights."""
+    also: frozenset[str] = frozenset()
+    """Names of other classes that published folders have for the same part."""
 
 
 class ImageFamily(NamedTuple):
