@@ -18,14 +18,14 @@ import torch
 from shared.errors import ConfigError, ContextTooLong, WorkerFailure
 from shared.models.image_folder import read_image_folder
 from shared.protocol.images import PaintParams, parse_size
-from tests.generator.pipelines import qwen_image, z_image
+from tests.generator.pipelines import pixart_sigma, qwen_image, z_image
 from tests.generator.pipelines.spec import PipelineSpec, to_file
 from workers.generator.core.denoising import Condition, Progress, Step, noise_of
 from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
-SPECS = {module.SPEC.name: module.SPEC for module in (qwen_image, z_image)}
+SPECS = {module.SPEC.name: module.SPEC for module in (pixart_sigma, qwen_image, z_image)}
 ARRIVALS = (0, 1, 1, 2, 2, 3)
 """Ticks at which the requests arrive."""
 
