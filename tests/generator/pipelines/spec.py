@@ -51,6 +51,10 @@ class PipelineSpec(NamedTuple):
     """Most tokens of a text, with those around it."""
     bad_sizes: Sequence[tuple[str, str]]
     """Sizes that are refused, and the reasons."""
+    refused: Sequence[tuple[str, str, Any, str]] = ()
+    """A file, a key and a value that is refused, and a part of the message."""
+    batch_error: float = 0.0
+    """Largest difference of pixels that the other rows of a batch may make in float64."""
     latents_dtype: str | None = None
     """Dtype of latents between steps; None for the dtype of the networks."""
     layers: tuple[str, str] = ("num_layers", "transformer_blocks.2.")
