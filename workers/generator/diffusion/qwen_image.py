@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor
@@ -15,7 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
-from shared.errors import ContextTooLong, WorkerFailure
+from shared.errors import ContextTooLong
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
@@ -29,6 +28,7 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion.flow_match import Schedule, make_schedule, shift_of, stepped
 from workers.generator.diffusion.parts import PartLoader
+from workers.generator.diffusion.pixels import to_pixels, to_unit
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity,"
@@ -122,14 +122,13 @@ class QwenImage:
         ]
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        values = self.decode(latents, size).permute(1, 2, 0).cpu().float().numpy()
-        return np.asarray((values * 255).round(), np.uint8)
+        return to_pixels(self.decode(latents, size))
 
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
         """Return the image of finished latents, [3, height, width], with values from 0 to 1.
 
-        Raises WorkerFailure for values that are not finite, which diffusers paints black.
+        Raises WorkerFailure for values that are not finite.
         """
         config, (rows, columns) = self._vae.config, self._grid(size)
         patches = to_torch(latents).view(rows, columns, -1, PATCH, PATCH)
@@ -139,12 +138,7 @@ class QwenImage:
         inverse = 1.0 / _per_channel(config.latents_std, image)
         image = image / inverse + _per_channel(config.latents_mean, image)
         decoded: Tensor = self._vae.decode(image, return_dict=False)[0][0, :, 0]
-        if not bool(decoded.isfinite().all()):
-            raise WorkerFailure(
-                "the image has values that are not finite: the networks overflow in"
-                f" {self._transformer.dtype}"
-            )
-        return (decoded * 0.5 + 0.5).clamp(0, 1)
+        return to_unit(decoded, self._transformer.dtype)
 
     def _grid(self, size: Size) -> tuple[int, int]:
         """Return the number of rows and columns of patches."""
