@@ -43,6 +43,7 @@ NOT_OF_REQUESTS = [
     *("shared/models/resizing.py",) * 2,
     # Noise levels of images, by their numbers of steps and patches alone.
     *("workers/generator/diffusion/qwen_image.py",) * 2,
+    *("workers/generator/diffusion/z_image.py",) * 2,
     # This machine and its library.
     "shared/native/library.py",
     "shared/native/library.py",

@@ -17,6 +17,8 @@ class Component(NamedTuple):
     """File with the settings of the part."""
     weights: str | None = None
     """Name of the files of weights, without endings; None for a part without weights."""
+    also: frozenset[str] = frozenset()
+    """Names of other classes that published folders have for the same part."""
 
 
 class ImageFamily(NamedTuple):

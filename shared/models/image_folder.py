@@ -5,12 +5,11 @@ with the declaration of the family, and only names of that declaration are impor
 """
 
 import importlib.util
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import msgspec
 
 from shared.errors import ConfigError
 from shared.models.image_family import Component, ImageFamily
@@ -148,7 +147,8 @@ def _check_class(folder: Path, name: str, component: Component, index: Mapping[s
     }
     for file, class_name in stated.items():
         # transformers 4 had two classes of each tokenizer.
-        if str(class_name).removesuffix("Fast") != component.class_name:
+        name_of_class = str(class_name).removesuffix("Fast")
+        if name_of_class != component.class_name and name_of_class not in component.also:
             raise _refusal(
                 folder,
                 f"has a {name} of class {class_name!r} in {file}, and only"
@@ -183,9 +183,13 @@ def _weight_files(part: Path, weights: str) -> list[Path]:
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode((folder / name).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
+        # Settings of schedulers have infinities, which are not in the standard of JSON.
+        content = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError) as error:
         raise _refusal(folder, f"has a {name} that cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise _refusal(folder, f"has a {name} that cannot be read: it must be an object")
+    return content
 
 
 def _refusal(folder: Path, reason: str) -> ConfigError:

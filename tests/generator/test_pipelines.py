@@ -18,14 +18,14 @@ import torch
 from shared.errors import ConfigError, ContextTooLong, WorkerFailure
 from shared.models.image_folder import read_image_folder
 from shared.protocol.images import PaintParams, parse_size
-from tests.generator.pipelines import qwen_image
+from tests.generator.pipelines import qwen_image, z_image
 from tests.generator.pipelines.spec import PipelineSpec, to_file
 from workers.generator.core.denoising import Condition, Progress, Step, noise_of
 from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
-SPECS = {module.SPEC.name: module.SPEC for module in (qwen_image,)}
+SPECS = {module.SPEC.name: module.SPEC for module in (qwen_image, z_image)}
 ARRIVALS = (0, 1, 1, 2, 2, 3)
 """Ticks at which the requests arrive."""
 
@@ -95,7 +95,7 @@ def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canv
     size = parse_size(params.size)
     texts = model.encode([prompt, params.negative_prompt or model.empty_negative])
     noise = noise_of(params.seed, number, model.noise_shape(size))
-    negative = None if params.guidance == 1.0 else texts[1]
+    negative = None if params.guidance == model.no_guidance else texts[1]
     return Canvas(model, params, texts[0], negative, model.begin(size, noise))
 
 
@@ -187,7 +187,7 @@ def test_an_image_that_is_resumed_after_any_step_is_the_same(
 ) -> None:
     model, (prompt, params) = load(folder, spec, dtype), spec.requests[1]
     whole = paint(model, prompt, params)
-    assert whole.progress.latents.dtype == dtype
+    assert whole.progress.latents.dtype == (spec.latents_dtype or dtype)
     for done in range(1, params.steps):
         before = begin(model, prompt, params)
         for _ in range(done):
@@ -292,11 +292,12 @@ def test_weights_that_are_missing_are_not_made_up(
     folder: Path, spec: PipelineSpec, tmp_path: Path
 ) -> None:
     changed = copy_of(folder, tmp_path)
-    edit(changed / "transformer" / "config.json", num_layers=3)
+    setting, prefix = spec.layers
+    edit(changed / "transformer" / "config.json", **{setting: 3})
     with pytest.raises(ConfigError) as refused:
         load(changed, spec, "float32")
     assert refused.value.field == f"{KEY}.path"
-    assert "lacks weights: transformer_blocks.2." in refused.value.message
+    assert f"lacks weights: {prefix}" in refused.value.message
 
 
 def copy_of(folder: Path, target: Path) -> Path:

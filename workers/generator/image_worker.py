@@ -139,7 +139,7 @@ class ImageWorker(GeneratorWorker):
         """Open a request.
 
         Raises ContextTooLong for a text over the model's limit, and InvalidRequest for a guidance
-        without meaning.
+        without meaning or a negative prompt without effect.
         """
         header, model = task.header, self._image_model
         assert job.log is not None
@@ -147,12 +147,7 @@ class ImageWorker(GeneratorWorker):
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
-        if params.guidance < model.min_guidance:
-            raise InvalidRequest(
-                f"image.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
-                " which this model paints without guidance",
-                field="image.guidance",
-            )
+        _check_guidance(params, model)
         # A text may be as long as a message. A thread keeps the event loop free for other requests.
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
@@ -286,7 +281,7 @@ class ImageWorker(GeneratorWorker):
     async def _encode(self, request: _Open, number: int) -> list[Condition]:
         """Return the prompt, and with guidance the negative prompt."""
         params, texts = request.params, [request.prompt]
-        if params.guidance != 1.0:
+        if params.guidance != self._image_model.no_guidance:
             texts.append(params.negative_prompt or self._image_model.empty_negative)
         self._check_open(request)
         ticket = request.header.ticket
@@ -358,6 +353,22 @@ class ImageWorker(GeneratorWorker):
         if request_id in self._open:
             self._open[request_id].has_ended = True
         super()._cancel(request_id)
+
+
+def _check_guidance(params: PaintParams, model: ImageModel) -> None:
+    """Raise InvalidRequest for a guidance without meaning, or a negative prompt without effect."""
+    if params.guidance < model.min_guidance:
+        raise InvalidRequest(
+            f"image.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
+            " which this model paints without guidance",
+            field="image.guidance",
+        )
+    if params.negative_prompt and params.guidance == model.no_guidance:
+        raise InvalidRequest(
+            f"image.negative_prompt: no effect with a guidance of {params.guidance:g}; remove it or"
+            " raise guidance",
+            field="image.negative_prompt",
+        )
 
 
 class _NotWaiting(Exception):

@@ -74,6 +74,7 @@ class PainterModel:
 
     empty_negative = ""
     min_guidance = 0.0
+    no_guidance = 1.0
 
     def __init__(
         self,

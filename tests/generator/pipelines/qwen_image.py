@@ -11,33 +11,12 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from tokenizers import pre_tokenizers
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from shared.protocol.images import PaintParams, parse_size
+from tests.generator.pipelines.parts import IDS, SCALE, build_tokenizer, randomize
 from tests.generator.pipelines.spec import PipelineSpec
 from workers.generator.core.denoising import noise_of
-
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-IDS = {token: number for number, token in enumerate(SPECIAL)}
-SCALE = 8
-"""Factor between the sides of an image and the sides of its latents."""
-
-
-def _tokenizer() -> Any:
-    symbols = (*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()))
-    vocab = {symbol: number for number, symbol in enumerate(symbols)}
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], model_max_length=4096)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
-    return tokenizer
 
 
 def _text_encoder(num_tokens: int) -> Any:
@@ -73,7 +52,7 @@ def _text_encoder(num_tokens: int) -> Any:
 def build_pipeline(dtype: torch.dtype = torch.float64) -> Any:
     """Return diffusers' own pipeline. Its latents have neither mean 0 nor standard deviation 1."""
     torch.manual_seed(0)
-    tokenizer = _tokenizer()
+    tokenizer = build_tokenizer()
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
@@ -103,17 +82,13 @@ def build_pipeline(dtype: torch.dtype = torch.float64) -> Any:
         shift_terminal=0.02,
         time_shift_type="exponential",
     )
-    for parameter in transformer.parameters():
-        parameter.data.normal_(0, 0.2)
-    text_encoder = _text_encoder(len(tokenizer))
-    for parameter in text_encoder.parameters():
-        parameter.data.normal_(0, 0.2)
+    randomize(transformer)
     pipeline = QwenImagePipeline(
         scheduler=scheduler,
         vae=vae.eval(),
-        text_encoder=text_encoder.eval(),
+        text_encoder=randomize(_text_encoder(len(tokenizer))),
         tokenizer=tokenizer,
-        transformer=transformer.eval(),
+        transformer=transformer,
     ).to(dtype)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -51,6 +51,10 @@ class PipelineSpec(NamedTuple):
     """Most tokens of a text, with those around it."""
     bad_sizes: Sequence[tuple[str, str]]
     """Sizes that are refused, and the reasons."""
+    latents_dtype: str | None = None
+    """Dtype of latents between steps; None for the dtype of the networks."""
+    layers: tuple[str, str] = ("num_layers", "transformer_blocks.2.")
+    """Setting with the number of the transformer's layers, 2, and the prefix of a third layer."""
 
 
 def to_file(pixels: Any) -> Any:

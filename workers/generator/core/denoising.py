@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.codec.envelope import TensorData
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ContextTooLong
 from shared.protocol.images import parse_size
 
 Noise = NDArray[np.float64]
@@ -74,7 +74,9 @@ class ImageModel(Protocol):
     empty_negative: str
     """Text that images without a negative prompt are guided away from."""
     min_guidance: float
-    """Least scale of the guidance that has an effect."""
+    """Least scale of the guidance."""
+    no_guidance: float
+    """Scale that paints without guidance, and so without a negative prompt."""
 
     def check_text(self, text: str, field: str) -> int:
         """Return the number of tokens of a text. Raises ContextTooLong, which names `field`.
@@ -98,10 +100,12 @@ class ImageModel(Protocol):
         """Return the image of finished latents."""
 
 
-def check_sizes(sizes: Sequence[str], multiple: int, max_patches: int, key: str) -> None:
+def check_sizes(
+    sizes: Sequence[str], multiple: int, max_patches: int, key: str, max_side: int | None = None
+) -> None:
     """Raise ConfigError for a size that a model with patches of `multiple` pixels does not support.
 
-    `key` is the stage's key in the settings.
+    `key` is the stage's key in the settings, and `max_side` the limit of patches of one side.
     """
     for size in sizes:
         width, height = parse_size(size)
@@ -109,9 +113,21 @@ def check_sizes(sizes: Sequence[str], multiple: int, max_patches: int, key: str)
             message = f"{size}: width and height must be multiples of {multiple}"
         elif (num := width * height // multiple**2) > max_patches:
             message = f"{size}: {num} patches are over the limit of {max_patches}"
+        elif max_side is not None and (side := max(width, height) // multiple) > max_side:
+            message = f"{size}: {side} patches of one side are over the limit of {max_side}"
         else:
             continue
         raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
+
+
+def check_num_tokens(num_tokens: int, limit: int, field: str) -> int:
+    """Return the number of tokens of a text. Raises ContextTooLong, which names `field`."""
+    if num_tokens > limit:
+        raise ContextTooLong(
+            f"{field}: the text has {num_tokens} tokens, over the model's limit of {limit}",
+            field=field,
+        )
+    return num_tokens
 
 
 def noise_of(seed: int, number: int, shape: tuple[int, ...]) -> Noise:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.codec.tensors import from_torch
@@ -20,14 +21,22 @@ class Schedule(NamedTuple):
     """float32 [steps]"""
 
 
-def make_schedule(scheduler: Any, steps: int, shift: float | None) -> Schedule:
+def make_schedule(
+    scheduler: Any,
+    steps: int,
+    shift: float | None,
+    levels: NDArray[np.float32] | None = None,
+) -> Schedule:
     """Return the noise levels of `steps` steps from 1 to 1 / `steps`, which `shift` moves.
 
-    `shift` is the `mu` of the scheduler; None for one without dynamic shifts.
+    `shift` is the `mu` of the scheduler; None for one without dynamic shifts. `levels` are the
+    levels before the shift, [steps]; by default they have equal distances.
     """
+    if levels is None:
+        levels = np.linspace(1.0, 1 / steps, steps, dtype=np.float32)
     # A scheduler counts its steps, so this one is used for its tables alone.
     tables = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
-    tables.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    tables.set_timesteps(sigmas=levels, mu=shift)
     return Schedule(tables.sigmas, tables.timesteps)
 
 

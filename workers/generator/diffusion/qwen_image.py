@@ -14,7 +14,6 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
-from shared.errors import ContextTooLong
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
@@ -24,6 +23,7 @@ from workers.generator.core.denoising import (
     Size,
     Step,
     Stepped,
+    check_num_tokens,
     check_sizes,
 )
 from workers.generator.diffusion.flow_match import Schedule, make_schedule, shift_of, stepped
@@ -51,7 +51,7 @@ class QwenImage:
     Latents are packed: [patches, channels], where a patch is 2x2 latents.
     """
 
-    min_guidance = 1.0
+    min_guidance = no_guidance = 1.0
 
     def __init__(
         self,
@@ -71,13 +71,7 @@ class QwenImage:
 
     def check_text(self, text: str, field: str) -> int:
         num_tokens = len(self._tokenize(text)) - NUM_TEMPLATE_TOKENS
-        if num_tokens > self._max_tokens:
-            raise ContextTooLong(
-                f"{field}: the text has {num_tokens} tokens, over the model's limit of"
-                f" {self._max_tokens}",
-                field=field,
-            )
-        return num_tokens
+        return check_num_tokens(num_tokens, self._max_tokens, field)
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> list[Condition]:
