@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shared.errors import ConfigError
 from shared.models.image_family import Component, ImageFamily
-from shared.models.image_registry import find_image_family, list_image_families
+from shared.models.image_registry import list_image_families
 from shared.vision.quantized import read_quantized
 from shared.vision.weight_files import read_header, read_index
 
@@ -65,13 +65,17 @@ def is_image_folder(folder: Path) -> bool:
 def find_family_of(folder: Path) -> ImageFamily | None:
     """Return the family that a folder names; None for another class, and without a readable file.
 
-    Nothing else of the folder is checked.
+    The settings of a part are read only to distinguish families of one pipeline. Nothing else of
+    the folder is checked.
     """
     try:
         name = _read(folder, MODEL_INDEX).get("_class_name")
     except ConfigError:
         return None
-    return find_image_family(name) if isinstance(name, str) else None
+    families = [family for family in list_image_families() if family.pipeline == name]
+    special = [f for f in families if f.without is not None and _lacks(folder, *f.without)]
+    general = [family for family in families if family.without is None]
+    return next(iter(special + general), None)
 
 
 def read_image_folder(folder: Path) -> ImageFolder:
@@ -92,7 +96,7 @@ def read_image_folder(folder: Path) -> ImageFolder:
         if isinstance(value, list) and any(value) and name not in family.components:
             raise _refusal(folder, f"has a part {name!r}, which {family.pipeline} does not have")
     parts = {}
-    for name, component in family.components.items():
+    for name, component in _components_of(family, index).items():
         _check_class(folder, name, component, index)
         if component.weights is not None:
             parts[name] = _read_part(folder, name, component.weights)
@@ -108,12 +112,29 @@ def list_missing_files(folder: Path) -> list[str]:
     The list is empty for a folder of an unsupported class.
     """
     family = find_family_of(folder)
-    components = {} if family is None else family.components
+    components = {} if family is None else _components_of(family, _read(folder, MODEL_INDEX))
     return [
         f"{name}/{file}"
         for name, component in components.items()
         for file in _missing_of(folder / name, component)
     ]
+
+
+def _components_of(family: ImageFamily, index: Mapping[str, Any]) -> dict[str, Component]:
+    """Return the parts of a family without the optional ones that a folder does not have."""
+    return {
+        name: component
+        for name, component in family.components.items()
+        if not component.is_optional or any(index.get(name) or ())
+    }
+
+
+def _lacks(folder: Path, name: str, setting: str) -> bool:
+    """Return whether a setting of a part is missing or false, and its file can be read."""
+    try:
+        return not _read(folder, f"{name}/config.json").get(setting)
+    except ConfigError:
+        return False
 
 
 def _missing_of(part: Path, component: Component) -> Iterator[str]:

@@ -127,5 +127,5 @@ SPEC = PipelineSpec(
     ),
     # Four and more times are multiplied by another kernel of the CPU, which adds in another order.
     # The last latents are the prediction, which no scheduler rounds.
-    batch_error=1e-14,
+    batch_difference=1e-14,
 )

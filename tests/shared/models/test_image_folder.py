@@ -85,7 +85,7 @@ def test_a_folder_is_described_without_torch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (edit("model_index.json", _class_name="FluxPipeline"), "the pipeline 'FluxPipeline', whi"),
+        (edit("model_index.json", _class_name="Flux2Pipeline"), "the pipeline 'Flux2Pipeline', wh"),
         (edit("model_index.json", _class_name=None), "the pipeline None, which is not supported"),
         (edit("model_index.json", vae=[None, None]), "a vae of None, whose code is not run"),
         (edit("model_index.json", vae="x"), "has no part 'vae' in model_index.json"),

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.codec.envelope import TensorData
-from shared.errors import ConfigError, ContextTooLong
-from shared.protocol.images import parse_size
+from shared.errors import ConfigError, ContextTooLong, InvalidRequest
+from shared.protocol.images import PaintParams, parse_size
 
 Noise = NDArray[np.float64]
 """Noise that an image begins with, in the shape of the model."""
@@ -71,12 +71,14 @@ class Stepped:
 class ImageModel(Protocol):
     """Model that paints images from a text. It keeps no state of an image."""
 
-    empty_negative: str
-    """Text that images without a negative prompt are guided away from."""
+    empty_negative: str | None
+    """Text that images without a negative prompt are guided away from; None for a model without
+    negative prompts."""
     min_guidance: float
     """Least scale of the guidance."""
-    no_guidance: float
-    """Scale that paints without guidance, and so without a negative prompt."""
+    no_guidance: float | None
+    """Scale that paints without guidance, and so without a negative prompt; None for a model that
+    reads the guidance as a number."""
 
     def check_text(self, text: str, field: str) -> int:
         """Return the number of tokens of a text. Raises ContextTooLong, which names `field`.
@@ -98,6 +100,38 @@ class ImageModel(Protocol):
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
         """Return the image of finished latents."""
+
+
+def negative_of(model: ImageModel, params: PaintParams) -> str | None:
+    """Return the text that an image is guided away from; None for an image without one."""
+    if model.empty_negative is None or params.guidance == model.no_guidance:
+        return None
+    return params.negative_prompt or model.empty_negative
+
+
+def check_guidance(model: ImageModel, params: PaintParams) -> None:
+    """Raise InvalidRequest for a guidance without meaning, or a negative prompt without effect."""
+    guidance, negative = "image.guidance", "image.negative_prompt"
+    if params.guidance < model.min_guidance:
+        raise InvalidRequest(
+            f"{guidance}: {params.guidance:g} is less than {model.min_guidance:g}, with which this"
+            " model paints without guidance",
+            field=guidance,
+        )
+    if params.negative_prompt and model.empty_negative is None:
+        raise InvalidRequest(f"{negative}: this model has no negative prompts", field=negative)
+    if params.negative_prompt and params.guidance == model.no_guidance:
+        raise InvalidRequest(
+            f"{negative}: no effect with a guidance of {params.guidance:g}; remove it or raise"
+            " guidance",
+            field=negative,
+        )
+    if model.empty_negative is None and model.no_guidance not in (None, params.guidance):
+        raise InvalidRequest(
+            f"{guidance}: {params.guidance:g} has no effect, because this model paints without"
+            f" guidance; remove it or set {model.no_guidance:g}",
+            field=guidance,
+        )
 
 
 def check_sizes(

@@ -4,7 +4,8 @@ A step is a function of the image, the schedule and the number of the step. The 
 the finished image as the step before predicted it, which is part of an image's progress.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 from shared.codec.tensors import from_torch, to_torch
-from workers.generator.core.denoising import Progress, Stepped
+from workers.generator.core.denoising import Progress, Step, Stepped
 from workers.generator.diffusion.flow_match import Schedule
 
 PREVIOUS = "previous"
@@ -36,6 +37,26 @@ class _Level(NamedTuple):
     alpha: Tensor
     sigma: Tensor
     log_ratio: Tensor
+
+
+class DpmSolver:
+    """Steps of a scheduler for images that are at different steps."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._schedule = lru_cache(256)(lambda steps: make_schedule(scheduler, steps))
+
+    def times(self, steps: Sequence[Step]) -> Tensor:
+        """Return the times of images, int64 [images]."""
+        return torch.stack([self._schedule(step.steps).times[step.number] for step in steps])
+
+    def move(self, steps: Sequence[Step], predictions: Sequence[Tensor]) -> list[Stepped]:
+        """Return the images after their steps; `predictions` have the shape of the latents."""
+        config = self._scheduler.config
+        return [
+            stepped(config, self._schedule(step.steps), step.number, step.progress, predicted)
+            for step, predicted in zip(steps, predictions, strict=True)
+        ]
 
 
 def check_settings(config: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ The operations have the order of `PixArtSigmaPipeline`, so that the images are t
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from workers.generator.core.denoising import (
     check_sizes,
 )
 from workers.generator.diffusion import autoencoder_kl, dpm_solver
-from workers.generator.diffusion.flow_match import Schedule
+from workers.generator.diffusion.dpm_solver import DpmSolver
 from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.pixels import to_pixels, to_unit
 
@@ -56,12 +55,12 @@ class PixArtSigma:
         self.empty_negative = folder.family.empty_negative
         self._max_tokens = folder.family.max_prompt_tokens
         self._tokenizer, self._text_encoder = tokenizer, text_encoder
-        self._transformer, self._vae, self._scheduler = transformer, vae, scheduler
+        self._transformer, self._vae = transformer, vae
         self._scale = autoencoder_kl.scale_of(vae)
-        self._schedule = lru_cache(256)(self._make_schedule)
+        self._solver = DpmSolver(scheduler)
 
     def check_text(self, text: str, field: str) -> int:
-        return check_num_tokens(len(self._tokenize(text)), self._max_tokens, field)
+        return check_num_tokens(self._tokenizer.count(_clean(text)), self._max_tokens, field)
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> list[Condition]:
@@ -77,23 +76,16 @@ class PixArtSigma:
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         images = [to_torch(step.progress.latents) for step in steps]
-        schedules = [self._schedule(step.steps) for step in steps]
-        times = [
-            schedule.times[step.number] for step, schedule in zip(steps, schedules, strict=True)
-        ]
+        times = self._solver.times(steps)
         # As in the pipeline, texts to guide away from are the first rows of the same call.
         guided = {n: step.negative for n, step in enumerate(steps) if step.negative is not None}
         rows = [*guided, *range(len(steps))]
         texts = [*guided.values(), *(step.prompt for step in steps)]
-        predictions = self._predict([images[n] for n in rows], [times[n] for n in rows], texts)
+        predictions = self._predict([images[n] for n in rows], times[rows], texts)
         negatives, positives = predictions[: len(guided)], predictions[len(guided) :]
         for n, negative in zip(guided, negatives, strict=True):
             positives[n] = negative + steps[n].guidance * (positives[n] - negative)
-        config = self._scheduler.config
-        return [
-            dpm_solver.stepped(config, schedule, step.number, step.progress, predicted)
-            for step, predicted, schedule in zip(steps, positives, schedules, strict=True)
-        ]
+        return self._solver.move(steps, positives)
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
         return to_pixels(self.decode(latents, size))
@@ -107,22 +99,16 @@ class PixArtSigma:
         decoded = autoencoder_kl.decode(self._vae, to_torch(latents))
         return to_unit(decoded, self._transformer.dtype)
 
-    def _tokenize(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text.lower().strip()).ids
-        return token_ids
-
     def _encode(self, text: str) -> Condition:
-        token_ids = self._tokenize(text)
-        # Padded as in the pipeline, whose transformer was trained with texts of one length.
-        padded = torch.zeros((1, self._max_tokens), dtype=torch.int64)
-        padded[0, : len(token_ids)] = torch.tensor(token_ids)
-        device = self._text_encoder.device
-        mask = self._mask([len(token_ids)]).to(device)
-        states = self._text_encoder(padded.to(device), attention_mask=mask).last_hidden_state
-        return Condition({"prompt": from_torch(states[0])}, len(token_ids))
+        # The transformer reads texts of one length, with a mask.
+        device, num_tokens = self._text_encoder.device, self._tokenizer.count(_clean(text))
+        token_ids = self._tokenizer.tokenize(_clean(text), device)
+        mask = self._mask([num_tokens]).to(device)
+        states = self._text_encoder(token_ids, attention_mask=mask).last_hidden_state
+        return Condition({"prompt": from_torch(states[0])}, num_tokens)
 
     def _predict(
-        self, images: Sequence[Tensor], times: Sequence[Tensor], texts: Sequence[Condition]
+        self, images: Sequence[Tensor], times: Tensor, texts: Sequence[Condition]
     ) -> list[Tensor]:
         """Return the prediction for each image with its text at its time, of the image's shape."""
         device, dtype = self._transformer.device, self._transformer.dtype
@@ -131,7 +117,7 @@ class PixArtSigma:
             torch.stack(list(images)).to(device),
             encoder_hidden_states=prompts.to(device, dtype),
             encoder_attention_mask=self._mask([text.num_tokens for text in texts]).to(device),
-            timestep=torch.stack(list(times)).to(device),
+            timestep=times.to(device),
             added_cond_kwargs={"resolution": None, "aspect_ratio": None},
             return_dict=False,
         )[0]
@@ -143,8 +129,9 @@ class PixArtSigma:
         lengths = torch.tensor(num_tokens)
         return (torch.arange(self._max_tokens) < lengths[:, None]).to(torch.int64)
 
-    def _make_schedule(self, steps: int) -> Schedule:
-        return dpm_solver.make_schedule(self._scheduler, steps)
+
+def _clean(text: str) -> str:
+    return text.lower().strip()
 
 
 def load(
@@ -161,12 +148,14 @@ def load(
     """
     parts = PartLoader(folder, dtype, device, report)
     scheduler = parts.load_dpm_solver()
-    tokenizer = parts.load_tokenizer(T5Tokenizer, "tokenizer")
+    tokenizer = parts.load_fixed_tokenizer(
+        T5Tokenizer, "tokenizer", folder.family.max_prompt_tokens
+    )
     # The smallest part is first: its settings decide which sizes there are.
     vae = parts.load_network(AutoencoderKL, "vae")
+    patch = parts.read_settings(PixArtTransformer2DModel, "transformer")["patch_size"]
+    check_sizes(sizes, patch * autoencoder_kl.scale_of(vae), MAX_PATCHES, key)
+    text_encoder = parts.load_text_encoder(T5EncoderModel, "text_encoder")
     transformer = parts.load_network(PixArtTransformer2DModel, "transformer")
     parts.refuse_settings(transformer, "transformer", ("use_additional_conditions",))
-    multiple = transformer.config.patch_size * autoencoder_kl.scale_of(vae)
-    check_sizes(sizes, multiple, MAX_PATCHES, key)
-    text_encoder = parts.load_text_encoder(T5EncoderModel, "text_encoder")
     return PixArtSigma(folder, tokenizer, text_encoder, transformer, vae, scheduler)

@@ -5,7 +5,6 @@ transformer runs from 0 to 1, and its prediction points away from the noise.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from workers.generator.core.denoising import (
     check_sizes,
 )
 from workers.generator.diffusion import autoencoder_kl
-from workers.generator.diffusion.flow_match import Schedule, make_schedule, shift_of, stepped
+from workers.generator.diffusion.flow_match import FlowMatch, Levels
 from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.pixels import to_pixels, to_unit
 
@@ -63,9 +62,9 @@ class ZImage:
         self.empty_negative = folder.family.empty_negative
         self._max_tokens = folder.family.max_prompt_tokens
         self._tokenizer, self._text_encoder = tokenizer, text_encoder
-        self._transformer, self._vae, self._scheduler = transformer, vae, scheduler
+        self._transformer, self._vae = transformer, vae
         self._scale = autoencoder_kl.scale_of(vae)
-        self._schedule = lru_cache(256)(self._make_schedule)
+        self._flow = FlowMatch(scheduler, _levels)
 
     def check_text(self, text: str, field: str) -> int:
         return check_num_tokens(len(self._tokenize(text)), self._max_tokens, field)
@@ -84,23 +83,17 @@ class ZImage:
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         images = [to_torch(step.progress.latents).to(self._transformer.device) for step in steps]
-        schedules = [self._schedule(step.steps, images[0][0].numel()) for step in steps]
-        times = [
-            schedule.times[step.number] for step, schedule in zip(steps, schedules, strict=True)
-        ]
+        num_patches = images[0][0].numel() // PATCH**2
+        times = self._flow.times(steps, num_patches)
         # As in the pipeline, texts to guide away from are further rows of the same call.
         guided = {n: step.negative for n, step in enumerate(steps) if step.negative is not None}
         rows = [*range(len(steps)), *guided]
         texts = [*(step.prompt for step in steps), *guided.values()]
-        predictions = self._predict([images[n] for n in rows], [times[n] for n in rows], texts)
+        predictions = self._predict([images[n] for n in rows], times[rows], texts)
         for n, negative in zip(guided, predictions[len(steps) :], strict=True):
             predictions[n] = predictions[n] + steps[n].guidance * (predictions[n] - negative)
-        return [
-            stepped(image, -predicted, schedule.sigmas[step.number :])
-            for step, image, predicted, schedule in zip(
-                steps, images, predictions[: len(steps)], schedules, strict=True
-            )
-        ]
+        velocities = [-prediction for prediction in predictions[: len(steps)]]
+        return self._flow.move(steps, num_patches, images, velocities)
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
         return to_pixels(self.decode(latents, size))
@@ -131,23 +124,22 @@ class ZImage:
         return Condition({"prompt": from_torch(states[0, :num_tokens])}, num_tokens)
 
     def _predict(
-        self, images: Sequence[Tensor], times: Sequence[Tensor], texts: Sequence[Condition]
+        self, images: Sequence[Tensor], times: Tensor, texts: Sequence[Condition]
     ) -> list[Tensor]:
         """Return the prediction for each image with its text at its time, of the image's shape."""
         device, dtype = self._transformer.device, self._transformer.dtype
         predicted = self._transformer(
             [image.to(dtype)[:, None] for image in images],
-            ((1000 - torch.stack(list(times))) / 1000).to(device),
+            ((1000 - times) / 1000).to(device),
             [to_torch(text.arrays["prompt"]).to(device, dtype) for text in texts],
             return_dict=False,
         )[0]
         return [prediction.float()[:, 0] for prediction in predicted]
 
-    def _make_schedule(self, steps: int, num_latents: int) -> Schedule:
-        shift = shift_of(self._scheduler, num_latents // PATCH**2)
-        # The pipeline's levels differ in the last bits from the levels of other pipelines.
-        levels = torch.linspace(1.0, 1 / steps, steps).numpy()
-        return make_schedule(self._scheduler, steps, shift, levels)
+
+def _levels(steps: int) -> Levels:
+    """Return the pipeline's levels, which differ in the last bits from `linear_levels`."""
+    return torch.linspace(1.0, 1 / steps, steps).numpy()
 
 
 def load(
