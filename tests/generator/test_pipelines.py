@@ -32,7 +32,7 @@ from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
-SPECS = {
+SPECS: dict[str, PipelineSpec] = {
     module.SPEC.name: module.SPEC for module in (qwen_image, flux, stable_diffusion_3, z_image)
 }
 ARRIVALS = (0, 1, 1, 2, 2, 3)
@@ -96,7 +96,8 @@ class Canvas:
         return self.done == self.params.steps
 
     def decode(self) -> torch.Tensor:
-        return self.model.decode(self.progress.latents, parse_size(self.params.size))
+        image: torch.Tensor = self.model.decode(self.progress.latents, parse_size(self.params.size))
+        return image
 
 
 def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canvas:
