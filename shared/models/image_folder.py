@@ -95,8 +95,11 @@ def read_image_folder(folder: Path) -> ImageFolder:
     for name, value in index.items():
         if isinstance(value, list) and any(value) and name not in family.components:
             raise _refusal(folder, f"has a part {name!r}, which {family.pipeline} does not have")
-    parts = {}
-    for name, component in _components_of(family, index).items():
+    parts, components = {}, _components_of(family, index)
+    for name, component in components.items():
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        if tokenizer in family.components and tokenizer not in components:
+            raise _refusal(folder, f"has a part {name!r} without {tokenizer!r}")
         _check_class(folder, name, component, index)
         if component.weights is not None:
             parts[name] = _read_part(folder, name, component.weights)

@@ -32,7 +32,7 @@ from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
-SPECS = {
+SPECS: dict[str, PipelineSpec] = {
     module.SPEC.name: module.SPEC
     for module in (qwen_image, flux, stable_diffusion_3, z_image, pixart_sigma)
 }
@@ -100,7 +100,8 @@ class Canvas:
         return self.model.pixels(self.progress.latents, parse_size(self.params.size))
 
     def decode(self) -> torch.Tensor:
-        return self.model.decode(self.progress.latents, parse_size(self.params.size))
+        image: torch.Tensor = self.model.decode(self.progress.latents, parse_size(self.params.size))
+        return image
 
 
 def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canvas:

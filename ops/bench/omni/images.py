@@ -118,7 +118,7 @@ class PlainPainter:
     def _begin(self, prompt: Prompt) -> _Canvas:
         size = parse_size(SIZE)
         noise = noise_of(prompt.seed, 0, self._model.noise_shape(size))
-        condition, negative = self._model.encode([prompt.text, self._model.empty_negative])
+        condition, negative = self._model.encode([prompt.text, self._model.empty_negative or ""])
         return _Canvas(condition, negative, self._model.begin(size, noise))
 
 

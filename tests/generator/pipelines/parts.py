@@ -5,14 +5,10 @@ from typing import Any
 
 from diffusers import AutoencoderKL
 from tokenizers import pre_tokenizers
-from transformers import (
-    CLIPTextConfig,
-    CLIPTokenizer,
-    Qwen2Tokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-)
+from transformers import CLIPTextConfig, CLIPTokenizer, Qwen2Tokenizer
+from transformers.models.t5.configuration_t5 import T5Config
+from transformers.models.t5.modeling_t5 import T5EncoderModel
+from transformers.models.t5.tokenization_t5 import T5Tokenizer
 
 SPECIAL = (
     "<|endoftext|>",

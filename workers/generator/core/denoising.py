@@ -71,14 +71,19 @@ class Stepped:
 class ImageModel(Protocol):
     """Model that paints images from a text. It keeps no state of an image."""
 
-    empty_negative: str | None
-    """Text that images without a negative prompt are guided away from; None for a model without
-    negative prompts."""
-    min_guidance: float
-    """Least scale of the guidance."""
-    no_guidance: float | None
-    """Scale that paints without guidance, and so without a negative prompt; None for a model that
-    reads the guidance as a number."""
+    @property
+    def empty_negative(self) -> str | None:
+        """Text that images without a negative prompt are guided away from; None for a model
+        without negative prompts."""
+
+    @property
+    def min_guidance(self) -> float:
+        """Least scale of the guidance."""
+
+    @property
+    def no_guidance(self) -> float | None:
+        """Scale that paints without guidance, and so without a negative prompt; None for a model
+        that reads the guidance as a number."""
 
     def check_text(self, text: str, field: str) -> int:
         """Return the number of tokens of a text. Raises ContextTooLong, which names `field`.

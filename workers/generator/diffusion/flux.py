@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
-from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+from transformers import CLIPTextModel, CLIPTokenizer
+from transformers.models.t5.modeling_t5 import T5EncoderModel
+from transformers.models.t5.tokenization_t5 import T5Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch

@@ -51,11 +51,14 @@ class PartLoader:
         with refusing(self._folder.folder / name):
             tokenizer = self._open_tokenizer(tokenizer_class, name)
             # A tokenizer without this setting has a number of 30 digits.
-            if length is None and (length := tokenizer.model_max_length) > MAX_TOKENS:
-                raise ValueError(f"model_max_length: {length} is over the limit of {MAX_TOKENS}")
+            num_tokens: int = length or tokenizer.model_max_length
+            if num_tokens > MAX_TOKENS:
+                raise ValueError(
+                    f"model_max_length: {num_tokens} is over the limit of {MAX_TOKENS}"
+                )
             if tokenizer.pad_token_id is None:
                 raise ValueError("pad_token is missing")
-            return FixedTokenizer(_plain(tokenizer), tokenizer.pad_token_id, length)
+            return FixedTokenizer(_plain(tokenizer), tokenizer.pad_token_id, num_tokens)
 
     def load_flow_match(self) -> Any:
         """Load the scheduler of a model of flow matching."""
@@ -80,7 +83,7 @@ class PartLoader:
         """Return the settings of a network of diffusers before it is loaded."""
         folder = self._folder.folder / name
         with refusing(folder):
-            settings = model_class.load_config(folder, local_files_only=True)
+            settings: dict[str, Any] = model_class.load_config(folder, local_files_only=True)
         parameters = inspect.signature(model_class.__init__).parameters
         return {key: value.default for key, value in parameters.items()} | settings
 

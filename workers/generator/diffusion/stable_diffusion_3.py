@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor
-from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+from transformers.models.t5.modeling_t5 import T5EncoderModel
+from transformers.models.t5.tokenization_t5 import T5Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
