@@ -3,6 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+from diffusers import PixArtTransformer2DModel
+
+from shared.errors import ConfigError
 from tests.generator.pipelines.pixart_sigma import SPEC
 from tests.generator.test_pipelines import difference, edit, load, paint
 
@@ -24,3 +28,12 @@ def test_files_as_they_were_published_are_read(tmp_path: Path) -> None:
     prompt, params = SPEC.requests[1]
     canvas = paint(load(tmp_path, SPEC, "float64"), prompt, params)
     assert difference(canvas, SPEC.paint_whole(prompt, params)) == 0.0
+
+
+def test_a_transformer_that_reads_the_size_of_the_image_is_refused(tmp_path: Path) -> None:
+    SPEC.write(tmp_path)
+    folder = tmp_path / "transformer"
+    settings = PixArtTransformer2DModel.load_config(folder) | {"use_additional_conditions": True}
+    PixArtTransformer2DModel.from_config(settings).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="use_additional_conditions of the transformer is not"):
+        load(tmp_path, SPEC, "float32")

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, PixArtTransformer2DModel
 from torch import Tensor
-from transformers import T5EncoderModel, T5Tokenizer
+from transformers.models.t5.modeling_t5 import T5EncoderModel
+from transformers.models.t5.tokenization_t5 import T5Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch

@@ -162,5 +162,4 @@ def load(
     check_sizes(sizes, PATCH * autoencoder_kl.scale_of(vae), MAX_PATCHES, key, MAX_SIDE)
     text_encoder = parts.load_text_encoder(Qwen3Model, "text_encoder")
     transformer = parts.load_network(ZImageTransformer2DModel, "transformer")
-    parts.refuse_settings(transformer, "transformer", ("siglip_feat_dim",))
     return ZImage(folder, tokenizer, text_encoder, transformer, vae, scheduler)
