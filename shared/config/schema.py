@@ -27,6 +27,7 @@ Graph = Literal[
     "flux.1-schnell",
     "stable-diffusion-3",
     "z-image",
+    "pixart-sigma",
     "none",
 ]
 """Built-in stages of a model; see `stage.graphs`."""

@@ -103,8 +103,9 @@ def read_image_folder(folder: Path) -> ImageFolder:
         _check_class(folder, name, component, index)
         if component.weights is not None:
             parts[name] = _read_part(folder, name, component.weights)
-    if importlib.util.find_spec("diffusers") is None:
-        raise _refusal(folder, f"needs diffusers: pip install 'pagemill[{EXTRA}]'")
+    for package in _list_packages(folder, family):
+        if not _is_installed(package):
+            raise _refusal(folder, f"needs {package}: pip install 'pagemill[{EXTRA}]'")
     return ImageFolder(folder, family, parts)
 
 
@@ -150,6 +151,23 @@ def _missing_of(part: Path, component: Component) -> Iterator[str]:
         yield f"a readable {component.weights}.safetensors.index.json"
         return
     yield from (file.name for file in files if not file.is_file())
+
+
+def _list_packages(folder: Path, family: ImageFamily) -> list[str]:
+    """Return the packages of the extra that serving a folder needs."""
+    needs_conversion = any(
+        (folder / name / "spiece.model").is_file()
+        and not (folder / name / "tokenizer.json").is_file()
+        for name in family.components
+    )
+    return ["diffusers", *(("sentencepiece", "google.protobuf") if needs_conversion else ())]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # It has a parent, which is missing.
+        return False
 
 
 def _check_class(folder: Path, name: str, component: Component, index: Mapping[str, Any]) -> None:

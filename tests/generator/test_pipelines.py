@@ -18,7 +18,7 @@ import torch
 from shared.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerFailure
 from shared.models.image_folder import read_image_folder
 from shared.protocol.images import PaintParams, parse_size
-from tests.generator.pipelines import flux, qwen_image, stable_diffusion_3, z_image
+from tests.generator.pipelines import flux, pixart_sigma, qwen_image, stable_diffusion_3, z_image
 from tests.generator.pipelines.spec import PipelineSpec, to_file
 from workers.generator.core.denoising import (
     Condition,
@@ -33,7 +33,8 @@ from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
 SPECS: dict[str, PipelineSpec] = {
-    module.SPEC.name: module.SPEC for module in (qwen_image, flux, stable_diffusion_3, z_image)
+    module.SPEC.name: module.SPEC
+    for module in (qwen_image, flux, stable_diffusion_3, z_image, pixart_sigma)
 }
 ARRIVALS = (0, 1, 1, 2, 2, 3)
 """Ticks at which the requests arrive."""
@@ -95,6 +96,9 @@ class Canvas:
     def is_complete(self) -> bool:
         return self.done == self.params.steps
 
+    def pixels(self) -> Any:
+        return self.model.pixels(self.progress.latents, parse_size(self.params.size))
+
     def decode(self) -> torch.Tensor:
         image: torch.Tensor = self.model.decode(self.progress.latents, parse_size(self.params.size))
         return image
@@ -153,7 +157,9 @@ def test_images_that_share_batches_equal_the_pipelines(exact: Any, spec: Pipelin
     assert max(sizes) == 4
     assert all(canvas.is_complete for canvas in canvases)
     for canvas, (prompt, params) in zip(canvases, spec.requests, strict=True):
-        assert difference(canvas, spec.paint_whole(prompt, params)) <= spec.batch_difference
+        whole = spec.paint_whole(prompt, params)
+        assert difference(canvas, whole) <= spec.batch_difference
+        np.testing.assert_array_equal(canvas.pixels(), to_file(whole))
 
 
 def test_images_that_are_alone_equal_the_pipelines_in_single_precision(
@@ -163,8 +169,7 @@ def test_images_that_are_alone_equal_the_pipelines_in_single_precision(
         canvas = paint(single, prompt, params)
         whole = spec.paint_whole(prompt, params, dtype=torch.float32)
         assert difference(canvas, whole) == 0.0
-        pixels = single.pixels(canvas.progress.latents, parse_size(params.size))
-        np.testing.assert_array_equal(pixels, to_file(whole))
+        np.testing.assert_array_equal(canvas.pixels(), to_file(whole))
 
 
 def test_batches_change_only_the_last_bits_in_single_precision(
@@ -174,10 +179,7 @@ def test_batches_change_only_the_last_bits_in_single_precision(
     for canvas, (prompt, params) in zip(canvases, spec.requests, strict=True):
         whole = spec.paint_whole(prompt, params, dtype=torch.float32)
         assert difference(canvas, whole) < 5e-6
-        pixels, file = (
-            single.pixels(canvas.progress.latents, parse_size(params.size)),
-            to_file(whole).astype(int),
-        )
+        pixels, file = canvas.pixels(), to_file(whole).astype(int)
         # A value next to the middle of two numbers may be rounded to the other one.
         assert np.abs(pixels - file).max() <= 1
         assert (pixels != file).sum() <= 2
@@ -281,6 +283,18 @@ def test_sizes_that_the_networks_do_not_have_are_refused(folder: Path, spec: Pip
         with pytest.raises(ConfigError) as refused:
             load(folder, spec, "float32", [size])
         assert refused.value.message == f"{KEY}.sizes: {message}"
+
+
+def test_settings_that_are_not_computed_are_refused(
+    folder: Path, spec: PipelineSpec, tmp_path: Path
+) -> None:
+    for number, (file, key, value, message) in enumerate(spec.refused):
+        changed = copy_of(folder, tmp_path / str(number))
+        edit(changed / file, **{key: value})
+        with pytest.raises(ConfigError) as refused:
+            load(changed, spec, "float32")
+        assert refused.value.field == f"{KEY}.path"
+        assert message in refused.value.message
 
 
 def test_an_overflow_is_an_error_instead_of_a_black_image(exact: Any, spec: PipelineSpec) -> None:

@@ -114,6 +114,10 @@ SPEC = PipelineSpec(
         ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
         ("16x8208", "16x8208: 513 patches of one side are over the limit of 512"),
     ),
+    refused=(
+        ("model_index.json", "siglip", ["transformers", "Siglip2VisionModel"], "a part 'siglip'"),
+        ("text_encoder/config.json", "architectures", ["Qwen3_5Model"], "'Qwen3_5Model'"),
+    ),
     latents_dtype="float32",
     layers=("n_layers", "layers.2."),
 )

@@ -4,7 +4,9 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -134,6 +136,21 @@ def test_without_the_extra_the_folder_is_refused_by_its_name(
 ) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ConfigError, match=r"needs diffusers: pip install 'pagemill\[diffusers\]'"):
+        read_image_folder(folder)
+
+
+@pytest.mark.parametrize("package", ["sentencepiece", "google.protobuf"])
+def test_a_tokenizer_of_sentencepiece_alone_needs_its_packages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    for name in ("sentencepiece", "google", "google.protobuf"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, None if name == package else module)
+    (folder / "tokenizer" / "spiece.model").touch()
+    read_image_folder(folder)
+    remove("tokenizer/tokenizer.json")(folder)
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install 'pagemill\[diffusers\]'"):
         read_image_folder(folder)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.utils.logging import disable_progress_bar
 
 from shared.errors import ConfigError
 from shared.models.image_folder import ImageFolder
 from shared.vision.weights import load_weights
+from workers.generator.diffusion import dpm_solver
 from workers.generator.diffusion.text_encoders import FixedTokenizer
 
 MAX_TOKENS = 4096
@@ -68,6 +69,14 @@ class PartLoader:
             )
             if scheduler.config.stochastic_sampling:
                 raise ValueError("stochastic_sampling is not supported")
+        return scheduler
+
+    def load_dpm_solver(self) -> Any:
+        """Load the scheduler of a model with a DPM-Solver."""
+        folder = self._folder.folder / "scheduler"
+        with refusing(folder):
+            scheduler = DPMSolverMultistepScheduler.from_pretrained(folder, local_files_only=True)
+            dpm_solver.check_settings(scheduler.config)
         return scheduler
 
     def read_settings(self, model_class: Any, name: str) -> dict[str, Any]:
