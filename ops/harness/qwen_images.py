@@ -42,10 +42,11 @@ class Width(NamedTuple):
 SMALL = Width()
 
 
-def _tokenizer() -> Any:
+def build_tokenizer(**options: Any) -> Any:
+    """Return a tokenizer of bytes with the special tokens of Qwen."""
     symbols = (*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()))
     vocab = {symbol: number for number, symbol in enumerate(symbols)}
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], model_max_length=4096)
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], model_max_length=4096, **options)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     return tokenizer
 
@@ -86,7 +87,7 @@ def build_pipeline(dtype: torch.dtype = torch.float64, width: Width = SMALL) -> 
     logging.disable_progress_bar()
     disable_progress_bar()
     torch.manual_seed(0)
-    tokenizer = _tokenizer()
+    tokenizer = build_tokenizer()
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
@@ -116,20 +117,23 @@ def build_pipeline(dtype: torch.dtype = torch.float64, width: Width = SMALL) -> 
         shift_terminal=0.02,
         time_shift_type="exponential",
     )
-    for parameter in transformer.parameters():
-        parameter.data.normal_(0, 0.2)
-    text_encoder = _text_encoder(len(tokenizer))
-    for parameter in text_encoder.parameters():
-        parameter.data.normal_(0, 0.2)
+    randomize(transformer)
     pipeline = QwenImagePipeline(
         scheduler=scheduler,
         vae=vae.eval(),
-        text_encoder=text_encoder.eval(),
+        text_encoder=randomize(_text_encoder(len(tokenizer))),
         tokenizer=tokenizer,
-        transformer=transformer.eval(),
+        transformer=transformer,
     ).to(dtype)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def randomize(network: Any, deviation: float = 0.2) -> Any:
+    """Fill a network with random weights, and return it for inference."""
+    for parameter in network.parameters():
+        parameter.data.normal_(0, deviation)
+    return network.eval()
 
 
 def write(folder: Path, width: Width = SMALL) -> None:

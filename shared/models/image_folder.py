@@ -5,16 +5,15 @@ with the declaration of the family, and only names of that declaration are impor
 """
 
 import importlib.util
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from shared.errors import ConfigError
 from shared.models.image_family import Component, ImageFamily
-from shared.models.image_registry import find_image_family, list_image_families
+from shared.models.image_registry import list_image_families
 from shared.vision.quantized import read_quantized
 from shared.vision.weight_files import read_header, read_index
 
@@ -66,13 +65,17 @@ def is_image_folder(folder: Path) -> bool:
 def find_family_of(folder: Path) -> ImageFamily | None:
     """Return the family that a folder names; None for another class, and without a readable file.
 
-    Nothing else of the folder is checked.
+    The settings of a part are read only to distinguish families of one pipeline. Nothing else of
+    the folder is checked.
     """
     try:
         name = _read(folder, MODEL_INDEX).get("_class_name")
     except ConfigError:
         return None
-    return find_image_family(name) if isinstance(name, str) else None
+    families = [family for family in list_image_families() if family.pipeline == name]
+    special = [f for f in families if f.without is not None and _lacks(folder, *f.without)]
+    general = [family for family in families if family.without is None]
+    return next(iter(special + general), None)
 
 
 def read_image_folder(folder: Path) -> ImageFolder:
@@ -85,7 +88,7 @@ def read_image_folder(folder: Path) -> ImageFolder:
         raise _refusal(folder, f"lacks {file}")
     parts = {
         name: _read_part(folder, name, component.weights)
-        for name, component in family.components.items()
+        for name, component in _components_of(family, _read(folder, MODEL_INDEX)).items()
         if component.weights is not None
     }
     return ImageFolder(folder, family, parts)
@@ -108,10 +111,15 @@ def check_classes(folder: Path) -> ImageFamily:
     for name, value in index.items():
         if isinstance(value, list) and any(value) and name not in family.components:
             raise _refusal(folder, f"has a part {name!r}, which {family.pipeline} does not have")
-    for name, component in family.components.items():
+    components = _components_of(family, index)
+    for name, component in components.items():
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        if tokenizer in family.components and tokenizer not in components:
+            raise _refusal(folder, f"has a part {name!r} without {tokenizer!r}")
         _check_class(folder, name, component, index)
-    if importlib.util.find_spec("diffusers") is None:
-        raise _refusal(folder, f"needs diffusers: pip install 'pagemill[{EXTRA}]'")
+    for package in _list_packages(folder, family):
+        if not _is_installed(package):
+            raise _refusal(folder, f"needs {package}: pip install 'pagemill[{EXTRA}]'")
     return family
 
 
@@ -121,12 +129,29 @@ def list_missing_files(folder: Path) -> list[str]:
     The list is empty for a folder of an unsupported class.
     """
     family = find_family_of(folder)
-    components = {} if family is None else family.components
+    components = {} if family is None else _components_of(family, _read(folder, MODEL_INDEX))
     return [
         f"{name}/{file}"
         for name, component in components.items()
         for file in _missing_of(folder / name, component)
     ]
+
+
+def _components_of(family: ImageFamily, index: Mapping[str, Any]) -> dict[str, Component]:
+    """Return the parts of a family without the optional ones that a folder does not have."""
+    return {
+        name: component
+        for name, component in family.components.items()
+        if not component.is_optional or any(index.get(name) or ())
+    }
+
+
+def _lacks(folder: Path, name: str, setting: str) -> bool:
+    """Return whether a setting of a part is missing or false, and its file can be read."""
+    try:
+        return not _read(folder, f"{name}/config.json").get(setting)
+    except ConfigError:
+        return False
 
 
 def _missing_of(part: Path, component: Component) -> Iterator[str]:
@@ -140,6 +165,23 @@ def _missing_of(part: Path, component: Component) -> Iterator[str]:
         yield f"a readable {component.weights}.safetensors.index.json"
         return
     yield from (file.name for file in files if not file.is_file())
+
+
+def _list_packages(folder: Path, family: ImageFamily) -> list[str]:
+    """Return the packages of the extra that serving a folder needs."""
+    needs_conversion = any(
+        (folder / name / "spiece.model").is_file()
+        and not (folder / name / "tokenizer.json").is_file()
+        for name in family.components
+    )
+    return ["diffusers", *(("sentencepiece", "google.protobuf") if needs_conversion else ())]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # It has a parent, which is missing.
+        return False
 
 
 def _check_class(folder: Path, name: str, component: Component, index: Mapping[str, Any]) -> None:
@@ -161,7 +203,8 @@ def _check_class(folder: Path, name: str, component: Component, index: Mapping[s
     }
     for file, class_name in stated.items():
         # transformers 4 had two classes of each tokenizer.
-        if str(class_name).removesuffix("Fast") != component.class_name:
+        name_of_class = str(class_name).removesuffix("Fast")
+        if name_of_class != component.class_name and name_of_class not in component.also:
             raise _refusal(
                 folder,
                 f"has a {name} of class {class_name!r} in {file}, and only"
@@ -196,9 +239,13 @@ def _weight_files(part: Path, weights: str) -> list[Path]:
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode((folder / name).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
+        # Settings of schedulers have infinities, which are not in the standard of JSON.
+        content = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError) as error:
         raise _refusal(folder, f"has a {name} that cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise _refusal(folder, f"has a {name} that cannot be read: it must be an object")
+    return content
 
 
 def _refusal(folder: Path, reason: str) -> ConfigError:

@@ -172,6 +172,11 @@ async def test_requests_of_other_steps_texts_and_guidance_share_batches(api: Asy
         ({"prompt": "a" * 1100}, "prompt", "over the model's limit of 1024"),
         ({"negative_prompt": "a" * 1100}, "negative_prompt", "over the model's limit of 1024"),
         ({"cfg_scale": 0.5}, "cfg_scale", "cfg_scale: 0.5 is less than 1, with which this model"),
+        (
+            {"cfg_scale": 1, "negative_prompt": "x"},
+            "negative_prompt",
+            "with a guidance of 1; remove",
+        ),
         ({"cfg_scale": 2, "guidance_scale": 3}, "cfg_scale", "2.0 contradicts guidance_scale, 3.0"),
         ({"num_inference_steps": 0}, "num_inference_steps", ">= 1"),
         ({"cfg_scale": 51}, "cfg_scale", "<= 50"),

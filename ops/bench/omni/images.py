@@ -141,7 +141,7 @@ class PlainPainter:
 
     def _begin(self, prompt: Prompt) -> _Canvas:
         noise = noise_of(prompt.seed, 0, self._model.noise_shape(self._size))
-        condition, negative = self._model.encode([prompt.text, self._model.empty_negative])
+        condition, negative = self._model.encode([prompt.text, self._model.empty_negative or ""])
         progress = self._model.begin(self._size, noise)
         return _Canvas(self._params, condition, negative, progress)
 

@@ -63,4 +63,13 @@ SPEC = PipelineSpec(
         ("56x48", "56x48: width and height must be multiples of 16"),
         ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
     ),
+    refused=(
+        (
+            "scheduler/scheduler_config.json",
+            "stochastic_sampling",
+            True,
+            "scheduler: stochastic_sampling is not supported",
+        ),
+        ("transformer/config.json", "zero_cond_t", True, "zero_cond_t of the transformer is not"),
+    ),
 )
