@@ -168,9 +168,9 @@ def test_a_folder_of_diffusers_that_is_not_served_is_refused_before_anything_sta
     (report,) = check_folders([tmp_path / "brush"])
     assert (report.family, report.source) == ("qwen-image", "diffusers")
     assert report.reason == "lacks vae/config.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxPipeline"}))
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "KolorsPipeline"}))
     models = find_models([str(tmp_path / "brush")])
-    with pytest.raises(ConfigError, match=r"brush is refused: has the pipeline 'FluxPipeline'"):
+    with pytest.raises(ConfigError, match=r"brush is refused: has the pipeline 'KolorsPipeline'"):
         write_config(models, Wishes())
 
 
