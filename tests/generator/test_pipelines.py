@@ -3,6 +3,7 @@
 Images are compared before they are rounded to 8 bits, with a difference of 0.0 in float64.
 """
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -43,7 +44,8 @@ ARRIVALS = (0, 1, 1, 2, 2, 3)
 @pytest.fixture(scope="module", params=SPECS)
 def spec(request: pytest.FixtureRequest) -> PipelineSpec:
     spec: PipelineSpec = SPECS[request.param]
-    return spec
+    # Several tests compare the same images.
+    return spec._replace(paint_whole=functools.cache(spec.paint_whole))
 
 
 @pytest.fixture(scope="module")
