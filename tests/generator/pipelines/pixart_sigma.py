@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, PixArtTransformer2DModel
-from transformers import T5Config
+from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5EncoderModel
 from transformers.models.t5.tokenization_t5 import T5Tokenizer
 
