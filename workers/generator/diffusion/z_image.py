@@ -43,9 +43,9 @@ MAX_SIDE = 512
 class ZImage:
     """The three networks of Z-Image with their tokenizer and scheduler.
 
-    Latents are [channels, rows, columns] in float32, whatever the dtype of the networks. The
-    guidance is the scale of the pipeline: the prediction moves by it times the difference of the
-    two predictions, so 0 paints without guidance.
+    Latents are [channels, rows, columns] in float32, for networks of any dtype. The guidance is the
+    scale of the pipeline: the prediction moves by it times the difference of the two predictions,
+    so 0 paints without guidance.
     """
 
     min_guidance = no_guidance = 0.0
