@@ -9,7 +9,7 @@ from shared.errors import ConfigError, ContextTooLong
 from shared.models.image_folder import list_missing_files, read_image_folder
 from tests.generator.pipelines import stable_diffusion_3
 from tests.generator.test_flux import split_tokenizer
-from tests.generator.test_pipelines import copy_of, difference, edit, load, paint
+from tests.generator.test_pipelines import KEY, copy_of, difference, edit, load, paint
 
 SPEC = stable_diffusion_3.SPEC
 PROMPT, PARAMS = SPEC.requests[0]
@@ -64,8 +64,12 @@ def test_files_as_they_were_published_are_read(tmp_path: Path) -> None:
     assert difference(canvas, stable_diffusion_3.paint_whole(PROMPT, PARAMS)) == 0.0
 
 
-def test_a_changed_copy_is_not_the_pipelines(later: Path, tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused(later: Path, tmp_path: Path) -> None:
     folder = copy_of(later, tmp_path)
-    edit(folder / "scheduler" / "scheduler_config.json", max_shift=1.16)
-    whole = stable_diffusion_3.paint_whole(PROMPT, PARAMS, is_later=True)
-    assert difference(paint(load(folder, SPEC, "float64"), PROMPT, PARAMS), whole) > 1e-4
+    edit(folder / "transformer" / "config.json", joint_attention_dim=48)
+    with pytest.raises(ConfigError) as refused:
+        load(folder, SPEC, "float32")
+    assert refused.value.message == (
+        f"{KEY}.path: {folder}/transformer: context_embedder.weight has the shape [32, 32], but"
+        " config.json requires [32, 48]"
+    )
