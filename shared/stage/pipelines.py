@@ -224,7 +224,7 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         name,
         role,
         changes.path or base.path,
-        changes.sampling_defaults or base.sampling_defaults,
+        base.sampling_defaults | changes.sampling_defaults,
         changes.replicas,
         changes.output or base.output,
         changes.chunks or chunks,

@@ -215,12 +215,12 @@ def test_stages_of_the_configuration_change_the_default_pipeline() -> None:
 
 
 def test_a_painter_of_a_graph_takes_other_defaults_of_images() -> None:
-    stages = {"dit": StageConfig(sampling_defaults={"steps": 4, "guidance": 2.0})}
+    stages = {"dit": StageConfig(sampling_defaults={"steps": 4})}
     model = ModelConfig("x", graph="stable-diffusion-3", stages=stages)
     check_pipelines(Config({"demo": model}), (*ROLES, "generator"), "pagemill.yaml")
     painter = pipeline_of(model).painter
     assert painter is not None
-    assert painter.sampling_defaults == {"steps": 4, "guidance": 2.0}
+    assert painter.sampling_defaults == {"steps": 4, "guidance": 7.0}
 
 
 def test_a_stage_that_follows_codes_cuts_them_into_chunks() -> None:
