@@ -9,10 +9,10 @@ import pytest
 import yaml
 from rich.filesize import decimal
 
+from ops.harness import qwen_images
 from shared.errors import ConfigError
 from shared.models.image_folder import read_image_folder
 from shared.stage.pipelines import pipeline_of
-from tests.generator.pipelines import qwen_image
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, find_models, write_config
@@ -113,7 +113,7 @@ def test_a_folder_of_diffusers_gets_a_stage_that_paints_and_its_parts_are_counte
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    qwen_image.write(tmp_path / "brush")
+    qwen_images.write(tmp_path / "brush")
     models = find_models([str(tmp_path / "brush")])
     file, lines = write_config(models, Wishes(dtype="bfloat16"))
     parts = read_image_folder(tmp_path / "brush").parts
@@ -139,7 +139,7 @@ def test_a_model_that_paints_and_one_with_text_share_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    qwen_image.write(tmp_path / "brush")
+    qwen_images.write(tmp_path / "brush")
     models = [LocalModel("demo", DEMO_MODEL), *find_models([str(tmp_path / "brush")])]
     file, lines = write_config(models, Wishes())
     assert [line.partition(":")[0] for line in lines[:2]] == ["brush", "demo"]
@@ -158,7 +158,7 @@ def test_a_model_that_paints_and_one_with_text_share_the_memory(
 def test_a_folder_of_diffusers_that_is_not_served_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    qwen_image.write(tmp_path / "brush")
+    qwen_images.write(tmp_path / "brush")
     index = tmp_path / "brush" / "model_index.json"
     (tmp_path / "brush" / "vae" / "config.json").rename(tmp_path / "vae.json")
     with pytest.raises(ConfigError, match=r"is incomplete, it lacks vae/config.json"):

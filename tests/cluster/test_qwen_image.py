@@ -19,6 +19,7 @@ import pytest
 from openai import AsyncOpenAI
 from PIL import Image
 
+from ops.harness import qwen_images
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -63,7 +64,7 @@ def register_roles() -> None:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("qwen-image")
     (folder / "pagemill.yaml").write_text(CONFIG)
-    qwen_image.write(folder / "qwen-image")
+    qwen_images.write(folder / "qwen-image")
     with running(folder, WORKERS, __name__) as started:
         yield started
 

@@ -32,7 +32,8 @@ ARRIVALS = (0, 1, 1, 2, 2, 3)
 
 @pytest.fixture(scope="module", params=SPECS)
 def spec(request: pytest.FixtureRequest) -> PipelineSpec:
-    return SPECS[request.param]
+    spec: PipelineSpec = SPECS[request.param]
+    return spec
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,8 @@ class Canvas:
         return self.done == self.params.steps
 
     def decode(self) -> torch.Tensor:
-        return self.model.decode(self.progress.latents, parse_size(self.params.size))
+        image: torch.Tensor = self.model.decode(self.progress.latents, parse_size(self.params.size))
+        return image
 
 
 def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canvas:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ops.harness import qwen_images
 from shared.errors import ConfigError
 from shared.models.digest import digest_of_files
 from shared.models.image_folder import (
@@ -21,7 +22,6 @@ from shared.models.image_folder import (
 )
 from shared.models.image_registry import list_image_families
 from shared.stage.graphs import stages_of, writes_text
-from tests.generator.pipelines import qwen_image
 from workers.generator.image_loader import load_image_model
 
 SHARD = "transformer/diffusion_pytorch_model-00003-of-00016.safetensors"
@@ -30,7 +30,7 @@ SHARD = "transformer/diffusion_pytorch_model-00003-of-00016.safetensors"
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "qwen-image"
-    qwen_image.write(folder)
+    qwen_images.write(folder)
     return folder
 
 
@@ -69,7 +69,7 @@ def retype(dtype: str) -> Callable[[Path], None]:
 
 def test_a_folder_is_described_without_torch(folder: Path) -> None:
     description = read_image_folder(folder)
-    transformer = qwen_image.build_pipeline().transformer
+    transformer = qwen_images.build_pipeline().transformer
     num_parameters = sum(parameter.numel() for parameter in transformer.parameters())
     assert description.family.name == "qwen-image"
     assert description.parts["transformer"].num_parameters == num_parameters
