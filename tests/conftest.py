@@ -40,6 +40,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Read by torch at its import; workers set it as well.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Brokers sync each message to their files. In memory that takes a third less of the processor time
+# of such tests. A whole run writes 2 GB.
+MEMORY, MIN_FREE_BYTES = "/dev/shm", 8 * 2**30
+if (
+    os.path.isdir(MEMORY)
+    and shutil.disk_usage(MEMORY).free >= MIN_FREE_BYTES
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+
 # Clients trust the same certificate authorities, which take 20 ms of processor time to parse.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
