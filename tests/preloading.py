@@ -28,9 +28,9 @@ from PIL import Image
 from rich.console import Console
 from transformers import conversion_mapping
 
-from shared.helpers.forking import end_with_parent
+from shared.helpers.forking import Forks, end_with_parent
 from shared.models import registry
-from tests.preloaded import PYTHON_OF, ROLES_OF
+from tests.preloaded import PYTHON_OF, ROLES_OF, ForkedCommand
 from workers import __main__ as pagemill
 from workers import roles
 from workers.cli import terminal
@@ -38,6 +38,7 @@ from workers.cli.models import reports
 from workers.cli.models.reports import Report
 from workers.engine.model import check_folders
 from workers.engine.model.check_folders import PoolingMode
+from workers.renderer.decoding.pool import SPAWNER
 from workers.supervisor import preloader, processes
 
 # Modules that workers import at their start or later with the demo model, or that tests import.
@@ -55,6 +56,17 @@ MODULES = [
     "peft",
     "uvicorn.lifespan.off",
 ]
+
+
+# Every renderer has a spawner, whose imports take 0.4 s. Commands have theirs forked from this one.
+_spawners = Forks("tests.spawners")
+_execute = Forks._execute
+
+
+def _fork_spawner(forks: Forks, channel: socket.socket) -> Any:
+    if forks._module != SPAWNER:
+        return _execute(forks, channel)
+    return ForkedCommand(_spawners.fork(b"-", [channel.fileno()]))
 
 
 def _check_by_engine(pairs: Sequence[tuple[Path, PoolingMode | None]]) -> list[Report]:
@@ -79,6 +91,7 @@ def _main() -> None:
         importlib.reload(module)
     # Commands would start a process that imports transformers, which is in memory here.
     vars(reports).update(check_by_engine=_check_by_engine)
+    Forks._execute = _fork_spawner  # type: ignore[assignment, method-assign]
     try:
         pagemill.main()
     except SystemExit as end:
@@ -157,6 +170,7 @@ def _serve(listener: socket.socket, collecting: socket.socket | None = None) -> 
     The first message on a connection may have a descriptor: stdin of what is forked.
     """
     end_with_parent()
+    _spawners.start()
     gc.disable()
     for module in MODULES:
         importlib.import_module(module)

@@ -130,7 +130,7 @@ def test_thinkers_write_what_transformers_writes(models: dict[str, Omni], name: 
 
 # -- talkers --------------------------------------------------------------------------------------
 
-NUM_FRAMES = 30
+NUM_FRAMES = 16
 QUESTIONS: dict[str, tuple[int, list[Content]]] = {
     "What can you do?": (12, []),
     "Count three red circles.": (3, []),
