@@ -16,7 +16,7 @@ from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.state import audit_log
 from tests.cli.test_request_commands import run
-from tests.cluster.conftest import PAGEMILL, ROOT, start_cluster, stop_cluster
+from tests.cluster.conftest import FORKED_PAGEMILL, ROOT, start_cluster, stop_cluster
 
 CONFIG = "models: {{demo: {{path: nowhere}}}}\ndelivery: {{max_token_log_mib: {mib}}}\n"
 NUM_MESSAGES = 1500
@@ -103,7 +103,7 @@ async def test_the_question_is_answered_at_a_terminal(
     terminal, end = pty.openpty()
     arguments = ["migrate", "--config", write(tmp_path, 4096), "--nats", own_broker.url]
     process = await asyncio.create_subprocess_exec(
-        *PAGEMILL, *arguments, stdin=end, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+        *FORKED_PAGEMILL, *arguments, stdin=end, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
     os.write(terminal, answer.encode())
     output, _ = await process.communicate()
