@@ -21,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import msgspec
 from huggingface_hub import constants
 from huggingface_hub.utils import _cache_manager
 from PIL import Image
@@ -31,13 +30,11 @@ from transformers import conversion_mapping
 from shared.helpers.forking import Forks, end_with_parent
 from shared.models import registry
 from tests.preloaded import PYTHON_OF, ROLES_OF, ForkedCommand
+from tests.support.folders import check_by_engine
 from workers import __main__ as pagemill
 from workers import roles
 from workers.cli import terminal
 from workers.cli.models import reports
-from workers.cli.models.reports import Report
-from workers.engine.model import check_folders
-from workers.engine.model.check_folders import PoolingMode
 from workers.renderer.decoding.pool import SPAWNER
 from workers.supervisor import preloader, processes
 
@@ -69,11 +66,6 @@ def _fork_spawner(forks: Forks, channel: socket.socket) -> Any:
     return ForkedCommand(_spawners.fork(b"-", [channel.fileno()]))
 
 
-def _check_by_engine(pairs: Sequence[tuple[Path, PoolingMode | None]]) -> list[Report]:
-    reports = [check_folders.examine(folder, pooling) for folder, pooling in pairs]
-    return msgspec.convert(reports, list[Report], from_attributes=True)
-
-
 def _main() -> None:
     # `up` has workers that use torch forked, and executes the others, which start without torch.
     # Here every worker is a fork. tests/cli/test_commands.py starts the others without torch.
@@ -90,7 +82,7 @@ def _main() -> None:
     for module in (constants, _cache_manager):
         importlib.reload(module)
     # Commands would start a process that imports transformers, which is in memory here.
-    vars(reports).update(check_by_engine=_check_by_engine)
+    vars(reports).update(check_by_engine=check_by_engine)
     Forks._execute = _fork_spawner  # type: ignore[assignment, method-assign]
     try:
         pagemill.main()

@@ -111,6 +111,7 @@ async def test_the_sound_over_http_is_that_of_the_reference(
     await until_nothing_is_left(bus)
 
 
+@pytest.mark.long
 async def test_both_workers_are_killed_in_the_middle_of_a_speech(
     processes: Processes, bus: Bus, plain: PlainOrpheus
 ) -> None:
