@@ -18,7 +18,15 @@ Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
-Graph = Literal["qwen3-omni", "qwen2.5-omni", "orpheus", "qwen-image", "none"]
+Graph = Literal[
+    "qwen3-omni",
+    "qwen2.5-omni",
+    "orpheus",
+    "qwen-image",
+    "qwen-image-edit",
+    "qwen-image-edit-plus",
+    "none",
+]
 """Built-in stages of a model; see `stage.graphs`."""
 Right = Literal["requests", "metrics"]
 
@@ -76,6 +84,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sizes: list[ImageSize] = []
     """Sizes of the images, such as `96x96`, of a stage with an output of kind `image`; the first
     one is the default."""
+    input_images: Annotated[int, Meta(ge=0)] = 0
+    """Limit on the images that a request gives to a stage that edits images."""
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,6 +17,8 @@ class Component(NamedTuple):
     """File with the settings of the part."""
     weights: str | None = None
     """Name of the files of weights, without endings; None for a part without weights."""
+    config_class: str = ""
+    """Class that the file with the settings names; "" for the same class."""
 
 
 class ImageFamily(NamedTuple):
@@ -39,5 +41,8 @@ class ImageFamily(NamedTuple):
     empty_negative: str
     """Text that images without a negative prompt are guided away from."""
     max_prompt_tokens: int
+    input_images: int = 0
+    """Limit on the images that a request gives to edit; 0 for a model that edits none. A model that
+    edits images paints none without."""
     module: str = ""
     """Name of the module with the declaration, and of the module with the computation."""

@@ -17,15 +17,17 @@ import torch
 
 from shared.errors import ConfigError, ContextTooLong, WorkerFailure
 from shared.models.image_folder import read_image_folder
-from shared.protocol.images import PaintParams, parse_size
-from tests.generator.pipelines import qwen_image
+from shared.protocol.images import AUTO, PaintParams, parse_size
+from tests.generator.pipelines import qwen_image, qwen_image_edit, qwen_image_edit_plus
+from tests.generator.pipelines.input_images import pixels_of
 from tests.generator.pipelines.spec import PipelineSpec, to_file
-from workers.generator.core.denoising import Condition, Progress, Step, noise_of
+from workers.generator.core.denoising import Condition, Progress, Size, Step, noise_of, size_of
 from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
-SPECS = {module.SPEC.name: module.SPEC for module in (qwen_image,)}
+MODULES = (qwen_image, qwen_image_edit, qwen_image_edit_plus)
+SPECS: dict[str, PipelineSpec] = {module.SPEC.name: module.SPEC for module in MODULES}
 ARRIVALS = (0, 1, 1, 2, 2, 3)
 """Ticks at which the requests arrive."""
 
@@ -67,6 +69,7 @@ class Canvas:
     prompt: Condition
     negative: Condition | None
     progress: Progress
+    size: Size
     done: int = 0
 
     @property
@@ -77,7 +80,7 @@ class Canvas:
             self.prompt,
             self.negative,
             params.guidance,
-            parse_size(params.size),
+            self.size,
             self.done,
             params.steps,
         )
@@ -87,16 +90,21 @@ class Canvas:
         return self.done == self.params.steps
 
     def decode(self) -> torch.Tensor:
-        return self.model.decode(self.progress.latents, parse_size(self.params.size))
+        return self.model.decode(self.progress.latents, self.size)
+
+    def pixels(self) -> Any:
+        return self.model.pixels(self.progress.latents, self.size)
 
 
 def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canvas:
     assert params.seed is not None
-    size = parse_size(params.size)
-    texts = model.encode([prompt, params.negative_prompt or model.empty_negative])
+    images = [model.read_image(pixels_of(url), "image") for url in params.input_images]
+    size = size_of(images[-1].for_latents) if params.size == AUTO else parse_size(params.size)
+    given = [prompt, params.negative_prompt or model.empty_negative]
+    texts = model.encode_edit(given, images) if images else model.encode(given)
     noise = noise_of(params.seed, number, model.noise_shape(size))
     negative = None if params.guidance == 1.0 else texts[1]
-    return Canvas(model, params, texts[0], negative, model.begin(size, noise))
+    return Canvas(model, params, texts[0], negative, model.begin(size, noise), size)
 
 
 def step(canvases: Sequence[Canvas]) -> None:
@@ -121,11 +129,13 @@ def paint_together(model: Any, spec: PipelineSpec) -> tuple[list[Canvas], list[i
         for number, (prompt, params) in enumerate(spec.requests):
             if ARRIVALS[number] == tick:
                 canvases[number] = begin(model, prompt, params)
-        for size in spec.sizes:
-            group = [c for c in canvases.values() if c.params.size == size and not c.is_complete]
-            if group:
-                step(group)
-                sizes.append(len(group))
+        groups: dict[Any, list[Canvas]] = {}
+        for canvas in canvases.values():
+            if not canvas.is_complete:
+                groups.setdefault((canvas.size, canvas.prompt.image_sizes), []).append(canvas)
+        for group in groups.values():
+            step(group)
+            sizes.append(len(group))
     return [canvases[number] for number in range(len(spec.requests))], sizes
 
 
@@ -153,8 +163,7 @@ def test_images_that_are_alone_equal_the_pipelines_in_single_precision(
         canvas = paint(single, prompt, params)
         whole = spec.paint_whole(prompt, params, dtype=torch.float32)
         assert difference(canvas, whole) == 0.0
-        pixels = single.pixels(canvas.progress.latents, parse_size(params.size))
-        np.testing.assert_array_equal(pixels, to_file(whole))
+        np.testing.assert_array_equal(canvas.pixels(), to_file(whole))
 
 
 def test_batches_change_only_the_last_bits_in_single_precision(
@@ -164,10 +173,7 @@ def test_batches_change_only_the_last_bits_in_single_precision(
     for canvas, (prompt, params) in zip(canvases, spec.requests, strict=True):
         whole = spec.paint_whole(prompt, params, dtype=torch.float32)
         assert difference(canvas, whole) < 5e-6
-        pixels, file = (
-            single.pixels(canvas.progress.latents, parse_size(params.size)),
-            to_file(whole).astype(int),
-        )
+        pixels, file = canvas.pixels(), to_file(whole).astype(int)
         # A value next to the middle of two numbers may be rounded to the other one.
         assert np.abs(pixels - file).max() <= 1
         assert (pixels != file).sum() <= 2
@@ -256,9 +262,9 @@ def test_the_longest_prompt_is_read_to_its_end_and_a_longer_one_is_refused(
         f"{spec.max_tokens + 1} tokens, over the model's limit of {spec.max_tokens}"
         in refused.value.message
     )
-    # diffusers cuts it silently.
     longer = longest + "b" * num_around
-    assert np.array_equal(spec.paint_whole(longer, params), spec.paint_whole(longer + "c", params))
+    wholes = [spec.paint_whole(text, params) for text in (longer, longer + "c")]
+    assert np.array_equal(*wholes) == spec.cuts_texts
 
 
 def test_sizes_that_the_networks_do_not_have_are_refused(folder: Path, spec: PipelineSpec) -> None:

@@ -72,6 +72,13 @@ def _text_encoder(num_tokens: int) -> Any:
 @functools.cache
 def build_pipeline(dtype: torch.dtype = torch.float64) -> Any:
     """Return diffusers' own pipeline. Its latents have neither mean 0 nor standard deviation 1."""
+    pipeline = QwenImagePipeline(**build_parts()).to(dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def build_parts(**transformer_settings: Any) -> dict[str, Any]:
+    """Return the parts of a pipeline, with random weights."""
     torch.manual_seed(0)
     tokenizer = _tokenizer()
     transformer = QwenImageTransformer2DModel(
@@ -84,6 +91,7 @@ def build_pipeline(dtype: torch.dtype = torch.float64) -> Any:
         joint_attention_dim=16,
         guidance_embeds=False,
         axes_dims_rope=(8, 4, 4),
+        **transformer_settings,
     )
     vae = AutoencoderKLQwenImage(
         base_dim=8,
@@ -108,15 +116,13 @@ def build_pipeline(dtype: torch.dtype = torch.float64) -> Any:
     text_encoder = _text_encoder(len(tokenizer))
     for parameter in text_encoder.parameters():
         parameter.data.normal_(0, 0.2)
-    pipeline = QwenImagePipeline(
-        scheduler=scheduler,
-        vae=vae.eval(),
-        text_encoder=text_encoder.eval(),
-        tokenizer=tokenizer,
-        transformer=transformer.eval(),
-    ).to(dtype)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return {
+        "scheduler": scheduler,
+        "vae": vae.eval(),
+        "text_encoder": text_encoder.eval(),
+        "tokenizer": tokenizer,
+        "transformer": transformer.eval(),
+    }
 
 
 def write(folder: Path) -> None:

@@ -51,6 +51,8 @@ class PipelineSpec(NamedTuple):
     """Most tokens of a text, with those around it."""
     bad_sizes: Sequence[tuple[str, str]]
     """Sizes that are refused, and the reasons."""
+    cuts_texts: bool = True
+    """Whether the pipeline silently cuts a text that is too long."""
 
 
 def to_file(pixels: Any) -> Any:
