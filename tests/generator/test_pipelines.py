@@ -25,6 +25,8 @@ from workers.generator.core.denoising import Condition, Progress, Size, Step, no
 from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KEY = "models.painter.stages.dit"
 MODULES = (qwen_image, qwen_image_edit, qwen_image_edit_plus)
 SPECS: dict[str, PipelineSpec] = {module.SPEC.name: module.SPEC for module in MODULES}
@@ -89,7 +91,7 @@ class Canvas:
     def is_complete(self) -> bool:
         return self.done == self.params.steps
 
-    def decode(self) -> torch.Tensor:
+    def decode(self) -> Any:
         return self.model.decode(self.progress.latents, self.size)
 
     def pixels(self) -> Any:

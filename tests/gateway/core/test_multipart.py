@@ -24,7 +24,7 @@ def test_fields_and_files_come_back(content: bytes, text: str) -> None:
     body, kind = encode({"model": "m", "prompt": text}, {"file": ('a"b;.wav', content)})
     values, files = parse_form(body, kind)
     assert values == {"model": ["m"], "prompt": [text]}
-    assert {name: bytes(each) for name, each in files.items()} == {"file": content}
+    assert files == {"file": [content]}
 
 
 @given(st.integers(0, 400))

@@ -28,6 +28,7 @@ async def draw(
     /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("image.png"),
+    image: Annotated[list[Path] | None, Parameter(name="--image")] = None,
     size: str | None = None,
     n: int | None = None,
     seed: int | None = None,
@@ -41,16 +42,21 @@ async def draw(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Generate images from a text, and write them to PNG files. Ctrl-C cancels the request.
+    """Generate images from a text, or edit images, and write them to PNG files.
+
+    Ctrl-C cancels the request.
 
     Parameters
     ----------
     prompt
-        Description of the images.
+        Description of the images, or of the change.
     output
         The PNG file. With several images, their numbers are appended to its name.
+    image
+        File of an image to edit. May be given several times.
     size
-        Width and height in pixels, such as 120x120; by default the first size of the model.
+        Width and height in pixels, such as 120x120; by default the first size of the model, or of
+        an edited image about the aspect ratio of the last image to edit.
     n
         Number of images.
     seed
@@ -70,15 +76,18 @@ async def draw(
     """
     loaded = load(config)
     model, name = _find_painter(loaded, model)
-    request = GenerateRequest(
-        model,
-        prompt=prompt,
-        image=_params(size, n, steps, guidance, negative, seed),
-        outputs=[name],
-        timeout_s=timeout_s,
-    )
+    params = _params(size, n, steps, guidance, negative, seed)
+    files = [_read(file) for file in image or []]
     request_id = request_id or client.new_request_id()
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
+        urls = tuple([await client.pin_media(bus, file) for file in files])
+        request = GenerateRequest(
+            model,
+            prompt=prompt,
+            image=msgspec.structs.replace(params, input_images=urls),
+            outputs=[name],
+            timeout_s=timeout_s,
+        )
         records = client.ask(bus, request, request_id)
         saved = _while_saving(bus, records, request_id, name, output)
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
@@ -91,6 +100,14 @@ def _params(*values: Any) -> ImageParams:
         return msgspec.convert(fields, ImageParams)
     except msgspec.ValidationError as error:
         raise invalid_request(error) from error
+
+
+def _read(file: Path) -> bytes:
+    """Return the content of a file. Raises InvalidRequest."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{file}: {error.strerror}", field="image") from error
 
 
 def _find_painter(config: Config, model: str | None) -> tuple[str, str]:

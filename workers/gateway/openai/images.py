@@ -1,12 +1,15 @@
-"""`/v1/images/generations`: the plan of a request, and the assembler of its answer. Pure."""
+"""`/v1/images/generations` and `edits`: the plan of a request, and the assembler of its answer.
 
-from collections.abc import Mapping
+Pure.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from shared.errors import InvalidRequest
-from shared.protocol.images import ImageParams
+from shared.protocol.images import AUTO, ImageParams, check_input_images
 from shared.protocol.pipeline import StageSpec
 from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
 from shared.protocol.requests import GenerateRequest
@@ -16,7 +19,6 @@ from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.order import in_speech_order
 from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.schemas.images import (
-    AUTO,
     B64_JSON,
     PNG,
     URL,
@@ -29,6 +31,8 @@ from workers.gateway.schemas.images import (
 )
 
 _MEDIA = "media:"
+IMAGE = "image"
+"""Field of the form with the images to edit."""
 
 
 class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
@@ -37,6 +41,13 @@ class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
     size: str
     base_url: str
     """URL prefix of the files, with a slash at the end."""
+    edits: bool | UnsetType = UNSET
+    """Whether the images are edited ones."""
+
+    @property
+    def event(self) -> str:
+        """Beginning of the names of events."""
+        return "image_generation" if self.edits is UNSET else "image_edit"
 
 
 class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
@@ -54,15 +65,31 @@ class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
 
 
 def plan_images(
-    request: ImagesRequest, painter: StageSpec | None, base_url: str
+    request: ImagesRequest,
+    painter: StageSpec | None,
+    base_url: str,
+    input_images: Sequence[str] = (),
+    image_field: str = IMAGE,
 ) -> SubmitPlan[ImageOptions]:
-    """Return the plan of a request for images. Raises InvalidRequest naming the field."""
+    """Return the plan of a request for images, or for edits of `input_images`, which are URLs.
+
+    Raises InvalidRequest naming the field.
+    """
     if painter is None or painter.output is None:
         raise InvalidRequest(f"{request.model} paints no images", field="model")
+    if painter.input_images and not input_images:
+        message = f"{request.model} only edits images: send them to /v1/images/edits"
+        raise InvalidRequest(message, field="model")
+    check_input_images(len(input_images), painter.input_images, image_field)
     size_field, size = _size_of(request)
     num_field, num_images = _agreed(request, "n", "num_images_per_prompt")
     guidance_field, guidance = _agreed(request, "guidance_scale", "true_cfg_scale", "cfg_scale")
-    fields = {"image.size": size_field, "image.n": num_field, "image.guidance": guidance_field}
+    fields = {
+        "image.size": size_field,
+        "image.n": num_field,
+        "image.guidance": guidance_field,
+        "image.input_images": image_field,
+    }
     usual = IMAGES.client_fields.names
     names = {field: name for field, name in fields.items() if name != usual[field]}
     if size is not None:
@@ -80,6 +107,7 @@ def plan_images(
         request.negative_prompt,
         request.seed,
         request.partial_images,
+        tuple(input_images),
     )
     output = painter.output.name
     generate_request = GenerateRequest(
@@ -92,8 +120,9 @@ def plan_images(
     options = PaintedOptions(
         output=output,
         format=request.response_format,
-        size=size or str(painter.sampling_defaults.get("size", painter.sizes[0])),
+        size=size or default_size(painter),
         base_url=base_url,
+        edits=bool(input_images) or UNSET,
     )
     return SubmitPlan(
         [generate_request],
@@ -102,6 +131,12 @@ def plan_images(
         delivery=Delivery.EVENTS if request.stream else Delivery.WHOLE,
         durable=bool(request.durable),
     )
+
+
+def default_size(painter: StageSpec) -> str:
+    """Return the size of a request without one; `auto` if it depends on the images to edit."""
+    size = AUTO if painter.input_images else painter.sizes[0]
+    return str(painter.sampling_defaults.get("size", size))
 
 
 def _agreed(request: ImagesRequest, *names: str) -> tuple[str, Any]:
@@ -156,6 +191,7 @@ class ImageAssembler(Assembler[ImageOptions]):
         super().__init__(request)
         self.created_s = request.created_s
         self.images = self.options.images
+        self.size = self.images.size
         self.entries: dict[int, ImageEntry] = {}
         self.num_previews = 0
         self.usage: ImageUsage = usage_of(0)
@@ -173,6 +209,7 @@ class ImageAssembler(Assembler[ImageOptions]):
         """Add a record. The end of the output has the usage, and so makes the event of an image."""
         match record:
             case ImageRecord():
+                self.size = f"{record.width}x{record.height}"
                 self.entries[record.number] = (
                     ImageEntry(b64_json=file)
                     if self.images.format == B64_JSON
@@ -191,25 +228,25 @@ class ImageAssembler(Assembler[ImageOptions]):
 
     def _preview(self, file: str) -> ImageEvent:
         return ImageEvent(
-            type="image_generation.partial_image",
+            type=f"{self.images.event}.partial_image",
             b64_json=file,
             created_at=self.created_s,
-            size=self.images.size,
+            size=self.size,
             partial_image_index=self.num_previews - 1,
         )
 
     def _completed(self, file: str) -> ImageEvent:
         return ImageEvent(
-            type="image_generation.completed",
+            type=f"{self.images.event}.completed",
             b64_json=file,
             created_at=self.created_s,
-            size=self.images.size,
+            size=self.size,
             usage=self.usage,
         )
 
     def answer(self) -> ImagesAnswer:
         entries = [self.entries[number] for number in sorted(self.entries)]
-        return ImagesAnswer(self.created_s, entries, self.images.size, self.usage)
+        return ImagesAnswer(self.created_s, entries, self.size, self.usage)
 
 
 IMAGES = AnswerKind(
@@ -224,6 +261,7 @@ IMAGES = AnswerKind(
             "image.steps": "num_inference_steps",
             "image.guidance": "guidance_scale",
             "image.negative_prompt": "negative_prompt",
+            "image.input_images": IMAGE,
             "outputs": "model",
         }
     ),

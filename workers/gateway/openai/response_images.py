@@ -6,13 +6,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
+from shared.protocol.images import AUTO
 from shared.protocol.items import InputTextPart, Item, MessageItem
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.steps import PaintTool
 from shared.responses.tools import PAINT
 from workers.gateway.core.plan import check_choice
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.schemas.images import AUTO
+from workers.gateway.openai.images import default_size
 from workers.gateway.schemas.responses import ImageTool, ResponseFields, ResponseRequest
 
 # Fields that only affect text, with the values that have no effect.
@@ -70,7 +71,7 @@ def _paint_tool(
             f"{model} paints no images: name a model that does in the tool's field model",
             field=f"{field}.type" if tool.model is None else f"{field}.model",
         )
-    size = str(painter.sampling_defaults.get("size", painter.sizes[0]))
+    size = default_size(painter)
     if tool.size not in (None, AUTO):
         size = str(tool.size)
         check_choice(f"{field}.size", size, painter.sizes)
