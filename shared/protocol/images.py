@@ -89,9 +89,7 @@ def check_input_images(count: int, limit: int, field: str) -> None:
     if count and not limit:
         raise InvalidRequest(f"{field}: the model edits no images", field=field)
     if limit and not 1 <= count <= limit:
-        raise InvalidRequest(
-            f"{field}: the model edits 1 to {limit} images, not {count}", field=field
-        )
+        raise InvalidRequest(f"{field}: {count} images: the limits are 1 and {limit}", field=field)
 
 
 def resolve_image(

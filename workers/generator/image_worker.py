@@ -192,8 +192,8 @@ class ImageWorker(GeneratorWorker):
             )
             # Decoded files are large, so there is one at a time.
             async with self._decoding:
-                image = await asyncio.to_thread(_decode, model, data, limits, field)
-            images.append(image)
+                pixels = await asyncio.to_thread(read_pixels, data, limits, field)
+                images.append(await asyncio.to_thread(model.read_image, pixels, field))
         return tuple(images)
 
     async def _paint_once(self, request: _Open) -> bool:
@@ -394,11 +394,12 @@ class _NotWaiting(Exception):
         self.after_s = after_s
 
 
-def _decode(model: EditModel, data: bytes, limits: RendererConfig, field: str) -> InputImage:
-    """Return an image to edit from its file. Raises InvalidMedia and MediaTooLarge."""
-    # As diffusers' own reader of images, without the colours' transparency.
-    image = read_image(data, limits, field, lambda image: image.convert("RGB"))
-    return model.read_image(np.asarray(image), field)
+def read_pixels(data: bytes, limits: RendererConfig, field: str) -> Pixels:
+    """Return the upright pixels of an image's file, as `load_image` of diffusers returns them.
+
+    Transparency is dropped. Raises InvalidMedia and MediaTooLarge.
+    """
+    return np.asarray(read_image(data, limits, field, lambda image: image.convert("RGB")))
 
 
 def to_png(pixels: Pixels) -> bytes:

@@ -1,6 +1,7 @@
 """Images to edit, by the URLs that the parameters of a request have for them."""
 
 import hashlib
+import io
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,23 @@ def draw(size: tuple[int, int], seed: int = 0) -> Image.Image:
     return Image.fromarray(np.asarray(small.resize(size, Image.Resampling.BICUBIC)) // 2 + noise)
 
 
-def _url(number: int) -> str:
-    return f"media:{hashlib.sha256(b'%d' % number).hexdigest()}"
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
 
 
-IMAGES = {_url(number): draw(size, number) for number, size in enumerate(SIZES)}
-SQUARE, WIDE, TALL = IMAGES
+def url_of(file: bytes) -> str:
+    return f"media:{hashlib.sha256(file).hexdigest()}"
+
+
+FILES = {url_of(file): file for n, size in enumerate(SIZES) if (file := file_of(draw(size, n)))}
+SQUARE, WIDE, TALL = FILES
+
+
+def image_of(url: str) -> Image.Image:
+    return Image.open(io.BytesIO(FILES[url]))
 
 
 def pixels_of(url: str) -> Any:
-    return np.asarray(IMAGES[url])
+    return np.asarray(image_of(url))

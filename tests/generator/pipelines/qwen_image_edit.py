@@ -16,7 +16,7 @@ from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 from shared.protocol.images import AUTO, PaintParams, parse_size
 from tests.generator.pipelines import qwen_image
-from tests.generator.pipelines.input_images import IMAGES, SQUARE, TALL, WIDE
+from tests.generator.pipelines.input_images import SQUARE, TALL, WIDE, image_of
 from tests.generator.pipelines.qwen_image import SCALE
 from tests.generator.pipelines.spec import PipelineSpec
 from workers.generator.core.denoising import noise_of
@@ -26,6 +26,7 @@ from workers.generator.diffusion.qwen_image_edit_plus import QwenImageEditPlus
 AREAS = {AREA: 64 * 64, 384 * 384: 48 * 48}
 """Numbers of pixels of images in these tests, by the usual ones."""
 PROCESSOR = "processor"
+CALCULATE = pipeline_qwenimage_edit.calculate_dimensions
 
 
 def read_small_images() -> None:
@@ -103,7 +104,7 @@ def paint_whole(
     prompt: str, params: PaintParams, number: int = 0, dtype: torch.dtype = torch.float64
 ) -> Any:
     (url,) = params.input_images
-    return paint_by(build_pipeline(dtype), IMAGES[url], prompt, params, number, dtype)
+    return paint_by(build_pipeline(dtype), image_of(url), prompt, params, number, dtype)
 
 
 SPEC = PipelineSpec(

@@ -9,7 +9,7 @@ from diffusers import QwenImageEditPlusPipeline
 
 from shared.protocol.images import AUTO, PaintParams
 from tests.generator.pipelines import qwen_image_edit
-from tests.generator.pipelines.input_images import IMAGES, SQUARE, TALL, WIDE
+from tests.generator.pipelines.input_images import SQUARE, TALL, WIDE, image_of
 
 
 @functools.cache
@@ -25,7 +25,7 @@ def write(folder: Path) -> None:
 def paint_whole(
     prompt: str, params: PaintParams, number: int = 0, dtype: torch.dtype = torch.float64
 ) -> Any:
-    images = [IMAGES[url] for url in params.input_images]
+    images = [image_of(url) for url in params.input_images]
     pipeline = build_pipeline(dtype)
     return qwen_image_edit.paint_by(pipeline, images, prompt, params, number, dtype)
 
