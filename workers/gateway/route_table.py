@@ -120,7 +120,7 @@ class Call:
     async def read_form(
         self, body_type: type[T], unsupported: frozenset[str], file_field: str
     ) -> tuple[T, list[bytes]]:
-        """Return the fields of a form and the files in one field, of which there is at least one.
+        """Return the fields of a form and the files in one field. There is at least one file.
 
         The names of lists may end with `[]`. Raises a RequestError that names the wrong field.
         """

@@ -13,11 +13,12 @@ from shared.config.schema import Config
 from shared.errors import InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.records import Finish, ImageRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.stage.pipelines import pipeline_of
 from workers import settings
-from workers.cli.ask import print_answer
+from workers.cli.ask import print_answer, read_media
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
@@ -28,7 +29,7 @@ async def draw(
     /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("image.png"),
-    image: Annotated[list[Path] | None, Parameter(name="--image")] = None,
+    image: list[Path] | None = None,
     size: str | None = None,
     n: int | None = None,
     seed: int | None = None,
@@ -42,9 +43,7 @@ async def draw(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Generate images from a text, or edit images, and write them to PNG files.
-
-    Ctrl-C cancels the request.
+    """Generate or edit images by a text, and write PNG files. Ctrl-C cancels the request.
 
     Parameters
     ----------
@@ -55,8 +54,7 @@ async def draw(
     image
         File of an image to edit. May be given several times.
     size
-        Width and height in pixels, such as 120x120; by default the first size of the model, or of
-        an edited image about the aspect ratio of the last image to edit.
+        Width and height in pixels, such as 120x120; by default as the model decides.
     n
         Number of images.
     seed
@@ -77,19 +75,14 @@ async def draw(
     loaded = load(config)
     model, name = _find_painter(loaded, model)
     params = _params(size, n, steps, guidance, negative, seed)
-    files = [_read(file) for file in image or []]
     request_id = request_id or client.new_request_id()
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
-        urls = tuple([await client.pin_media(bus, file) for file in files])
+        images = [await client.pin_media(bus, read_media(file, IMAGE)) for file in image or []]
+        params = msgspec.structs.replace(params, input_images=tuple(images))
         request = GenerateRequest(
-            model,
-            prompt=prompt,
-            image=msgspec.structs.replace(params, input_images=urls),
-            outputs=[name],
-            timeout_s=timeout_s,
+            model, prompt=prompt, image=params, outputs=[name], timeout_s=timeout_s
         )
-        records = client.ask(bus, request, request_id)
-        saved = _while_saving(bus, records, request_id, name, output)
+        saved = _while_saving(bus, client.ask(bus, request, request_id), request_id, name, output)
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
 
 
@@ -100,14 +93,6 @@ def _params(*values: Any) -> ImageParams:
         return msgspec.convert(fields, ImageParams)
     except msgspec.ValidationError as error:
         raise invalid_request(error) from error
-
-
-def _read(file: Path) -> bytes:
-    """Return the content of a file. Raises InvalidRequest."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"{file}: {error.strerror}", field="image") from error
 
 
 def _find_painter(config: Config, model: str | None) -> tuple[str, str]:

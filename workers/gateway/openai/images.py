@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from shared.errors import InvalidRequest
 from shared.protocol.images import AUTO, ImageParams, check_input_images
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import StageSpec
 from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
 from shared.protocol.requests import GenerateRequest
@@ -31,8 +32,6 @@ from workers.gateway.schemas.images import (
 )
 
 _MEDIA = "media:"
-IMAGE = "image"
-"""Field of the form with the images to edit."""
 
 
 class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
@@ -75,12 +74,7 @@ def plan_images(
 
     Raises InvalidRequest naming the field.
     """
-    if painter is None or painter.output is None:
-        raise InvalidRequest(f"{request.model} paints no images", field="model")
-    if painter.input_images and not input_images:
-        message = f"{request.model} only edits images: send them to /v1/images/edits"
-        raise InvalidRequest(message, field="model")
-    check_input_images(len(input_images), painter.input_images, image_field)
+    painter = _checked(painter, request.model, len(input_images), image_field)
     size_field, size = _size_of(request)
     num_field, num_images = _agreed(request, "n", "num_images_per_prompt")
     guidance_field, guidance = _agreed(request, "guidance_scale", "true_cfg_scale", "cfg_scale")
@@ -94,10 +88,7 @@ def plan_images(
     names = {field: name for field, name in fields.items() if name != usual[field]}
     if size is not None:
         check_choice(size_field, size, painter.sizes)
-    if request.stream and (num_images or 1) > 1:
-        message = f"{num_field}: a stream has one image, not {num_images}"
-        raise InvalidRequest(message, field=num_field)
-    _check(request)
+    _check(request, num_field, num_images)
     params = ImageParams(
         size,
         # A stream has one image, even if the model's default is another number.
@@ -109,18 +100,19 @@ def plan_images(
         request.partial_images,
         tuple(input_images),
     )
-    output = painter.output.name
+    assert painter.output is not None
     generate_request = GenerateRequest(
         request.model,
         prompt=request.prompt,
         image=params,
-        outputs=[output],
+        outputs=[painter.output.name],
         timeout_s=request.timeout_s,
     )
     options = PaintedOptions(
-        output=output,
+        output=painter.output.name,
         format=request.response_format,
-        size=size or default_size(painter),
+        size=size
+        or (AUTO if input_images else str(painter.sampling_defaults.get("size", painter.sizes[0]))),
         base_url=base_url,
         edits=bool(input_images) or UNSET,
     )
@@ -133,10 +125,17 @@ def plan_images(
     )
 
 
-def default_size(painter: StageSpec) -> str:
-    """Return the size of a request without one; `auto` if it depends on the images to edit."""
-    size = AUTO if painter.input_images else painter.sizes[0]
-    return str(painter.sampling_defaults.get("size", size))
+def _checked(
+    painter: StageSpec | None, model: str, num_input_images: int, image_field: str
+) -> StageSpec:
+    """Return the stage that paints. Raises InvalidRequest unless it edits this number of images."""
+    if painter is None or painter.output is None:
+        raise InvalidRequest(f"{model} paints no images", field="model")
+    if painter.input_images and not num_input_images:
+        message = f"{model} only edits images: send them to /v1/images/edits"
+        raise InvalidRequest(message, field="model")
+    check_input_images(num_input_images, painter.input_images, image_field)
+    return painter
 
 
 def _agreed(request: ImagesRequest, *names: str) -> tuple[str, Any]:
@@ -174,8 +173,11 @@ def _contradiction(name: str, value: object, other: str, other_value: object) ->
     )
 
 
-def _check(request: ImagesRequest) -> None:
+def _check(request: ImagesRequest, num_field: str, num_images: int | None) -> None:
     """Raises InvalidRequest for values that this endpoint does not support."""
+    if request.stream and (num_images or 1) > 1:
+        message = f"{num_field}: a stream has one image, not {num_images}"
+        raise InvalidRequest(message, field=num_field)
     check_choice("output_format", request.output_format, [PNG])
     check_choice("response_format", request.response_format, [B64_JSON, URL])
     if request.stream:
@@ -209,7 +211,8 @@ class ImageAssembler(Assembler[ImageOptions]):
         """Add a record. The end of the output has the usage, and so makes the event of an image."""
         match record:
             case ImageRecord():
-                self.size = f"{record.width}x{record.height}"
+                if self.size == AUTO:
+                    self.size = f"{record.width}x{record.height}"
                 self.entries[record.number] = (
                     ImageEntry(b64_json=file)
                     if self.images.format == B64_JSON

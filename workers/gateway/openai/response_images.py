@@ -13,7 +13,6 @@ from shared.protocol.steps import PaintTool
 from shared.responses.tools import PAINT
 from workers.gateway.core.plan import check_choice
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.openai.images import default_size
 from workers.gateway.schemas.responses import ImageTool, ResponseFields, ResponseRequest
 
 # Fields that only affect text, with the values that have no effect.
@@ -71,7 +70,12 @@ def _paint_tool(
             f"{model} paints no images: name a model that does in the tool's field model",
             field=f"{field}.type" if tool.model is None else f"{field}.model",
         )
-    size = default_size(painter)
+    if painter.input_images:
+        raise UnsupportedParameter(
+            f"{model} only edits images, which responses do not support: use /v1/images/edits",
+            field="model" if tool.model is None else f"{field}.model",
+        )
+    size = str(painter.sampling_defaults.get("size", painter.sizes[0]))
     if tool.size not in (None, AUTO):
         size = str(tool.size)
         check_choice(f"{field}.size", size, painter.sizes)

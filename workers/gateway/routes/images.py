@@ -8,19 +8,18 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import InvalidRequest, MediaTooLarge, NotFound, Unavailable
-from shared.protocol.multimodal import MEDIA_SCHEME
+from shared.protocol.multimodal import IMAGE, MEDIA_SCHEME
 from shared.state import media_store
 from workers.gateway.app import AppContext
 from workers.gateway.backend.uploads import decode_data
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import declares_json
-from workers.gateway.openai.images import IMAGE, IMAGES, ImageOptions, plan_images
+from workers.gateway.openai.images import IMAGES, ImageOptions, plan_images
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, Call, RouteTable
 from workers.gateway.schemas.images import (
     UNSUPPORTED,
     EditedImage,
-    EditForm,
     ImageEvent,
     ImagesAnswer,
     ImagesRequest,
@@ -71,7 +70,7 @@ async def _read_edit(call: Call) -> Edit:
         images = [_source_of(image, f"images[{i}]") for i, image in enumerate(body.images)]
         edit = Edit(body, images, "images")
     else:
-        edit = Edit(*await call.read_form(EditForm, UNSUPPORTED, IMAGE), IMAGE)
+        edit = Edit(*await call.read_form(ImagesRequest, UNSUPPORTED, IMAGE), IMAGE)
     call.context.check_model(edit.form.model)
     return edit
 
@@ -96,7 +95,7 @@ def _source_of(image: EditedImage, field: str) -> bytes | str:
     IMAGES,
     f"{FILES}/edits",
     summary="Edit images by a text",
-    body=EditForm,
+    body=ImagesRequest,
     file=IMAGE,
     json_body=StoredEdit,
     read=_read_edit,

@@ -75,13 +75,6 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """No effect."""
 
 
-class EditForm(ImagesRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of the form, except for `image`, which is the image to edit.
-
-    For several images, send `image[]` several times.
-    """
-
-
 class EditedImage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An image to edit. Exactly one field is set."""
 

@@ -114,7 +114,7 @@ class EditModel(ImageModel, Protocol):
     """Model that edits images by a text. It paints no image without others."""
 
     max_input_images: int
-    """Limit on the images of one request, of which there is at least one."""
+    """Limit on the images of one request. There is at least one."""
 
     def read_image(self, image: Pixels, field: str) -> InputImage:
         """Return an image in the sizes in which the networks read it.
