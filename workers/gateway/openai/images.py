@@ -108,11 +108,11 @@ def plan_images(
         outputs=[painter.output.name],
         timeout_s=request.timeout_s,
     )
+    first = AUTO if input_images else painter.sizes[0]
     options = PaintedOptions(
         output=painter.output.name,
         format=request.response_format,
-        size=size
-        or (AUTO if input_images else str(painter.sampling_defaults.get("size", painter.sizes[0]))),
+        size=size or str(painter.sampling_defaults.get("size", first)),
         base_url=base_url,
         edits=bool(input_images) or UNSET,
     )
