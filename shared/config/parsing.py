@@ -17,9 +17,8 @@ from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.helpers.validation import split_validation_error
 from shared.net.ip_policy import is_loopback_host
-from shared.protocol.images import ImageParams
 from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
-from shared.protocol.pipeline import IMAGE_KIND, Fault
+from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
 
 ENV_PREFIX = "PAGEMILL_"
@@ -50,11 +49,6 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
     for name, model in config.models.items():
         defaults_key = f"models.{name}.sampling_defaults"
         _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
-        for stage, changes in model.stages.items():
-            key = f"models.{name}.stages.{stage}.sampling_defaults"
-            paints = changes.output is not None and changes.output.kind == IMAGE_KIND
-            kind = ImageParams if paints else SamplingParams
-            _convert(changes.sampling_defaults, kind, key, overrides, source)
     for check in (_faults_of_models, _faults_of_sections, _faults_of_tenants, _faults_of_gateway):
         for fault in check(config):
             origin = overrides.variables.get(fault.key, source)

@@ -25,6 +25,11 @@ Graph = Literal[
     "qwen-image",
     "qwen-image-edit",
     "qwen-image-edit-plus",
+    "flux.1-dev",
+    "flux.1-schnell",
+    "stable-diffusion-3",
+    "z-image",
+    "pixart-sigma",
     "none",
 ]
 """Built-in stages of a model; see `stage.graphs`."""

@@ -19,6 +19,10 @@ class Component(NamedTuple):
     """Name of the files of weights, without endings; None for a part without weights."""
     config_class: str = ""
     """Class that the file with the settings names; "" for the same class."""
+    is_optional: bool = False
+    """Whether a folder may lack the part, or name null as its class."""
+    also: frozenset[str] = frozenset()
+    """Names of other classes that published folders have for the same part."""
 
 
 class ImageFamily(NamedTuple):
@@ -38,11 +42,16 @@ class ImageFamily(NamedTuple):
     """Default number of steps."""
     guidance: float
     """Default scale of the guidance."""
-    empty_negative: str
-    """Text that images without a negative prompt are guided away from."""
+    empty_negative: str | None
+    """Text that images without a negative prompt are guided away from; None for models without
+    negative prompts."""
     max_prompt_tokens: int
     input_images: int = 0
     """Limit on the images that a request gives to edit; 0 for a model that edits none. A model that
     edits images paints none without."""
+    without: tuple[str, str] | None = None
+    """A part and a setting of it which is false or missing in the folders of this family, and true
+    in folders of another family with the same pipeline."""
     module: str = ""
-    """Name of the module with the declaration, and of the module with the computation."""
+    """Name of the module with the computation, which is by default the name of the declaration's
+    module."""

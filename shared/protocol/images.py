@@ -44,10 +44,10 @@ class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     steps: NumSteps | None = None
     """Denoising steps of each image; by default 24."""
     guidance: Guidance | None = None
-    """Scale of the classifier-free guidance; by default 2.5. 1 disables it, which halves the
-    work."""
+    """Scale of the classifier-free guidance; by default 2.5. 1, and for some models 0, disables it,
+    which halves the work."""
     negative_prompt: NegativePrompt | None = None
-    """Description of what the images must not show; only with a guidance other than 1."""
+    """Description of what the images must not show; only with guidance."""
     seed: Seed | None = None
     """Seed of the noise, together with the number of the image. By default the seed is derived from
     the request id, so that a resumed request continues as it began."""
@@ -101,8 +101,8 @@ def resolve_image(
     """Return the parameters of a request for a stage with these defaults and sizes.
 
     `input_images` is the stage's limit on images to edit. Raises InvalidRequest for a size that the
-    stage does not paint, for images that it does not edit, if it edits images and there are none,
-    and for a negative prompt without effect.
+    stage does not paint, for images that it does not edit, and if it edits images and there are
+    none.
     """
     values = {} if requested is None else msgspec.to_builtins(requested)
     size = AUTO if input_images else sizes[0]
@@ -112,10 +112,5 @@ def resolve_image(
         raise InvalidRequest(
             f"image.size: {params.size!r} is not available; available: {', '.join(sizes)}",
             field="image.size",
-        )
-    if params.negative_prompt and params.guidance == 1.0:
-        raise InvalidRequest(
-            "image.negative_prompt: no effect with a guidance of 1; remove it or raise guidance",
-            field="image.negative_prompt",
         )
     return params

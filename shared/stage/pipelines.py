@@ -4,9 +4,13 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import get_args
 
+import msgspec
+
 from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
+from shared.helpers.validation import split_validation_error
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import Modality
 from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.pipeline import (
@@ -21,6 +25,7 @@ from shared.protocol.pipeline import (
     StageSpec,
 )
 from shared.protocol.pipeline_faults import faults
+from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, stage_consumer
 from shared.stage import (
     edge_functions,  # noqa: F401 - registers the functions that edges name
@@ -85,7 +90,14 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
         naming = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
         chunks = (*_faults_of_chunks(pipeline), *_faults_of_sizes(pipeline))
         detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
-        general = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
+        defaults = _faults_of_defaults(pipeline)
+        general = (
+            *faults(pipeline, roles),
+            *defaults,
+            *chunks,
+            *_faults_of_forwarders(pipeline),
+            *detours,
+        )
         for fault in (*naming, *general):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
@@ -131,6 +143,16 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
                 f"stages.{stage.name}.inputs.{CODES}",
                 f"the output of {source.name!r} is of kind {source.output.kind!r}, not {CODES!r}",
             )
+
+
+def _faults_of_defaults(pipeline: Pipeline) -> Iterator[Fault]:
+    for stage in pipeline.stages:
+        paints = stage.output is not None and stage.output.kind == IMAGE_KIND
+        try:
+            msgspec.convert(stage.sampling_defaults, ImageParams if paints else SamplingParams)
+        except msgspec.ValidationError as error:
+            reason, path = split_validation_error(error)
+            yield Fault(f"stages.{stage.name}.sampling_defaults.{path}".rstrip("."), reason)
 
 
 def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:

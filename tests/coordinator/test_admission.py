@@ -309,11 +309,6 @@ def test_images_are_painted_as_asked_and_else_as_the_stage_is_configured() -> No
         ({"image": {"steps": 201}}, "image.steps", "<= 200"),
         ({"image": {"guidance": -1}}, "image.guidance", ">= 0"),
         ({"image": {"style": "vivid"}}, "image.style", "unknown field"),
-        (
-            {"image": {"guidance": 1, "negative_prompt": "red"}},
-            "image.negative_prompt",
-            "no effect with a guidance of 1",
-        ),
         ({"prompt": " "}, "prompt", "a text"),
         ({"sampling_params": {"seed": 1}}, "sampling_params", "no tokens"),
         ({"model": "demo", "image": {}}, "image", "these outputs have no images"),

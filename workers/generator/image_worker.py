@@ -20,7 +20,6 @@ from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
 from shared.config.schema import RendererConfig
 from shared.decoding.image_reader import read_image
-from shared.errors import InvalidRequest
 from shared.protocol import subjects
 from shared.protocol.images import AUTO, PaintParams, parse_size
 from shared.protocol.records import OutputSummary
@@ -43,6 +42,8 @@ from workers.generator.core.denoising import (
     Size,
     Step,
     Stepped,
+    check_guidance,
+    negative_of,
     noise_of,
     size_of,
 )
@@ -145,7 +146,7 @@ class ImageWorker(GeneratorWorker):
         """Open a request.
 
         Raises ContextTooLong for a text over the model's limit, InvalidRequest for a guidance
-        without meaning, and errors of its images to edit.
+        without meaning or a negative prompt without effect, and errors of its images to edit.
         """
         header, model = task.header, self._image_model
         assert job.log is not None
@@ -153,12 +154,7 @@ class ImageWorker(GeneratorWorker):
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
-        if params.guidance < model.min_guidance:
-            raise InvalidRequest(
-                f"image.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
-                " which this model paints without guidance",
-                field="image.guidance",
-            )
+        check_guidance(model, params)
         # A text may be as long as a message. A thread keeps the event loop free for other requests.
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
@@ -312,14 +308,15 @@ class ImageWorker(GeneratorWorker):
 
     async def _encode(self, request: _Open, number: int) -> list[Condition]:
         """Return the prompt, and with guidance the negative prompt."""
-        params, texts = request.params, [request.prompt]
-        if params.guidance != 1.0:
-            texts.append(params.negative_prompt or self._image_model.empty_negative)
+        negative = negative_of(self._image_model, request.params)
+        texts = [request.prompt] if negative is None else [request.prompt, negative]
         self._check_open(request)
         ticket = request.header.ticket
         assert ticket is not None
         # The images of a request share their texts by the cache of the thread.
-        encode = Encode(tuple(texts), ticket.cache_scope, params.input_images, request.images)
+        encode = Encode(
+            tuple(texts), ticket.cache_scope, request.params.input_images, request.images
+        )
         return await self._thread.encode(request.header.request_id, number, encode, request.due_s)
 
     async def _step(

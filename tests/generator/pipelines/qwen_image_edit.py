@@ -14,10 +14,10 @@ from diffusers import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
+from ops.harness.qwen_images import SCALE, build_parts
 from shared.protocol.images import AUTO, PaintParams, parse_size
 from tests.generator.pipelines import qwen_image
 from tests.generator.pipelines.input_images import SQUARE, TALL, WIDE, image_of
-from tests.generator.pipelines.qwen_image import SCALE
 from tests.generator.pipelines.spec import PipelineSpec
 from workers.generator.core.denoising import noise_of
 from workers.generator.diffusion.qwen_image_edit import AREA, QwenImageEdit
@@ -46,7 +46,7 @@ read_small_images()
 
 def build(pipeline_class: Any, dtype: torch.dtype, **transformer_settings: Any) -> Any:
     """Return a pipeline of diffusers that edits images."""
-    parts = qwen_image.build_parts(**transformer_settings)
+    parts = build_parts(**transformer_settings)
     # The class of the missing video processor needs torchvision.
     with mock.patch.object(Qwen2VLProcessor, "check_argument_for_proper_class"):
         processor = Qwen2VLProcessor(Qwen2VLImageProcessorPil(), parts["tokenizer"])

@@ -19,6 +19,7 @@ from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.image_family import ImageFamily
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import Condition, InputImage, Pixels, Size, size_of
+from workers.generator.diffusion.packing import pack
 from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.qwen_image import (
     INPUT,
@@ -125,7 +126,8 @@ class QwenImageEdit(QwenImage):
         latents = self._vae.encode(values).latent_dist.mode()
         config = self._vae.config
         latents = latents - per_channel(config.latents_mean, latents)
-        return self._packed((latents / per_channel(config.latents_std, latents))[0, :, 0], size)
+        latents = (latents / per_channel(config.latents_std, latents))[0, :, 0]
+        return pack(latents, *self._grid(size)).to(self._transformer.dtype)
 
 
 def fitted(size: Size, area: int) -> Size:
