@@ -23,6 +23,8 @@ Graph = Literal[
     "qwen2.5-omni",
     "orpheus",
     "qwen-image",
+    "qwen-image-edit",
+    "qwen-image-edit-plus",
     "flux.1-dev",
     "flux.1-schnell",
     "stable-diffusion-3",
@@ -87,6 +89,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sizes: list[ImageSize] = []
     """Sizes of the images, such as `96x96`, of a stage with an output of kind `image`; the first
     one is the default."""
+    input_images: Annotated[int, Meta(ge=0)] = 0
+    """Limit on the images that a request gives to a stage that edits images."""
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -84,6 +84,7 @@ def _find_painter(graph: Graph | None) -> StageSpec | None:
         sampling_defaults={"steps": family.steps, "guidance": family.guidance},
         output=OutputSpec(IMAGE_KIND, IMAGE_KIND),
         sizes=list(family.sizes),
+        input_images=family.input_images,
     )
 
 

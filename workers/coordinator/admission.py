@@ -166,7 +166,8 @@ def _image_of(
 ) -> PaintParams | None:
     """Return the parameters of a request's images.
 
-    Raises InvalidRequest for a field without effect, or a size that the model does not paint.
+    Raises InvalidRequest for a field without effect, a size that the model does not paint, or
+    images that it does not edit.
     """
     painter = part.painter
     if painter is None:
@@ -178,7 +179,9 @@ def _image_of(
         raise InvalidRequest("prompt: an image needs a prompt with a text", field="prompt")
     if params and TEXT not in part.outputs:
         raise InvalidRequest("sampling_params: an image has no tokens", field="sampling_params")
-    return resolve_image(request.image, painter.sampling_defaults, painter.sizes)
+    return resolve_image(
+        request.image, painter.sampling_defaults, painter.sizes, painter.input_images
+    )
 
 
 def most_tokens(admitted: Admitted) -> int:

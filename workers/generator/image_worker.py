@@ -13,12 +13,15 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
+from shared.config.schema import RendererConfig
+from shared.decoding.image_reader import read_image
 from shared.protocol import subjects
-from shared.protocol.images import PaintParams, parse_size
+from shared.protocol.images import AUTO, PaintParams, parse_size
 from shared.protocol.records import OutputSummary
 from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
@@ -31,7 +34,9 @@ from shared.state import media_store
 from shared.state.token_log import LogWriter
 from workers.generator.core.denoising import (
     Condition,
+    EditModel,
     ImageModel,
+    InputImage,
     Pixels,
     Progress,
     Size,
@@ -40,6 +45,7 @@ from workers.generator.core.denoising import (
     check_guidance,
     negative_of,
     noise_of,
+    size_of,
 )
 from workers.generator.core.painting import Painting, decode_state, encode_state
 from workers.generator.image_results import ImageClaim, ImageResults, key_of
@@ -66,13 +72,12 @@ class _Open:
     """Number of tokens of the prompt."""
     seed: int
     due_s: float
+    images: tuple[InputImage, ...]
+    """Images to edit."""
+    size: Size
     appending: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock of the log, which the images of a request share: it accepts one append at a time."""
     has_ended: bool = False
-
-    @property
-    def size(self) -> Size:
-        return parse_size(self.params.size)
 
     @property
     def tenant(self) -> str:
@@ -103,6 +108,7 @@ class ImageWorker(GeneratorWorker):
         self._weights = weights
         self._results = results
         self._open: dict[str, _Open] = {}
+        self._decoding = asyncio.Lock()
 
     def _register_metrics(self) -> None:
         metrics = self._context.metrics.of(self._model)
@@ -139,8 +145,8 @@ class ImageWorker(GeneratorWorker):
     async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
         """Open a request.
 
-        Raises ContextTooLong for a text over the model's limit, and InvalidRequest for a guidance
-        without meaning or a negative prompt without effect.
+        Raises ContextTooLong for a text over the model's limit, InvalidRequest for a guidance
+        without meaning or a negative prompt without effect, and errors of its images to edit.
         """
         header, model = task.header, self._image_model
         assert job.log is not None
@@ -153,6 +159,7 @@ class ImageWorker(GeneratorWorker):
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
         await asyncio.to_thread(model.check_text, negative, "image.negative_prompt")
+        images = await self._read_images(params, header.ticket.tenant)
         return _Open(
             header,
             job,
@@ -163,7 +170,27 @@ class ImageWorker(GeneratorWorker):
             num_tokens,
             seed_of(params.seed, header.request_id),
             header.ticket.accepted_ms / 1000 + lag_s,
+            images,
+            size_of(images[-1].for_latents) if params.size == AUTO else parse_size(params.size),
         )
+
+    async def _read_images(self, params: PaintParams, tenant: str) -> tuple[InputImage, ...]:
+        """Return the images to edit. Raises InvalidMedia, MediaNotFound or MediaTooLarge."""
+        if not params.input_images:
+            return ()
+        model, limits = self._image_model, self._context.config.renderer
+        assert isinstance(model, EditModel)
+        images = []
+        for number, url in enumerate(params.input_images):
+            field = f"image.input_images[{number}]"
+            data = await media_store.read_stored(
+                self._context.bus, url, field, limits.max_image_bytes, tenant
+            )
+            # Decoded files are large, so there is one at a time.
+            async with self._decoding:
+                pixels = await asyncio.to_thread(read_pixels, data, limits, field)
+                images.append(await asyncio.to_thread(model.read_image, pixels, field))
+        return tuple(images)
 
     async def _paint_once(self, request: _Open) -> bool:
         """Append all images, which may come from an equal request. Returns False as `_paint` does.
@@ -210,7 +237,7 @@ class ImageWorker(GeneratorWorker):
 
     async def _append_stored(self, request: _Open, urls: list[str]) -> bool:
         """Append stored images. Returns False if one of them is no longer stored."""
-        bus, params = self._context.bus, request.params
+        bus = self._context.bus
         files: dict[int, tuple[str, bytes]] = {}
         for number in request.painting.unfinished:
             name = media_store.parse_media_url(urls[number])
@@ -221,8 +248,8 @@ class ImageWorker(GeneratorWorker):
         for number, (name, data) in files.items():
             # Storing the file again renews its lifetime.
             await media_store.store(bus, name, data, request.tenant)
-            url, size = media_store.media_url(name), parse_size(params.size)
-            await request.log.image(number, url, size, request.seed)
+            url = media_store.media_url(name)
+            await request.log.image(number, url, request.size, request.seed)
             request.painting.images[number] = url
         return True
 
@@ -238,7 +265,7 @@ class ImageWorker(GeneratorWorker):
         Returns False when this worker stops: another worker then continues after the last stored
         step. Raises RequestEnded.
         """
-        steps, params = request.params.steps, request.params
+        steps = request.params.steps
         step, progress = await self._begin(request, number)
         texts = await self._encode(request, number)
         stored, stored_s = step, time.monotonic()
@@ -260,7 +287,7 @@ class ImageWorker(GeneratorWorker):
                 stored, stored_s = step, time.monotonic()
         png = await self._stored_png(request, number, progress.latents)
         async with request.appending:
-            await request.log.image(number, png, parse_size(params.size), request.seed)
+            await request.log.image(number, png, request.size, request.seed)
         request.painting.images[number] = png
         return True
 
@@ -287,7 +314,9 @@ class ImageWorker(GeneratorWorker):
         ticket = request.header.ticket
         assert ticket is not None
         # The images of a request share their texts by the cache of the thread.
-        encode = Encode(tuple(texts), ticket.cache_scope)
+        encode = Encode(
+            tuple(texts), ticket.cache_scope, request.params.input_images, request.images
+        )
         return await self._thread.encode(request.header.request_id, number, encode, request.due_s)
 
     async def _step(
@@ -360,6 +389,14 @@ class _NotWaiting(Exception):
 
     def __init__(self, after_s: float) -> None:
         self.after_s = after_s
+
+
+def read_pixels(data: bytes, limits: RendererConfig, field: str) -> Pixels:
+    """Return the upright pixels of an image's file, as `load_image` of diffusers returns them.
+
+    Transparency is dropped. Raises InvalidMedia and MediaTooLarge.
+    """
+    return np.asarray(read_image(data, limits, field, lambda image: image.convert("RGB")))
 
 
 def to_png(pixels: Pixels) -> bytes:

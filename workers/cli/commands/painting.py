@@ -13,11 +13,12 @@ from shared.config.schema import Config
 from shared.errors import InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.records import Finish, ImageRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.stage.pipelines import pipeline_of
 from workers import settings
-from workers.cli.ask import print_answer
+from workers.cli.ask import print_answer, read_media
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
@@ -28,6 +29,7 @@ async def draw(
     /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("image.png"),
+    image: list[Path] | None = None,
     size: str | None = None,
     n: int | None = None,
     seed: int | None = None,
@@ -41,16 +43,18 @@ async def draw(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Generate images from a text, and write them to PNG files. Ctrl-C cancels the request.
+    """Generate or edit images by a text, and write PNG files. Ctrl-C cancels the request.
 
     Parameters
     ----------
     prompt
-        Description of the images.
+        Description of the images, or of the change.
     output
         The PNG file. With several images, their numbers are appended to its name.
+    image
+        File of an image to edit. May be given several times.
     size
-        Width and height in pixels, such as 120x120; by default the first size of the model.
+        Width and height in pixels, such as 120x120; by default as the model decides.
     n
         Number of images.
     seed
@@ -71,17 +75,15 @@ async def draw(
     """
     loaded = load(config)
     model, name = _find_painter(loaded, model)
-    request = GenerateRequest(
-        model,
-        prompt=prompt,
-        image=_params(size, n, steps, guidance, negative, seed),
-        outputs=[name],
-        timeout_s=timeout_s,
-    )
+    params = _params(size, n, steps, guidance, negative, seed)
     request_id = request_id or client.new_request_id()
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
-        records = client.ask(bus, request, request_id)
-        saved = _while_saving(bus, records, request_id, name, output)
+        images = [await client.pin_media(bus, read_media(file, IMAGE)) for file in image or []]
+        params = msgspec.structs.replace(params, input_images=tuple(images))
+        request = GenerateRequest(
+            model, prompt=prompt, image=params, outputs=[name], timeout_s=timeout_s
+        )
+        saved = _while_saving(bus, client.ask(bus, request, request_id), request_id, name, output)
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
 
 

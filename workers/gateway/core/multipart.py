@@ -127,26 +127,24 @@ class FormStream:
 class FormData(NamedTuple):
     values: Mapping[str, list[str]]
     """Texts by field, which may occur more than once."""
-    files: Mapping[str, bytes]
-    """Contents of files by field."""
+    files: Mapping[str, list[bytes]]
+    """Contents of files by field, which may occur more than once."""
 
 
 def parse_form(body: bytes, content_type: str) -> FormData:
     """Return the parts of a body. Raises InvalidRequest for one that is not well formed."""
     form = FormStream(content_type)
     values: dict[str, list[str]] = {}
-    files: dict[str, bytes] = {}
+    files: dict[str, list[bytes]] = {}
     name = ""
     for event in form.feed(body):
         match event:
             case FileHead(name):
-                if name in files:
-                    raise InvalidRequest(f"{name} is given twice", field=name)
-                files[name] = b""
+                pass
             case FormValue(field, value):
                 values.setdefault(field, []).append(value)
             case bytes():
-                files[name] = event
+                files.setdefault(name, []).append(event)
     if not form.is_complete:
         raise _malformed("it ends before its last boundary")
     return FormData(values, files)
