@@ -7,6 +7,8 @@ with the module of the same name in `workers.generator.diffusion`.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shared.protocol.images import SizeRule
+
 
 class Component(NamedTuple):
     """One part of a pipeline, in a subfolder of the model's folder."""
@@ -38,6 +40,8 @@ class ImageFamily(NamedTuple):
     """Parts that are loaded in float32 if the model is served in a type of 16 bits."""
     sizes: tuple[str, ...]
     """Sizes of images, in pixels; the first one is the default."""
+    size_rule: SizeRule
+    """Further sizes, which the networks compute without having been trained with them."""
     steps: int
     """Default number of steps."""
     guidance: float

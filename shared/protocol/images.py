@@ -1,7 +1,8 @@
 """Parameters of painted images. Their ranges are part of their types and schemas. Pure."""
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -84,6 +85,42 @@ def parse_size(size: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
+class SizeRule(NamedTuple):
+    """Sizes that a stage paints besides those that it names."""
+
+    multiple: int
+    """Widths and heights are multiples of this, in pixels."""
+    max_pixels: int
+    """Limit on the product of width and height."""
+    max_side: int
+    """Limit on the width and the height."""
+
+    def allows(self, size: str) -> bool:
+        """Return whether a size follows the rule; another string than a size does not."""
+        if re.fullmatch(_SIDES, size) is None:
+            return False
+        sides = parse_size(size)
+        return (
+            all(side % self.multiple == 0 and side <= self.max_side for side in sides)
+            and sides[0] * sides[1] <= self.max_pixels
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"multiples of {self.multiple} up to {self.max_side}, together up to"
+            f" {self.max_pixels} pixels"
+        )
+
+
+def check_size(size: str, sizes: Sequence[str], rule: SizeRule | None, field: str) -> None:
+    """Raise InvalidRequest, which names `field`, for a size that a stage does not paint."""
+    if size in sizes or (rule is not None and rule.allows(size)):
+        return
+    available = ", ".join(sizes) + ("" if rule is None else f", and {rule}")
+    message = f"{field}: {size!r} is not available; available: {available}"
+    raise InvalidRequest(message, field=field)
+
+
 def check_input_images(count: int, limit: int, field: str) -> None:
     """Raise InvalidRequest unless a stage with this limit edits `count` images."""
     if count and not limit:
@@ -97,20 +134,18 @@ def resolve_image(
     defaults: Mapping[str, Any],
     sizes: Sequence[str],
     input_images: int = 0,
+    rule: SizeRule | None = None,
 ) -> PaintParams:
     """Return the parameters of a request for a stage with these defaults and sizes.
 
-    `input_images` is the stage's limit on images to edit. Raises InvalidRequest for a size that the
-    stage does not paint, for images that it does not edit, and if it edits images and there are
-    none.
+    `rule` allows further sizes. `input_images` is the stage's limit on images to edit. Raises
+    InvalidRequest for a size that the stage does not paint, for images that it does not edit, and
+    if it edits images and there are none.
     """
     values = {} if requested is None else msgspec.to_builtins(requested)
     size = AUTO if input_images else sizes[0]
     params = msgspec.convert({"size": size, **defaults, **values}, PaintParams)
     check_input_images(len(params.input_images), input_images, "image.input_images")
-    if params.size != size and params.size not in sizes:
-        raise InvalidRequest(
-            f"image.size: {params.size!r} is not available; available: {', '.join(sizes)}",
-            field="image.size",
-        )
+    if params.size != size:
+        check_size(params.size, sizes, rule, "image.size")
     return params

@@ -26,6 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.images import SizeRule
 
 REQUEST = "request"
 """The source of the edges that begin at the client's request."""
@@ -80,6 +81,8 @@ class StageSpec(Struct, frozen=True):
     """Mean number of frames for a character of spoken text, if it is known."""
     sizes: list[str] = []
     """Sizes of the images that the stage paints; the first one is the default."""
+    size_rule: SizeRule | None = None
+    """Further sizes; None if there are none but `sizes`."""
     input_images: int = 0
     """Limit on the images that a request gives to a stage that edits images; 0 for other stages."""
     slots: int = 1

@@ -84,6 +84,7 @@ def _find_painter(graph: Graph | None) -> StageSpec | None:
         sampling_defaults={"steps": family.steps, "guidance": family.guidance},
         output=OutputSpec(IMAGE_KIND, IMAGE_KIND),
         sizes=list(family.sizes),
+        size_rule=family.size_rule,
         input_images=family.input_images,
     )
 

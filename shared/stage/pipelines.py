@@ -234,6 +234,7 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         changes.voices or base.voices,
         changes.frames_per_character or base.frames_per_character,
         changes.sizes or base.sizes,
+        None if changes.sizes else base.size_rule,
         changes.input_images or base.input_images,
         # Only engines pull from slots.
         base.slots if role == ENGINE else 1,

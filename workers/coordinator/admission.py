@@ -180,7 +180,11 @@ def _image_of(
     if params and TEXT not in part.outputs:
         raise InvalidRequest("sampling_params: an image has no tokens", field="sampling_params")
     return resolve_image(
-        request.image, painter.sampling_defaults, painter.sizes, painter.input_images
+        request.image,
+        painter.sampling_defaults,
+        painter.sizes,
+        painter.input_images,
+        painter.size_rule,
     )
 
 

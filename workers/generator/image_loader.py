@@ -7,6 +7,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.models.image_folder import is_image_folder, read_image_folder
+from shared.protocol.images import SizeRule
 from workers.generator import diffusion
 from workers.generator.core.denoising import ImageModel
 from workers.generator.painter_model import load_painter
@@ -19,10 +20,12 @@ def load_image_model(
     key: str,
     device: str = "cpu",
     report: Callable[[str], None] = lambda step: None,
+    rule: SizeRule | None = None,
 ) -> ImageModel:
     """Load the model of a folder for these sizes. `report` is called before each part is loaded.
 
-    `key` is the stage's key in the settings. Raises ConfigError.
+    With `rule`, the model paints further sizes. `key` is the stage's key in the settings. Raises
+    ConfigError.
     """
     if not is_image_folder(folder):
         return load_painter(folder, dtype, sizes, key)
@@ -36,4 +39,10 @@ def load_image_model(
             raise
         message = error.message.removeprefix("models.path: ")
         raise ConfigError(f"{key}.path: {message}", field=f"{key}.path") from error
+    if rule is not None and 0 in model.noise_shape((rule.multiple, rule.multiple)):
+        raise ConfigError(
+            f"{key}.sizes: the sizes of this model are multiples of more than {rule.multiple}:"
+            f" name them here",
+            field=f"{key}.sizes",
+        )
     return model

@@ -72,8 +72,9 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
         torch.set_num_threads(config.generator.threads)
     context.step("loading the painter")
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
+    device, report = config.engine.device, context.step
     painter = await asyncio.to_thread(
-        load_image_model, folder, dtype, stage.sizes, key, config.engine.device, context.step
+        load_image_model, folder, dtype, stage.sizes, key, device, report, stage.size_rule
     )
     check_input_images(painter, stage.input_images, key)
     thread = ImageThread(painter, config.generator.max_images)

@@ -1,6 +1,7 @@
 """FLUX.1 [dev]: images from a text, by a transformer that reads the guidance as a number."""
 
 from shared.models.image_family import Component, ImageFamily
+from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
     name="flux.1-dev",
@@ -25,6 +26,7 @@ FAMILY = ImageFamily(
         "832x1216",
         "512x512",
     ),
+    size_rule=SizeRule(16, 2048 * 2048, 4096),
     # The card has these numbers.
     steps=50,
     guidance=3.5,

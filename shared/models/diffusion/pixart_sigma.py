@@ -1,6 +1,7 @@
 """PixArt-Sigma: images from a text, by a transformer over patches that reads T5's states."""
 
 from shared.models.image_family import Component, ImageFamily
+from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
     name="pixart-sigma",
@@ -28,6 +29,7 @@ FAMILY = ImageFamily(
         "1152x896",
         "896x1152",
     ),
+    size_rule=SizeRule(16, 2048 * 2048, 4096),
     steps=20,
     guidance=4.5,
     empty_negative="",

@@ -1,6 +1,7 @@
 """Qwen-Image: images from a text, by a transformer over the tokens of a text and patches."""
 
 from shared.models.image_family import Component, ImageFamily
+from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
     name="qwen-image",
@@ -24,6 +25,7 @@ FAMILY = ImageFamily(
         "1056x1584",
         "1024x1024",
     ),
+    size_rule=SizeRule(16, 2048 * 2048, 4096),
     steps=50,
     guidance=4.0,
     # In diffusers, guidance has no effect without a negative prompt.

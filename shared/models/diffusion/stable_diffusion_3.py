@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5: images from a text that three encoders read."""
 
 from shared.models.image_family import Component, ImageFamily
+from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
     name="stable-diffusion-3",
@@ -28,6 +29,8 @@ FAMILY = ImageFamily(
         "896x1152",
         "512x512",
     ),
+    # Positions of 192 patches are stored.
+    size_rule=SizeRule(16, 2048 * 2048, 3072),
     # The pipeline's defaults, which the cards of both sizes of 3 have. Folders of 3.5 have the same
     # classes: 28 steps and 3.5 for Large, 40 and 4.5 for Medium, 4 and 1 for Large Turbo.
     steps=28,

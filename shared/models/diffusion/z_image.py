@@ -1,6 +1,7 @@
 """Z-Image: images from a text, by a transformer over one sequence of patches and tokens."""
 
 from shared.models.image_family import Component, ImageFamily
+from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
     name="z-image",
@@ -26,6 +27,7 @@ FAMILY = ImageFamily(
         "832x1248",
         "512x512",
     ),
+    size_rule=SizeRule(16, 2048 * 2048, 4096),
     # The card of Z-Image-Turbo has these two. Z-Image itself needs 28 to 50 steps and a guidance of
     # 3 to 5, and its folder has the same classes.
     steps=9,

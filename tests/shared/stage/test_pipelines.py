@@ -4,10 +4,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from shared.config.schema import Config, EngineConfig, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.images import SizeRule
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.pipeline import function_of
 from shared.protocol.task_messages import EngineBody, SpeechBody
@@ -221,6 +223,17 @@ def test_a_painter_of_a_graph_takes_other_defaults_of_images() -> None:
     painter = pipeline_of(model).painter
     assert painter is not None
     assert painter.sampling_defaults == {"steps": 4, "guidance": 7.0}
+
+
+def test_sizes_of_a_configuration_are_the_only_ones() -> None:
+    model = ModelConfig("x", graph="flux.1-dev")
+    painter = pipeline_of(model).painter
+    assert painter is not None
+    assert painter.size_rule == SizeRule(16, 2048 * 2048, 4096)
+    model = replace(model, stages={"dit": StageConfig(sizes=["512x512"])})
+    painter = pipeline_of(model).painter
+    assert painter is not None
+    assert (painter.sizes, painter.size_rule) == (["512x512"], None)
 
 
 def test_a_stage_that_follows_codes_cuts_them_into_chunks() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from shared.errors import InvalidRequest
-from shared.protocol.images import AUTO, ImageParams, check_input_images
+from shared.protocol.images import AUTO, ImageParams, check_input_images, check_size
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import StageSpec
 from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
@@ -87,7 +87,7 @@ def plan_images(
     usual = IMAGES.client_fields.names
     names = {field: name for field, name in fields.items() if name != usual[field]}
     if size is not None:
-        check_choice(size_field, size, painter.sizes)
+        check_size(size, painter.sizes, painter.size_rule, size_field)
     _check(request, num_field, num_images)
     params = ImageParams(
         size,

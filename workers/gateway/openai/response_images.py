@@ -6,12 +6,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
-from shared.protocol.images import AUTO
+from shared.protocol.images import AUTO, check_size
 from shared.protocol.items import InputTextPart, Item, MessageItem
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.steps import PaintTool
 from shared.responses.tools import PAINT
-from workers.gateway.core.plan import check_choice
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.responses import ImageTool, ResponseFields, ResponseRequest
 
@@ -78,7 +77,7 @@ def _paint_tool(
     size = str(painter.sampling_defaults.get("size", painter.sizes[0]))
     if tool.size not in (None, AUTO):
         size = str(tool.size)
-        check_choice(f"{field}.size", size, painter.sizes)
+        check_size(size, painter.sizes, painter.size_rule, f"{field}.size")
     return PaintTool(model, painter.output.name, size, tool.partial_images or 0)
 
 

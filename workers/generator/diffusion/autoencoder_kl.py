@@ -4,13 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
+from workers.generator.core.denoising import Size
+from workers.generator.diffusion.pixels import decode_latents
+
 
 def scale_of(vae: Any) -> int:
     """Return the factor between the sides of an image and the sides of its latents."""
     return 1 << (len(vae.config.block_out_channels) - 1)
 
 
-def decode(vae: Any, latents: Tensor) -> Tensor:
+def decode(vae: Any, latents: Tensor, size: Size) -> Tensor:
     """Return the image of latents, [channels, rows, columns], as values from -1 to 1.
 
     The image is [3, height, width], in the dtype of the VAE.
@@ -20,5 +23,4 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
     image = latents[None].to(vae.device, vae.dtype) / config.scaling_factor
     if config.shift_factor is not None:
         image = image + config.shift_factor
-    decoded: Tensor = vae.decode(image, return_dict=False)[0][0]
-    return decoded
+    return decode_latents(vae, image, size)[0]

@@ -115,7 +115,7 @@ class Flux:
         Raises WorkerFailure for values that are not finite.
         """
         unpacked = unpack(to_torch(latents), *self._grid(size))
-        return to_unit(autoencoder_kl.decode(self._vae, unpacked), self._transformer.dtype)
+        return to_unit(autoencoder_kl.decode(self._vae, unpacked, size), self._transformer.dtype)
 
     def _grid(self, size: Size) -> tuple[int, int]:
         """Return the number of rows and columns of patches."""

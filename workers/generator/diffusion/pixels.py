@@ -1,11 +1,30 @@
 """Pixels of decoded images."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from shared.errors import WorkerFailure
-from workers.generator.core.denoising import Pixels
+from workers.generator.core.denoising import Pixels, Size
+
+MAX_WHOLE_PIXELS = 2**21
+"""Images with more pixels are decoded in tiles, because memory grows with the pixels."""
+
+
+def decode_latents(vae: Any, latents: Tensor, size: Size) -> Tensor:
+    """Return what the decoder of a VAE makes of a batch of latents, from -1 to 1.
+
+    A large image equals one of a pipeline of diffusers after `enable_tiling`.
+    """
+    width, height = size
+    if width * height > MAX_WHOLE_PIXELS:
+        vae.enable_tiling()
+    else:
+        vae.disable_tiling()
+    decoded: Tensor = vae.decode(latents, return_dict=False)[0]
+    return decoded
 
 
 def to_unit(decoded: Tensor, dtype: torch.dtype) -> Tensor:

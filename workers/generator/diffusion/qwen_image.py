@@ -29,7 +29,7 @@ from workers.generator.core.denoising import (
 from workers.generator.diffusion.flow_match import FlowMatch, linear_levels
 from workers.generator.diffusion.packing import PATCH, pack, unpack
 from workers.generator.diffusion.parts import PartLoader
-from workers.generator.diffusion.pixels import to_pixels, to_unit
+from workers.generator.diffusion.pixels import decode_latents, to_pixels, to_unit
 
 TEMPLATE = (
     "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -126,7 +126,7 @@ class QwenImage:
         # The order of the operations is the pipeline's, or the last bits would differ.
         inverse = 1.0 / per_channel(config.latents_std, image)
         image = image / inverse + per_channel(config.latents_mean, image)
-        decoded: Tensor = self._vae.decode(image, return_dict=False)[0][0, :, 0]
+        decoded = decode_latents(self._vae, image, size)[0, :, 0]
         return to_unit(decoded, self._transformer.dtype)
 
     def _grid(self, size: Size) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class StableDiffusion3:
 
         Raises WorkerFailure for values that are not finite.
         """
-        decoded = autoencoder_kl.decode(self._vae, to_torch(latents))
+        decoded = autoencoder_kl.decode(self._vae, to_torch(latents), size)
         return to_unit(decoded, self._transformer.dtype)
 
     def _encode(self, text: str) -> Condition:

@@ -104,7 +104,7 @@ class ZImage:
 
         Raises WorkerFailure for values that are not finite.
         """
-        decoded = autoencoder_kl.decode(self._vae, to_torch(latents))
+        decoded = autoencoder_kl.decode(self._vae, to_torch(latents), size)
         return to_unit(decoded, self._transformer.dtype)
 
     def _tokenize(self, text: str) -> list[int]:
