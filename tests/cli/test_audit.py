@@ -58,7 +58,7 @@ async def site(server: EmbeddedServer) -> AsyncIterator[Site]:
     config.write_text(json.dumps({"models": models, "nats": nats}))
     login = Login(server.url, OPERATOR, seed_file(folder / "keys", OPERATOR))
     bus = await Bus.connect(login, "test")
-    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield Site(folder, config, bus, login)
     await bus.close()
 

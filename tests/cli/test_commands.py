@@ -235,7 +235,7 @@ def test_check_names_what_is_wrong(tmp_path: Path) -> None:
     for part in ("pagemill.yaml", "models.mine.path", "str"):
         assert part in done.stderr
     (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: nowhere}}")
-    done = run("check", cwd=tmp_path)
+    done = run("check", cwd=tmp_path, COLUMNS="300")
     assert done.returncode == 1
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stderr

@@ -49,7 +49,7 @@ async def connections(site: Site) -> AsyncIterator[list[Bus]]:
     """The connections of the operator and of a coordinator, which runs."""
     buses = [await Bus.connect(site.login(name), "test") for name in (OPERATOR, "coordinator")]
     for bus in buses:
-        await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+        await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     await create_tenant_queues(buses[0])
     context = Context("coordinator", "c-1", None, CONFIG, buses[1], structlog.get_logger())
     serving = asyncio.create_task(coordinator.main(context))
@@ -297,7 +297,9 @@ ODD_HEADERS = {
 KINDS = (b"pm.request.demo.", b"pm.cancel.", b"pm.read.")
 
 
-async def check_coordinator(connections: list[Bus], client: Client, command: bytes) -> None:
+async def check_coordinator(
+    connections: list[Bus], client: Client, command: bytes, described: str
+) -> None:
     """Send a command three times, and then a request, which the coordinator must admit.
 
     A message that ends the coordinator's connection would be delivered again and again.
@@ -308,23 +310,23 @@ async def check_coordinator(connections: list[Bus], client: Client, command: byt
     sign = f"sign-{secrets.token_hex(4)}"
     await client.jetstream().publish(f"pm.request.demo.{sign}", BODY)
     await until_admitted(connections[0], f"{sign}@a")
-    assert connections[1].connection.nc.stats["reconnects"] == 0
+    assert connections[1].connection.nc.stats["reconnects"] == 0, described
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("token", ODD_NAMES.values(), ids=ODD_NAMES)
 async def test_no_name_in_a_subject_ends_the_connection_of_a_coordinator(
-    connections: list[Bus], tenants: list[Tenant], kind: bytes, token: bytes
+    connections: list[Bus], tenants: list[Tenant], kind: bytes
 ) -> None:
-    command = b"PUB %b%b %d\r\n%b\r\n" % (kind, token, len(BODY), BODY)
-    await check_coordinator(connections, tenants[0].nc, command)
+    for described, token in ODD_NAMES.items():
+        command = b"PUB %b%b %d\r\n%b\r\n" % (kind, token, len(BODY), BODY)
+        await check_coordinator(connections, tenants[0].nc, command, described)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("headers", ODD_HEADERS.values(), ids=ODD_HEADERS)
 async def test_no_header_ends_the_connection_of_a_coordinator(
-    connections: list[Bus], tenants: list[Tenant], kind: bytes, headers: bytes, name: str
+    connections: list[Bus], tenants: list[Tenant], kind: bytes, name: str
 ) -> None:
-    sizes = len(headers), len(headers) + len(BODY)
-    command = b"HPUB %b%b %d %d\r\n%b%b\r\n" % (kind, name.encode(), *sizes, headers, BODY)
-    await check_coordinator(connections, tenants[0].nc, command)
+    for described, headers in ODD_HEADERS.items():
+        sizes = len(headers), len(headers) + len(BODY)
+        command = b"HPUB %b%b %d %d\r\n%b%b\r\n" % (kind, name.encode(), *sizes, headers, BODY)
+        await check_coordinator(connections, tenants[0].nc, command, described)

@@ -48,7 +48,7 @@ def servers(tmp_path: Path) -> Iterator[list[EmbeddedServer]]:
 @pytest.fixture
 async def source(servers: list[EmbeddedServer]) -> AsyncIterator[Bus]:
     bus = await Bus.connect(servers[0].url, "source")
-    await bus.streams.prepare(NatsConfig(), DeliveryConfig())
+    await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield bus
     await bus.close()
 
@@ -195,7 +195,7 @@ def change(archive: Path, **fields: object) -> None:
 async def test_a_damaged_backup_changes_nothing(
     source: Bus, target: Bus, tmp_path: Path, harm: Callable[[Path], object], named: str
 ) -> None:
-    await target.streams.prepare(NatsConfig(), DeliveryConfig())
+    await target.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     await begin_log(target, "kept")
     await back_up(source, tmp_path / "backup")
     harm(tmp_path / "backup")
@@ -229,7 +229,7 @@ async def test_streams_are_replaced_only_if_asked_for(
 ) -> None:
     await begin_log(source, "new")
     await back_up(source, tmp_path / "backup.zip")
-    await target.streams.prepare(NatsConfig(), DeliveryConfig())
+    await target.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     await begin_log(target, "old")
     with pytest.raises(InvalidRequest, match=r"has streams of Pagemill \(.*TOKENS.*--replace"):
         await restore(target, tmp_path / "backup.zip")
@@ -243,7 +243,7 @@ async def test_no_cluster_is_replaced_under_its_workers(
     source: Bus, target: Bus, tmp_path: Path
 ) -> None:
     await back_up(source, tmp_path / "backup")
-    await target.streams.prepare(NatsConfig(), DeliveryConfig())
+    await target.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     beat = Heartbeat("engine", "engine-1", "0", 1, [], {})
     await target.heartbeats.publish("engine-1", to_json(beat))
     with pytest.raises(InvalidRequest, match=r"1 workers run \(engine-1\): stop all of them"):
