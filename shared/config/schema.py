@@ -18,7 +18,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
-Graph = Literal["qwen3-omni", "qwen2.5-omni", "orpheus", "qwen-image", "none"]
+Graph = Literal["qwen3-omni", "qwen2.5-omni", "orpheus", "qwen-image", "wan", "none"]
 """Built-in stages of a model; see `stage.graphs`."""
 Right = Literal["requests", "metrics"]
 
@@ -74,8 +74,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Mean number of codec frames for a character of the text, for a stage that speaks a whole
     text. A `timed` output of sound derives its position in the text from it."""
     sizes: list[ImageSize] = []
-    """Sizes of the images, such as `96x96`, of a stage with an output of kind `image`; the first
-    one is the default."""
+    """Sizes, such as `96x96`, of the images or videos of a stage with an output of kind `image` or
+    `video`; the first one is the default."""
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):

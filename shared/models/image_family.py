@@ -7,6 +7,8 @@ with the module of the same name in `workers.generator.diffusion`.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shared.protocol.videos import VideoSpec
+
 
 class Component(NamedTuple):
     """One part of a pipeline, in a subfolder of the model's folder."""
@@ -17,6 +19,8 @@ class Component(NamedTuple):
     """File with the settings of the part."""
     weights: str | None = None
     """Name of the files of weights, without endings; None for a part without weights."""
+    is_optional: bool = False
+    """Whether a folder may lack the part, or name null as its class."""
 
 
 class ImageFamily(NamedTuple):
@@ -31,7 +35,7 @@ class ImageFamily(NamedTuple):
     float32: frozenset[str]
     """Parts that are loaded in float32 if the model is served in a type of 16 bits."""
     sizes: tuple[str, ...]
-    """Sizes of images, in pixels; the first one is the default."""
+    """Sizes of images or videos, in pixels; the first one is the default."""
     steps: int
     """Default number of steps."""
     guidance: float
@@ -39,5 +43,7 @@ class ImageFamily(NamedTuple):
     empty_negative: str
     """Text that images without a negative prompt are guided away from."""
     max_prompt_tokens: int
+    video: VideoSpec | None = None
+    """Lengths of the videos; None for a family that paints images."""
     module: str = ""
     """Name of the module with the declaration, and of the module with the computation."""

@@ -21,6 +21,8 @@ from shared.vision.weight_files import read_header, read_index
 MODEL_INDEX = "model_index.json"
 EXTRA = "diffusers"
 """Extra of the package that serving such folders needs."""
+VIDEO_EXTRA = "video"
+"""Extra that folders of models for videos need as well."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LIBRARIES = ("diffusers", "transformers")
 # Names of types in safetensors.
@@ -42,6 +44,8 @@ class ImageFolder(NamedTuple):
     family: ImageFamily
     parts: Mapping[str, Part]
     """Parts with weights, by subfolder."""
+    settings: Mapping[str, Any]
+    """Content of `model_index.json`."""
 
     @property
     def dtype(self) -> str:
@@ -93,13 +97,15 @@ def read_image_folder(folder: Path) -> ImageFolder:
         if isinstance(value, list) and any(value) and name not in family.components:
             raise _refusal(folder, f"has a part {name!r}, which {family.pipeline} does not have")
     parts = {}
-    for name, component in family.components.items():
+    for name, component in _components_of(family, index).items():
         _check_class(folder, name, component, index)
         if component.weights is not None:
             parts[name] = _read_part(folder, name, component.weights)
     if importlib.util.find_spec("diffusers") is None:
         raise _refusal(folder, f"needs diffusers: pip install 'pagemill[{EXTRA}]'")
-    return ImageFolder(folder, family, parts)
+    if family.video is not None and importlib.util.find_spec("av") is None:
+        raise _refusal(folder, f"needs PyAV for its videos: pip install 'pagemill[{VIDEO_EXTRA}]'")
+    return ImageFolder(folder, family, parts, index)
 
 
 def list_missing_files(folder: Path) -> list[str]:
@@ -108,12 +114,21 @@ def list_missing_files(folder: Path) -> list[str]:
     The list is empty for a folder of an unsupported class.
     """
     family = find_family_of(folder)
-    components = {} if family is None else family.components
+    components = {} if family is None else _components_of(family, _read(folder, MODEL_INDEX))
     return [
         f"{name}/{file}"
         for name, component in components.items()
         for file in _missing_of(folder / name, component)
     ]
+
+
+def _components_of(family: ImageFamily, index: Mapping[str, Any]) -> dict[str, Component]:
+    """Return the parts of a family without the optional ones that a folder does not have."""
+    return {
+        name: component
+        for name, component in family.components.items()
+        if not component.is_optional or any(index.get(name) or ())
+    }
 
 
 def _missing_of(part: Path, component: Component) -> Iterator[str]:

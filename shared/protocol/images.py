@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import InvalidRequest
 from shared.protocol.sampling import MAX_SEED
+from shared.protocol.versions import since
 
 MAX_IMAGES = 10
 MAX_STEPS = 200
@@ -47,7 +48,7 @@ class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Parameters of a request's images, with all defaults resolved."""
+    """Parameters of a request's images, or of its video, with all defaults resolved."""
 
     size: ImageSize
     n: NumImages = 1
@@ -56,6 +57,10 @@ class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     negative_prompt: NegativePrompt = ""
     seed: Seed | None = None
     partial_images: NumPreviews = 0
+    frames: Annotated[int | None, since(3)] = None
+    """Number of frames of a video; None for images."""
+    fps: Annotated[int | None, since(3)] = None
+    """Frames per second of a video; None for images."""
 
     def preview_steps(self) -> set[int]:
         """Numbers of steps after which there is a preview."""
@@ -77,16 +82,23 @@ def resolve_image(
     Raises InvalidRequest for a size that the stage does not paint, and for a negative prompt
     without effect.
     """
+    return resolve_params("image", requested, defaults, sizes)
+
+
+def resolve_params(
+    kind: str, requested: Struct | None, defaults: Mapping[str, Any], sizes: Sequence[str]
+) -> PaintParams:
+    """Return the parameters of a request's field `kind`. Raises as `resolve_image` does."""
     values = {} if requested is None else msgspec.to_builtins(requested)
     params = msgspec.convert({"size": sizes[0], **defaults, **values}, PaintParams)
     if params.size not in sizes:
         raise InvalidRequest(
-            f"image.size: {params.size!r} is not available; available: {', '.join(sizes)}",
-            field="image.size",
+            f"{kind}.size: {params.size!r} is not available; available: {', '.join(sizes)}",
+            field=f"{kind}.size",
         )
     if params.negative_prompt and params.guidance == 1.0:
         raise InvalidRequest(
-            "image.negative_prompt: no effect with a guidance of 1; remove it or raise guidance",
-            field="image.negative_prompt",
+            f"{kind}.negative_prompt: no effect with a guidance of 1; remove it or raise guidance",
+            field=f"{kind}.negative_prompt",
         )
     return params

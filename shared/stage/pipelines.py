@@ -14,6 +14,7 @@ from shared.protocol.pipeline import (
     IMAGE_KIND,
     REQUEST,
     TEXT,
+    VIDEO_KIND,
     Edge,
     Fault,
     OutputSpec,
@@ -135,11 +136,18 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
 
 def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:
     for stage in pipeline.stages:
-        paints = stage.output is not None and stage.output.kind == IMAGE_KIND
+        kind = "" if stage.output is None else stage.output.kind
+        paints = kind in (IMAGE_KIND, VIDEO_KIND)
         default = stage.sampling_defaults.get("size", "")
         if paints != bool(stage.sizes):
-            message = f"a stage has sizes if and only if its output is of kind {IMAGE_KIND!r}"
+            message = (
+                f"a stage has sizes if and only if its output is of kind {IMAGE_KIND!r} or"
+                f" {VIDEO_KIND!r}"
+            )
             yield Fault(f"stages.{stage.name}.sizes", message)
+        elif (kind == VIDEO_KIND) != (stage.video is not None):
+            message = f"only the stage of a built-in graph has an output of kind {VIDEO_KIND!r}"
+            yield Fault(f"stages.{stage.name}.output", message)
         elif paints and default and default not in stage.sizes:
             message = f"{default!r} is not in `sizes`, which has {', '.join(stage.sizes)}"
             yield Fault(f"stages.{stage.name}.sampling_defaults.size", message)
@@ -212,4 +220,5 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         # Only engines pull from slots.
         base.slots if role == ENGINE else 1,
         changes.max_wait_s,
+        base.video,
     )

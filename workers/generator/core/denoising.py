@@ -1,7 +1,8 @@
-"""Denoising steps of images: noise, and the interface of image models.
+"""Denoising steps of images and videos: noise, and the interface of their models.
 
 A model encodes texts once. An image begins as noise, each step moves its latents towards the
-finished image, and the decoder turns the last latents into pixels.
+finished image, and the decoder turns the last latents into pixels. So does a video, with latents
+that have frames as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,11 @@ from shared.errors import ConfigError
 from shared.protocol.images import parse_size
 
 Noise = NDArray[np.float64]
-"""Noise that an image begins with, in the shape of the model."""
+"""Noise that an image or a video begins with, in the shape of the model."""
 Pixels = NDArray[np.uint8]
-"""A finished image, [height, width, 3]."""
+"""A finished image, [height, width, 3], or a finished video, [frames, height, width, 3]."""
 Size = tuple[int, int]
-"""Width and height of an image, in pixels."""
+"""Width and height of an image or a video, in pixels."""
 
 
 class Condition(NamedTuple):
@@ -69,7 +70,7 @@ class Stepped:
 
 
 class ImageModel(Protocol):
-    """Model that paints images from a text. It keeps no state of an image."""
+    """Model that paints images or videos from a text. It keeps no state of an image."""
 
     empty_negative: str
     """Text that images without a negative prompt are guided away from."""
@@ -85,8 +86,8 @@ class ImageModel(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Condition]:
         """Encode texts. The result for a text does not depend on the other texts."""
 
-    def noise_shape(self, size: Size) -> tuple[int, ...]:
-        """Return the shape of the noise of an image of this size."""
+    def noise_shape(self, size: Size, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of the noise of an image, or of a video with this number of frames."""
 
     def begin(self, size: Size, noise: Noise) -> Progress:
         """Return an image of this size before its first step."""
