@@ -74,7 +74,7 @@ def resolve_video(
 
 
 def check_frames(frames: int, spec: VideoSpec, field: str) -> None:
-    """Raise InvalidRequest, which names `field`, for a number of frames that a stage cannot make."""
+    """Raise InvalidRequest, which names `field`, for frames that a stage cannot make."""
     if frames > spec.max_frames:
         message = f"{frames} frames are over the model's limit of {spec.max_frames}"
     elif (frames - 1) % spec.multiple:

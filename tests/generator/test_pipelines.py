@@ -20,12 +20,12 @@ from shared.models.image_folder import read_image_folder
 from shared.protocol.images import PaintParams, parse_size
 from tests.generator.pipelines import qwen_image, wan
 from tests.generator.pipelines.spec import PipelineSpec, to_file
-from workers.generator.core.denoising import Condition, Progress, Step, noise_of
+from workers.generator.core.denoising import Condition, Progress, Step, noise_of, noise_shape_of
 from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
 KEY = "models.painter.stages.dit"
-SPECS = {module.SPEC.name: module.SPEC for module in (qwen_image, wan)}
+SPECS: dict[str, PipelineSpec] = {module.SPEC.name: module.SPEC for module in (qwen_image, wan)}
 ARRIVALS = (0, 1, 1, 2, 2, 3)
 """Ticks at which the requests arrive."""
 
@@ -87,14 +87,17 @@ class Canvas:
         return self.done == self.params.steps
 
     def decode(self) -> torch.Tensor:
-        return self.model.decode(self.progress.latents, parse_size(self.params.size))
+        decoded: torch.Tensor = self.model.decode(
+            self.progress.latents, parse_size(self.params.size)
+        )
+        return decoded
 
 
 def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canvas:
     assert params.seed is not None
     size = parse_size(params.size)
     texts = model.encode([prompt, params.negative_prompt or model.empty_negative])
-    noise = noise_of(params.seed, number, model.noise_shape(size, params.frames or 1))
+    noise = noise_of(params.seed, number, noise_shape_of(model, params))
     negative = None if params.guidance == 1.0 else texts[1]
     return Canvas(model, params, texts[0], negative, model.begin(size, noise))
 
@@ -270,7 +273,7 @@ def test_sizes_that_the_networks_do_not_have_are_refused(folder: Path, spec: Pip
 
 def test_an_overflow_is_an_error_instead_of_a_black_image(exact: Any, spec: PipelineSpec) -> None:
     size = parse_size(spec.sizes[0])
-    noise = np.full(exact.noise_shape(size, spec.requests[0][1].frames or 1), np.nan)
+    noise = np.full(noise_shape_of(exact, spec.requests[0][1]), np.nan)
     with pytest.raises(WorkerFailure, match=r"not finite: .* overflow in torch.float64"):
         exact.pixels(exact.begin(size, noise).latents, size)
 

@@ -1,8 +1,9 @@
-"""Image generator: paints images from a text, by denoising steps.
+"""Image generator: paints images, or makes a video, from a text, by denoising steps.
 
 The log of the images has everything that another generator needs to continue: the finished images,
 and references to the stored states of unfinished images. Without a state, an image begins again
-from its noise. The noise is a function of the seed, so the pixels are the same.
+from its noise. The noise is a function of the seed, so the pixels are the same. A video is
+treated as one image with frames.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ from workers.generator.core.denoising import (
     Step,
     Stepped,
     noise_of,
+    noise_shape_of,
 )
 from workers.generator.core.painting import Painting, decode_state, encode_state
 from workers.generator.image_results import ImageClaim, ImageResults, key_of
@@ -126,10 +128,11 @@ class ImageWorker(GeneratorWorker):
             request_id=request_id,
             attempt=job.delivery.attempt,
             images=params.n,
+            frames=params.frames,
             ms=round(self._context.bus.now_ms() - job.received_ms, 1),
         )
         units: dict[str, float] = {
-            "images": params.n,
+            "images" if params.frames is None else "frames": params.frames or params.n,
             "steps": params.n * params.steps,
             "prompt_tokens": request.num_tokens,
         }
@@ -147,16 +150,17 @@ class ImageWorker(GeneratorWorker):
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
+        kind = "image" if params.frames is None else "video"
         if params.guidance < model.min_guidance:
             raise InvalidRequest(
-                f"image.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
+                f"{kind}.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
                 " which this model paints without guidance",
-                field="image.guidance",
+                field=f"{kind}.guidance",
             )
         # A text may be as long as a message. A thread keeps the event loop free for other requests.
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
-        await asyncio.to_thread(model.check_text, negative, "image.negative_prompt")
+        await asyncio.to_thread(model.check_text, negative, f"{kind}.negative_prompt")
         return _Open(
             header,
             job,
@@ -214,7 +218,7 @@ class ImageWorker(GeneratorWorker):
 
     async def _append_stored(self, request: _Open, urls: list[str]) -> bool:
         """Append stored images. Returns False if one of them is no longer stored."""
-        bus, params = self._context.bus, request.params
+        bus = self._context.bus
         files: dict[int, tuple[str, bytes]] = {}
         for number in request.painting.unfinished:
             name = media_store.parse_media_url(urls[number])
@@ -225,9 +229,7 @@ class ImageWorker(GeneratorWorker):
         for number, (name, data) in files.items():
             # Storing the file again renews its lifetime.
             await media_store.store(bus, name, data, request.tenant)
-            url, size = media_store.media_url(name), parse_size(params.size)
-            await request.log.image(number, url, size, request.seed)
-            request.painting.images[number] = url
+            await self._append_file(request, number, media_store.media_url(name))
         return True
 
     async def _paint_all(self, request: _Open) -> bool:
@@ -242,7 +244,7 @@ class ImageWorker(GeneratorWorker):
         Returns False when this worker stops: another worker then continues after the last stored
         step. Raises RequestEnded.
         """
-        steps, params = request.params.steps, request.params
+        steps = request.params.steps
         step, progress = await self._begin(request, number)
         texts = await self._encode(request, number)
         stored, stored_s = step, time.monotonic()
@@ -262,16 +264,24 @@ class ImageWorker(GeneratorWorker):
                 await self._note(request, number, step, state=state, preview=preview)
             if is_due:
                 stored, stored_s = step, time.monotonic()
-        png = await self._stored_png(request, number, progress.latents)
+        file = await self._stored_file(request, number, progress.latents)
         async with request.appending:
-            await request.log.image(number, png, parse_size(params.size), request.seed)
-        request.painting.images[number] = png
+            await self._append_file(request, number, file)
         return True
+
+    async def _append_file(self, request: _Open, number: int, file: str) -> None:
+        """Append the record of a finished image or video."""
+        params, size = request.params, request.size
+        if params.frames is None or params.fps is None:
+            await request.log.image(number, file, size, request.seed)
+        else:
+            await request.log.video(file, size, params.frames, params.fps, request.seed)
+        request.painting.images[number] = file
 
     async def _begin(self, request: _Open, number: int) -> tuple[int, Progress]:
         """Return the number of completed steps of an image, and the image after them."""
         model, state = self._image_model, request.painting.state_of(number)
-        noise = noise_of(request.seed, number, model.noise_shape(request.size))
+        noise = noise_of(request.seed, number, noise_shape_of(model, request.params))
         initial = model.begin(request.size, noise)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
@@ -337,16 +347,21 @@ class ImageWorker(GeneratorWorker):
         if state is not None:
             state_url = await self._stored(request, encode_state(state, step))
         if preview is not None:
-            preview_url = await self._stored_png(request, number, preview)
+            preview_url = await self._stored_file(request, number, preview)
         steps = request.params.steps
         async with request.appending:
             await request.log.step(number, step, steps, state=state_url, preview=preview_url)
 
-    async def _stored_png(self, request: _Open, number: int, latents: TensorData) -> str:
+    async def _stored_file(self, request: _Open, number: int, latents: TensorData) -> str:
         pixels = await self._thread.decode(
             request.header.request_id, number, latents, request.size, request.due_s
         )
-        return await self._stored(request, await asyncio.to_thread(to_png, pixels))
+        if (fps := request.params.fps) is None:
+            return await self._stored(request, await asyncio.to_thread(to_png, pixels))
+        # Without videos, PyAV need not be installed.
+        from workers.generator.video_file import to_mp4
+
+        return await self._stored(request, await asyncio.to_thread(to_mp4, pixels, fps))
 
     async def _stored(self, request: _Open, data: bytes) -> str:
         name = await media_store.hash_media(data)

@@ -99,7 +99,7 @@ class PainterModel:
         token_ids = [np.array(self._tokenize(text), np.int64) for text in texts]
         return [Condition({"tokens": from_numpy(ids)}, len(ids)) for ids in token_ids]
 
-    def noise_shape(self, size: Size, frames: int = 1) -> tuple[int, int, int]:
+    def noise_shape(self, size: Size) -> tuple[int, int, int]:
         width, height = size
         return CHANNELS, height // self._config.scale, width // self._config.scale
 

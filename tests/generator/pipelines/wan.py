@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKLWan,
-    UniPCMultistepScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
-from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from transformers.models.t5.tokenization_t5 import T5Tokenizer
+from transformers.models.umt5 import UMT5Config, UMT5EncoderModel
 
 from shared.protocol.images import PaintParams, parse_size
 from tests.generator.pipelines.spec import PipelineSpec

@@ -49,7 +49,7 @@ LARGE_BYTES = 2**16
 """The texts of larger bodies are checked before they are published."""
 # Fields that are newer than the digest, with their defaults. A request without them has the same
 # digest at a gateway that does not know them, as in a rolling upgrade.
-_NEWER_FIELDS = {"on_late": "fail", "image": None}
+_NEWER_FIELDS = {"on_late": "fail", "image": None, "video": None}
 
 
 async def submit(

@@ -7,14 +7,14 @@ that have frames as well.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.codec.envelope import TensorData
 from shared.errors import ConfigError
-from shared.protocol.images import parse_size
+from shared.protocol.images import PaintParams, parse_size
 
 Noise = NDArray[np.float64]
 """Noise that an image or a video begins with, in the shape of the model."""
@@ -86,8 +86,8 @@ class ImageModel(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Condition]:
         """Encode texts. The result for a text does not depend on the other texts."""
 
-    def noise_shape(self, size: Size, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the noise of an image, or of a video with this number of frames."""
+    def noise_shape(self, size: Size) -> tuple[int, ...]:
+        """Return the shape of the noise of an image of this size."""
 
     def begin(self, size: Size, noise: Noise) -> Progress:
         """Return an image of this size before its first step."""
@@ -97,6 +97,23 @@ class ImageModel(Protocol):
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
         """Return the image of finished latents."""
+
+
+@runtime_checkable
+class VideoModel(Protocol):
+    """Method that models of videos have in place of `noise_shape`."""
+
+    def video_shape(self, size: Size, frames: int) -> tuple[int, ...]:
+        """Return the shape of the noise of a video."""
+
+
+def noise_shape_of(model: ImageModel, params: PaintParams) -> tuple[int, ...]:
+    """Return the shape of the noise of an image or a video with these parameters."""
+    size = parse_size(params.size)
+    if params.frames is None:
+        return model.noise_shape(size)
+    assert isinstance(model, VideoModel)
+    return model.video_shape(size, params.frames)
 
 
 def check_sizes(sizes: Sequence[str], multiple: int, max_patches: int, key: str) -> None:

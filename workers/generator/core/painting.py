@@ -1,4 +1,4 @@
-"""Progress of the images of one request: the records in the log of its images, and stored states.
+"""Progress of the images or the video of one request: records in their log, and stored states.
 
 A stored state is an envelope with the latents, the tensors of the solver and the number of
 completed steps.
@@ -11,7 +11,7 @@ from msgspec import Struct
 from shared.codec import envelope
 from shared.errors import DecodeError, UnsupportedVersion
 from shared.protocol.images import PaintParams
-from shared.protocol.records import AnyRecord, ImageRecord, StepState
+from shared.protocol.records import AnyRecord, ImageRecord, StepState, VideoRecord
 from workers.generator.core.denoising import Progress
 
 
@@ -23,7 +23,7 @@ class Painting:
         self._states: dict[int, StepState] = {}
         self._previews: set[tuple[int, int]] = set()
         self.images: dict[int, str] = {}
-        """`media:` URLs of the images in the log, by number."""
+        """`media:` URLs of the images in the log, by number; a video has the number 0."""
         for record in records:
             match record:
                 case StepState(number=number, step=step):
@@ -33,6 +33,8 @@ class Painting:
                         self._previews.add((number, step))
                 case ImageRecord(number=number):
                     self.images[number] = record.media
+                case VideoRecord():
+                    self.images[0] = record.media
 
     @property
     def unfinished(self) -> list[int]:

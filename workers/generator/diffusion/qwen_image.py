@@ -83,7 +83,7 @@ class QwenImage:
     def encode(self, texts: Sequence[str]) -> list[Condition]:
         return [self._encode(text) for text in texts]
 
-    def noise_shape(self, size: Size, frames: int = 1) -> tuple[int, int, int]:
+    def noise_shape(self, size: Size) -> tuple[int, int, int]:
         channels = self._transformer.config.in_channels // PATCH**2
         rows, columns = self._grid(size)
         return channels, PATCH * rows, PATCH * columns

@@ -153,4 +153,5 @@ def _weights(ratio: Tensor, move: _Move) -> Tensor:
     phi_3 = phi_2 / -move.h - 0.5
     points = torch.stack([ratio, torch.ones(())])
     matrix = torch.stack([torch.ones(ORDER), points])
-    return torch.linalg.solve(matrix, torch.stack([phi_2, phi_3 * 2]) / move.scale)
+    weights: Tensor = torch.linalg.solve(matrix, torch.stack([phi_2, phi_3 * 2]) / move.scale)
+    return weights

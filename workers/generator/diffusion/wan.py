@@ -12,7 +12,8 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
-from transformers import T5Tokenizer, UMT5EncoderModel
+from transformers.models.t5.tokenization_t5 import T5Tokenizer
+from transformers.models.umt5 import UMT5EncoderModel
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
@@ -83,7 +84,7 @@ class Wan:
     def encode(self, texts: Sequence[str]) -> list[Condition]:
         return [self._encode(text) for text in texts]
 
-    def noise_shape(self, size: Size, frames: int) -> tuple[int, int, int, int]:
+    def video_shape(self, size: Size, frames: int) -> tuple[int, int, int, int]:
         config, (width, height) = self._vae.config, size
         side, length = config.scale_factor_spatial, config.scale_factor_temporal
         return config.z_dim, (frames - 1) // length + 1, height // side, width // side
