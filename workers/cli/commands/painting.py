@@ -1,8 +1,8 @@
-"""The command `pagemill draw`."""
+"""The command `pagemill draw`, which saves images or a video."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from cyclopts import Parameter
@@ -13,8 +13,10 @@ from shared.config.schema import Config
 from shared.errors import InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
-from shared.protocol.records import Finish, ImageRecord, LogRecord
+from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND, OutputSpec
+from shared.protocol.records import Finish, ImageRecord, LogRecord, VideoRecord
 from shared.protocol.requests import GenerateRequest
+from shared.protocol.videos import VideoParams
 from shared.stage.pipelines import pipeline_of
 from workers import settings
 from workers.cli.ask import print_answer
@@ -22,18 +24,22 @@ from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
 
+Params = TypeVar("Params", ImageParams, VideoParams)
+
 
 async def draw(
     prompt: str,
     /,
     *,
-    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("image.png"),
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     size: str | None = None,
     n: int | None = None,
     seed: int | None = None,
     steps: int | None = None,
     guidance: float | None = None,
     negative: str | None = None,
+    frames: int | None = None,
+    fps: int | None = None,
     model: ModelName = None,
     timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
     json: bool = False,
@@ -41,18 +47,19 @@ async def draw(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Generate images from a text, and write them to PNG files. Ctrl-C cancels the request.
+    """Generate images or a video from a text, and write them to files. Ctrl-C cancels the request.
 
     Parameters
     ----------
     prompt
         Description of the images.
     output
-        The PNG file. With several images, their numbers are appended to its name.
+        The PNG or MP4 file, by default image.png or video.mp4. With several images, their numbers
+        are appended to its name.
     size
         Width and height in pixels, such as 120x120; by default the first size of the model.
     n
-        Number of images.
+        Number of images; not for a video.
     seed
         Seed of the noise from which the images are made; by default a random one.
     steps
@@ -61,6 +68,10 @@ async def draw(
         Scale of the guidance by the prompt, 1 for none; by default as configured.
     negative
         Description of what the images must not show.
+    frames
+        Number of frames of a video; by default as the model was trained.
+    fps
+        Frames per second of a video; by default as the model was trained.
     timeout_s
         Maximum seconds from acceptance to the last image; by default as configured.
     json
@@ -69,47 +80,56 @@ async def draw(
         Id of the request; with the id of an earlier request, the command saves its images.
     """
     loaded = load(config)
-    model, name = _find_painter(loaded, model)
+    model, spec = _find_painter(loaded, model)
+    values = {"size": size, "seed": seed, "steps": steps, "guidance": guidance}
+    values |= {"negative_prompt": negative, "n": n, "frames": frames, "fps": fps}
+    given = {field: value for field, value in values.items() if value is not None}
+    is_video = spec.kind == VIDEO_KIND
     request = GenerateRequest(
         model,
         prompt=prompt,
-        image=_params(size, n, steps, guidance, negative, seed),
-        outputs=[name],
+        image=None if is_video else _params(given, ImageParams),
+        video=_params(given, VideoParams) if is_video else None,
+        outputs=[spec.name],
         timeout_s=timeout_s,
     )
+    output = output or Path("video.mp4" if is_video else "image.png")
     request_id = request_id or client.new_request_id()
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
         records = client.ask(bus, request, request_id)
-        saved = _while_saving(bus, records, request_id, name, output)
+        saved = _while_saving(bus, records, request_id, spec.name, output)
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
 
 
-def _params(*values: Any) -> ImageParams:
-    """Return parameters from values in the order of ImageParams. Raises InvalidRequest."""
-    fields = dict(zip(ImageParams.__struct_fields__, values, strict=False))
+def _params(values: Mapping[str, Any], kind: type[Params]) -> Params:
+    """Return the parameters with these values. Raises InvalidRequest."""
     try:
-        return msgspec.convert(fields, ImageParams)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise invalid_request(error) from error
 
 
-def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
-    """Return a model that paints, by default the first one, and the name of its image output.
+def _find_painter(config: Config, model: str | None) -> tuple[str, OutputSpec]:
+    """Return a model that paints or makes videos, by default the first one, and its output.
 
     Raises InvalidRequest if there is none.
     """
     for name in config.models if model is None else [model]:
-        painter = pipeline_of(config.models[name]).painter if name in config.models else None
-        if painter is not None and painter.output is not None:
-            return name, painter.output.name
+        if name in config.models:
+            pipeline = pipeline_of(config.models[name])
+            output = pipeline.output_of(IMAGE_KIND) or pipeline.output_of(VIDEO_KIND)
+            if output is not None:
+                return name, output
     owner = "no configured model" if model is None else model
-    raise InvalidRequest(f"{owner} has no output of images; see `pagemill check`", field="model")
+    raise InvalidRequest(
+        f"{owner} has no output of images or videos; see `pagemill check`", field="model"
+    )
 
 
 async def _while_saving(
     bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
 ) -> AsyncIterator[LogRecord]:
-    """Yield the records of a request, and write its images to files if it ends without an error."""
+    """Yield the records of a request, and write its files if it ends without an error."""
     async for record in records:
         yield record
         if isinstance(record, Finish):
@@ -117,16 +137,23 @@ async def _while_saving(
 
 
 async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
-    images = [
-        record
-        async for record in client.follow_output(bus, request_id, output)
-        if isinstance(record, ImageRecord)
-    ]
+    records = [record async for record in client.follow_output(bus, request_id, output)]
+    images = [record for record in records if isinstance(record, ImageRecord)]
     for image in sorted(images, key=lambda image: image.number):
         numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(images) > 1 else file
-        data = await client.read_media(bus, image.media)
-        try:
-            numbered.write_bytes(data)
-        except OSError as error:
-            raise InvalidRequest(f"{numbered}: {error.strerror}", field="output") from error
+        _write(numbered, await client.read_media(bus, image.media))
         print_note(f"{numbered}: {image.width} x {image.height} pixels, seed {image.seed}")
+    for video in records:
+        if isinstance(video, VideoRecord):
+            _write(file, await client.read_media(bus, video.media))
+            length = f"{video.frames} frames at {video.fps} per second"
+            print_note(
+                f"{file}: {video.width} x {video.height} pixels, {length}, seed {video.seed}"
+            )
+
+
+def _write(file: Path, data: bytes) -> None:
+    try:
+        file.write_bytes(data)
+    except OSError as error:
+        raise InvalidRequest(f"{file}: {error.strerror}", field="output") from error

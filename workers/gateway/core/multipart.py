@@ -1,7 +1,7 @@
 """Bodies of `multipart/form-data`, parsed while they arrive or at once. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.utils import collapse_rfc2231_value
@@ -150,6 +150,14 @@ def parse_form(body: bytes, content_type: str) -> FormData:
     if not form.is_complete:
         raise _malformed("it ends before its last boundary")
     return FormData(values, files)
+
+
+def single_values(values: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return one value for each field. Raises InvalidRequest for a field that occurs twice."""
+    for name, texts in values.items():
+        if len(texts) > 1 and not name.endswith("[]"):
+            raise InvalidRequest(f"{name} is given twice", field=name)
+    return {name.removesuffix("[]"): texts[0] for name, texts in values.items()}
 
 
 def _boundary_of(content_type: str) -> bytes:

@@ -1,7 +1,6 @@
 """`/v1/audio/transcriptions`."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +10,7 @@ from shared import client
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import MEDIA_SCHEME
 from shared.state import media_store
-from workers.gateway.core.multipart import parse_form
+from workers.gateway.core.multipart import parse_form, single_values
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.body import check_form, declares_json
 from workers.gateway.http.errors import validation_error
@@ -64,7 +63,7 @@ async def _read_form(call: Call) -> Recording:
     if other := next(iter(files.keys() - {FILE}), None):
         raise InvalidRequest(f"{other} must not be a file", field=other)
     try:
-        form = msgspec.convert(_fields_of(values), TranscriptionForm, strict=False)
+        form = msgspec.convert(single_values(values), TranscriptionForm, strict=False)
     except msgspec.ValidationError as error:
         raise validation_error(error, UNSUPPORTED) from error
     context.check_model(form.model)
@@ -99,14 +98,6 @@ def _as_text(body: Recording, response: Response) -> Response:
 async def transcribe(call: Call, body: Recording) -> SubmitPlan[TranscriptionOptions]:
     check_transcription(body.form)
     return plan_transcription(body.form, await _split(call, body.form.model, body.source))
-
-
-def _fields_of(values: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return one value for each field. Raises InvalidRequest for a field that occurs twice."""
-    for name, texts in values.items():
-        if len(texts) > 1 and not name.endswith("[]"):
-            raise InvalidRequest(f"{name} is given twice", field=name)
-    return {name.removesuffix("[]"): texts[0] for name, texts in values.items()}
 
 
 async def _split(call: Call, model: str, source: bytes | str) -> list[str]:
