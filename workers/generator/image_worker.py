@@ -345,12 +345,15 @@ class ImageWorker(GeneratorWorker):
         """Store the state after a step, a preview of the image, or both."""
         state_url = preview_url = ""
         if state is not None:
-            state_url = await self._stored(request, encode_state(state, step))
+            place = f"{request.header.request_id} {number} {request.painting.next_place(number)}"
+            state_url = await self._stored(request, encode_state(state, step), place)
         if preview is not None:
             preview_url = await self._stored_file(request, number, preview)
         steps = request.params.steps
         async with request.appending:
             await request.log.step(number, step, steps, state=state_url, preview=preview_url)
+        if state is not None:
+            request.painting.count_state(number)
 
     async def _stored_file(self, request: _Open, number: int, latents: TensorData) -> str:
         pixels = await self._thread.decode(
@@ -363,9 +366,9 @@ class ImageWorker(GeneratorWorker):
 
         return await self._stored(request, await asyncio.to_thread(to_mp4, pixels, fps))
 
-    async def _stored(self, request: _Open, data: bytes) -> str:
+    async def _stored(self, request: _Open, data: bytes, place: str = "") -> str:
         name = await media_store.hash_media(data)
-        await media_store.store(self._context.bus, name, data, request.tenant)
+        await media_store.store(self._context.bus, name, data, request.tenant, place)
         return media_store.media_url(name)
 
     def _cancel(self, request_id: str) -> None:

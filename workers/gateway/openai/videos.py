@@ -57,6 +57,11 @@ def plan_video(request: VideoRequest, maker: StageSpec | None, max_timeout_s: fl
     """Return the plan of a request. Raises InvalidRequest naming the field."""
     if maker is None or maker.output is None or maker.video is None:
         raise InvalidRequest(f"{request.model} makes no videos", field="model")
+    if request.timeout_s is not None and request.timeout_s > max_timeout_s:
+        raise InvalidRequest(
+            f"timeout_s: {request.timeout_s:g} is over the limit of {max_timeout_s:g}",
+            field="timeout_s",
+        )
     params = VideoParams(
         request.size,
         _frames_of(request, maker.video, maker.sampling_defaults.get("fps")),
