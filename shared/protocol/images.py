@@ -82,23 +82,26 @@ def resolve_image(
     Raises InvalidRequest for a size that the stage does not paint, and for a negative prompt
     without effect.
     """
-    return resolve_params("image", requested, defaults, sizes)
+    return resolve_params("image.", requested, defaults, sizes)
 
 
 def resolve_params(
-    kind: str, requested: Struct | None, defaults: Mapping[str, Any], sizes: Sequence[str]
+    prefix: str, requested: Struct | None, defaults: Mapping[str, Any], sizes: Sequence[str]
 ) -> PaintParams:
-    """Return the parameters of a request's field `kind`. Raises as `resolve_image` does."""
+    """Return the parameters of images or videos, which errors name with a prefix.
+
+    Raises as `resolve_image` does.
+    """
     values = {} if requested is None else msgspec.to_builtins(requested)
     params = msgspec.convert({"size": sizes[0], **defaults, **values}, PaintParams)
     if params.size not in sizes:
         raise InvalidRequest(
-            f"{kind}.size: {params.size!r} is not available; available: {', '.join(sizes)}",
-            field=f"{kind}.size",
+            f"{prefix}size: {params.size!r} is not available; available: {', '.join(sizes)}",
+            field=f"{prefix}size",
         )
     if params.negative_prompt and params.guidance == 1.0:
         raise InvalidRequest(
-            f"{kind}.negative_prompt: no effect with a guidance of 1; remove it or raise guidance",
-            field=f"{kind}.negative_prompt",
+            f"{prefix}negative_prompt: no effect with a guidance of 1; remove it or raise guidance",
+            field=f"{prefix}negative_prompt",
         )
     return params

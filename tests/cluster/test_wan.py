@@ -117,9 +117,8 @@ async def test_a_video_is_the_same_after_two_kills(processes: Processes, bus: Bu
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 async def test_the_client_of_openai_makes_lists_reads_and_deletes_videos(api: AsyncOpenAI) -> None:
-    first = await api.videos.create(
-        model="wan", prompt=PROMPT, size="32x16", seconds="0", extra_body=FORM | {"frames": 1}
-    )
+    form = FORM | {"size": "32x16", "seconds": "0", "frames": 1}
+    first = await api.videos.create(model="wan", prompt=PROMPT, extra_body=form)
     assert (first.status, first.progress, first.seconds) == ("queued", 0, "0")
     second = await api.videos.create_and_poll(
         model="wan", prompt=PROMPT, poll_interval_ms=100, extra_body=FORM

@@ -21,6 +21,7 @@ from shared.codec.envelope import TensorData
 from shared.errors import InvalidRequest
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams, parse_size
+from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND
 from shared.protocol.records import OutputSummary
 from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
@@ -150,7 +151,7 @@ class ImageWorker(GeneratorWorker):
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
-        kind = "image" if params.frames is None else "video"
+        kind = IMAGE_KIND if params.frames is None else VIDEO_KIND
         if params.guidance < model.min_guidance:
             raise InvalidRequest(
                 f"{kind}.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"

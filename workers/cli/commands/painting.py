@@ -54,8 +54,7 @@ async def draw(
     prompt
         Description of the images.
     output
-        The PNG or MP4 file, by default image.png or video.mp4. With several images, their numbers
-        are appended to its name.
+        The file, by default image.png or video.mp4; numbers follow the names of several images.
     size
         Width and height in pixels, such as 120x120; by default the first size of the model.
     n
@@ -80,25 +79,35 @@ async def draw(
         Id of the request; with the id of an earlier request, the command saves its images.
     """
     loaded = load(config)
-    model, spec = _find_painter(loaded, model)
     values = {"size": size, "seed": seed, "steps": steps, "guidance": guidance}
     values |= {"negative_prompt": negative, "n": n, "frames": frames, "fps": fps}
+    request = _request_of(loaded, model, prompt, values, timeout_s)
+    request_id = request_id or client.new_request_id()
+    async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
+        records = client.ask(bus, request, request_id)
+        saved = _while_saving(bus, records, request_id, request.outputs[0], output)
+        return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
+
+
+def _request_of(
+    config: Config,
+    model: str | None,
+    prompt: str,
+    values: Mapping[str, Any],
+    timeout_s: float | None,
+) -> GenerateRequest:
+    """Return the request for images or a video. Raises InvalidRequest."""
+    model, output = _find_painter(config, model)
     given = {field: value for field, value in values.items() if value is not None}
-    is_video = spec.kind == VIDEO_KIND
-    request = GenerateRequest(
+    is_video = output.kind == VIDEO_KIND
+    return GenerateRequest(
         model,
         prompt=prompt,
         image=None if is_video else _params(given, ImageParams),
         video=_params(given, VideoParams) if is_video else None,
-        outputs=[spec.name],
+        outputs=[output.name],
         timeout_s=timeout_s,
     )
-    output = output or Path("video.mp4" if is_video else "image.png")
-    request_id = request_id or client.new_request_id()
-    async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
-        records = client.ask(bus, request, request_id)
-        saved = _while_saving(bus, records, request_id, spec.name, output)
-        return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
 
 
 def _params(values: Mapping[str, Any], kind: type[Params]) -> Params:
@@ -127,7 +136,7 @@ def _find_painter(config: Config, model: str | None) -> tuple[str, OutputSpec]:
 
 
 async def _while_saving(
-    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
+    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path | None
 ) -> AsyncIterator[LogRecord]:
     """Yield the records of a request, and write its files if it ends without an error."""
     async for record in records:
@@ -136,20 +145,20 @@ async def _while_saving(
             await _save(bus, request_id, output, file)
 
 
-async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
+async def _save(bus: Bus, request_id: str, output: str, file: Path | None) -> None:
     records = [record async for record in client.follow_output(bus, request_id, output)]
     images = [record for record in records if isinstance(record, ImageRecord)]
+    png = file or Path("image.png")
     for image in sorted(images, key=lambda image: image.number):
-        numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(images) > 1 else file
+        numbered = png.with_stem(f"{png.stem}-{image.number + 1}") if len(images) > 1 else png
         _write(numbered, await client.read_media(bus, image.media))
         print_note(f"{numbered}: {image.width} x {image.height} pixels, seed {image.seed}")
     for video in records:
         if isinstance(video, VideoRecord):
-            _write(file, await client.read_media(bus, video.media))
+            mp4 = file or Path("video.mp4")
+            _write(mp4, await client.read_media(bus, video.media))
             length = f"{video.frames} frames at {video.fps} per second"
-            print_note(
-                f"{file}: {video.width} x {video.height} pixels, {length}, seed {video.seed}"
-            )
+            print_note(f"{mp4}: {video.width} x {video.height} pixels, {length}, seed {video.seed}")
 
 
 def _write(file: Path, data: bytes) -> None:

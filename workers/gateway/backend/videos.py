@@ -113,15 +113,18 @@ async def state_of(context: AppContext, video: Video) -> VideoState:
     last = await last_record(context.bus, video.bus_id)
     if isinstance(last, Finish):
         completed_s = int(max((span.sent_ms for span in last.path), default=0.0) / 1000)
-        record = await _record_of(context, video)
+        file = await _record_of(context, video)
         return state._replace(
-            status="completed", progress=100, record=record, completed_s=completed_s
+            status="completed", progress=100, record=file, completed_s=completed_s
         )
     if isinstance(last, Failure):
         return state._replace(status="failed", error=last.error)
-    step = await last_of_output(context.bus, video.bus_id, job.output)
-    if isinstance(step, StepState):
-        return state._replace(status="in_progress", progress=100 * step.step // step.steps)
+    record = await last_of_output(context.bus, video.bus_id, job.output)
+    if record is not None:
+        progress = 100
+        if isinstance(record, StepState):
+            progress = 100 * record.step // record.steps
+        return state._replace(status="in_progress", progress=progress)
     found = await request_status.find(context.bus, video.bus_id)
     if found.state == "running":
         return state._replace(status="in_progress")

@@ -27,7 +27,7 @@ class VideoOptions(AnswerOptions, frozen=True, kw_only=True):
 
 VIDEOS = AnswerKind(
     name="videos",
-    id_prefix="video",
+    id_prefix="vid",
     options=VideoOptions,
     assembler=LogAssembler[VideoOptions],
     client_fields=ClientFields(
