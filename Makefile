@@ -137,7 +137,7 @@ bench-kinds: .venv/dev  ## a model of each kind against `generate` of transforme
 bench-lanes: .venv/dev  ## both lanes of an engine next to each other, by engine.interactive_slowdown; 8 minutes
 	$(BIN)/python -m ops.bench.lanes --model random-135m
 
-bench-omni: .venv/dev  ## speech against a plain loop: first samples, throughput, a kill of the talker; 3 minutes
+bench-omni: .venv/dev  ## speech and images against a plain loop and diffusers: first samples, throughput, a kill; 6 minutes
 	$(BIN)/python -m ops.bench.omni
 
 # Apart from .venv: transformers would import it, which fails with a torch for CPUs.

@@ -1,7 +1,7 @@
 """A plain loop over an image model in place of a worker, which paints one image."""
 
 from shared.protocol.images import PaintParams, parse_size
-from workers.generator.core.denoising import ImageModel, Step, noise_of
+from workers.generator.core.denoising import ImageModel, Step, negative_of, noise_of
 from workers.generator.image_worker import to_png
 
 
@@ -10,9 +10,9 @@ def paint_alone(model: ImageModel, prompt: str, params: PaintParams, number: int
     assert params.seed is not None
     size = parse_size(params.size)
     progress = model.begin(size, noise_of(params.seed, number, model.noise_shape(size)))
-    (condition,), negative = model.encode([prompt]), None
-    if params.guidance != 1.0:
-        (negative,) = model.encode([params.negative_prompt or model.empty_negative])
+    text = negative_of(model, params)
+    condition, *negatives = model.encode([prompt] if text is None else [prompt, text])
+    negative = negatives[0] if negatives else None
     for step in range(params.steps):
         work = Step(progress, condition, negative, params.guidance, size, step, params.steps)
         (stepped,) = model.step([work])

@@ -44,7 +44,8 @@ NOT_OF_REQUESTS = [
     # Weights of a resized axis, by its two lengths alone.
     *("shared/models/resizing.py",) * 2,
     # Noise levels of images, by their numbers of steps and patches alone.
-    *("workers/generator/diffusion/qwen_image.py",) * 2,
+    *("workers/generator/diffusion/dpm_solver.py",) * 2,
+    *("workers/generator/diffusion/flow_match.py",) * 2,
     # This machine and its library.
     "shared/native/library.py",
     "shared/native/library.py",

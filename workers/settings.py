@@ -16,7 +16,7 @@ from shared.config.schema import Config, ModelConfig
 from shared.errors import ConfigError
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.protocol.permissions import OPERATOR
-from shared.stage.graphs import graph_of_folder
+from shared.stage.graphs import CODE2WAV, ORPHEUS, ORPHEUS_CODEC, graph_of_folder
 from shared.stage.pipelines import check_pipelines
 from shared.vision.quantized import find_quantization
 from workers import generation_config
@@ -27,6 +27,7 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 DEFAULT_FILE = Path("pagemill.yaml")
 LOG_NAME = "pagemill.log"
+RUNNING_NAME = "running.yaml"
 # The value of `log_file` for stderr.
 STDERR = "stderr"
 OPS = Path(workers.__file__).parents[1] / "ops"
@@ -72,6 +73,25 @@ def find_config_file(config_file: Path | None) -> Path | None:
     if config_file is not None:
         return config_file
     return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+
+
+def _running_link() -> Path:
+    """Return the link to the configuration of a `pagemill up MODEL`, in the broker's folder."""
+    return Path(_parse_file(None).nats.store_dir).absolute() / RUNNING_NAME
+
+
+def find_running_file() -> Path | None:
+    """Return the configuration of a `pagemill up MODEL` that runs in this folder, or None."""
+    link = _running_link()
+    return link.resolve() if link.exists() else None
+
+
+def set_running_file(file: Path | None) -> None:
+    """Let `find_running_file` return `file`, or None, also if an earlier `up` was killed."""
+    link = _running_link()
+    link.unlink(missing_ok=True)
+    if file is not None:
+        link.symlink_to(file)
 
 
 def load_config(file: Path | None) -> Config:
@@ -152,6 +172,14 @@ def check_paths(config: Config) -> None:
         if reason := find_quantization(Path(model.path)):
             raise ConfigError(
                 f"models.{name}.path: {model.path} {reason}", field=f"models.{name}.path"
+            )
+        key = f"models.{name}.stages.{CODE2WAV}.path"
+        vocoder = model.stages.get(CODE2WAV)
+        if model.graph == ORPHEUS and (vocoder is None or vocoder.path is None):
+            raise ConfigError(
+                f"{key}: Orpheus has its codec in another folder, such as a copy of"
+                f" {ORPHEUS_CODEC}: write its path here",
+                field=key,
             )
         for adapter, path in model.adapters.items():
             if not (Path(path) / "adapter_config.json").is_file():

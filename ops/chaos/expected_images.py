@@ -30,7 +30,7 @@ def expect_images(
     assert stage is not None
     assert stage.path is not None
     files = sorted((ROOT / "workers" / "generator").rglob("*.py"))
-    files += sorted(path for path in Path(stage.path).iterdir() if path.is_file())
+    files += sorted(path for path in Path(stage.path).rglob("*") if path.is_file())
     return cached(
         settings,
         [painted, stage],
@@ -45,10 +45,10 @@ def _paint_all(
 ) -> dict[str, list[str]]:
     painter: ImageModel = FakePainter()
     if settings.engine == "demo":
-        from workers.generator.painter_model import load_painter
+        from workers.generator.image_loader import load_image_model
 
         assert stage.path is not None
-        painter = load_painter(Path(stage.path), model.dtype, stage.sizes, PAINTER)
+        painter = load_image_model(Path(stage.path), model.dtype, stage.sizes, PAINTER)
 
     @functools.cache
     def paint(prompt: str, params: PaintParams, number: int) -> str:

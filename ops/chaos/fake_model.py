@@ -33,7 +33,7 @@ from shared.protocol.multimodal import (
 from shared.protocol.pipeline import StageSpec
 from shared.protocol.requests import ImagePart, Message, Prompt, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.engine.code_output import CodeOutput, awaited_frames
+from workers.engine.code_output import CodeOutput
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence, Span
@@ -218,7 +218,7 @@ def code_output(bus: Any, stage: StageSpec, chunks: Sequence[ChunkSpec] = ()) ->
         MAX_MODEL_LEN - (sampling.max_tokens or 1),
         lambda text: [1 + byte for byte in text.encode()],
         dict.fromkeys(stage.voices, IMAGE_TOKEN_ID),
-        awaited_frames(chunks, sampling.max_tokens or 1),
+        chunks,
     )
 
 

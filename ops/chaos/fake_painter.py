@@ -25,6 +25,7 @@ class FakePainter:
 
     empty_negative = ""
     min_guidance = 0.0
+    no_guidance = 1.0
 
     def __init__(self, step_s: float = 0.0) -> None:
         self._step_s = step_s

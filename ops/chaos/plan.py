@@ -41,9 +41,13 @@ Behaviour = Literal[
 ]
 
 
+def painted_sizes(settings: "Settings") -> list[str]:
+    """Return small sizes of the painter of a run; the fake one paints any."""
+    return _demo_sizes() if settings.painter == "demo" else ["48x48", "64x48"]
+
+
 @functools.cache
-def painted_sizes() -> list[str]:
-    """Return small sizes that the demo's painter can paint; the fake one paints any."""
+def _demo_sizes() -> list[str]:
     config = json.loads((PAINTER_FOLDER / "config.json").read_bytes())
     unit = config["patch"] * config["scale"]
     return [f"{2 * unit}x{2 * unit}", f"{3 * unit}x{2 * unit}"]
@@ -144,6 +148,8 @@ class Settings(Struct, frozen=True):
     """Generators that turn codes into sound."""
     painters: int = 0
     """Generators that paint; with 0, no request may be for images."""
+    painter: Literal["demo", "qwen-image"] = "demo"
+    """Model that paints if the engine is not a fake: the demo's, or a small one of diffusers."""
     max_codes: int = 96
     """Most frames of a speech."""
     engine: Literal["fake", "demo"] = "fake"
@@ -272,14 +278,14 @@ def make_request(settings: Settings, index: int) -> Planned:
         return _spoken(planned, rng, settings)
     rng = random.Random(f"image:{settings.seed}:{index}")
     paints = harm is None and rng.random() < settings.mix.paints
-    return _painted(planned, rng) if paints else planned
+    return _painted(planned, rng, settings) if paints else planned
 
 
-def _painted(planned: Planned, rng: random.Random) -> Planned:
+def _painted(planned: Planned, rng: random.Random, settings: Settings) -> Planned:
     """Turn a request for text into a request for images; some of these are equal."""
     is_long = planned.behaviour in ("cancel", "follow", "resubmit_during")
     params = ImageParams(
-        rng.choice(painted_sizes()),
+        rng.choice(painted_sizes(settings)),
         rng.choice([1, 1, 2]),
         30 if is_long else rng.choice([5, 9]),
         rng.choice([1.0, 2.5]),

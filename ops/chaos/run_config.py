@@ -55,7 +55,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
                 "slots": settings.slots,
                 "tower": "encoder" if settings.encoders else "engine",
                 "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
-                "stages": _speech_stages(settings) | _image_stages(settings),
+                "stages": _speech_stages(settings) | _image_stages(settings, folder),
             }
         },
         "nats": {
@@ -145,17 +145,24 @@ def _speech_stages(settings: Settings) -> dict[str, object]:
     }
 
 
-def _image_stages(settings: Settings) -> dict[str, object]:
-    """Return the stage of the demo painter, with small images, which take little time."""
+def _image_stages(settings: Settings, folder: Path) -> dict[str, object]:
+    """Return the stage of a painter, with small images, which take little time."""
     if not settings.painters:
         return {}
+    painter = PAINTER_FOLDER
+    if settings.painter == "qwen-image":
+        # It imports torch.
+        from ops.harness.qwen_images import write
+
+        painter = folder / settings.painter
+        write(painter)
     return {
         PAINTER: {
             "role": "generator",
-            "path": str(PAINTER_FOLDER),
+            "path": str(painter),
             "inputs": {"prompt": {"from": "request", "function": "paint"}},
             "output": {"name": PAINTED, "kind": "image"},
-            "sizes": painted_sizes(),
+            "sizes": painted_sizes(settings),
         }
     }
 
@@ -177,7 +184,7 @@ def bounds_of(settings: Settings) -> Bounds:
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         TALKER: (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         VOCODER: VOCODER_RSS_MIB,
-        PAINTER: VOCODER_RSS_MIB if fake else RSS_MIB["renderer"],
+        PAINTER: VOCODER_RSS_MIB if fake else RSS_MIB["engine"],
     }
     # Readers map the arenas of owners, and have buffers of the same size to receive into.
     arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)

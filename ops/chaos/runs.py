@@ -92,6 +92,7 @@ RUNS: dict[str, Settings] = {
         talkers=2,
         vocoders=2,
         painters=2,
+        painter="qwen-image",
         gateways=2,
         timeout_s=120.0,
         max_tokens=(8, 48),

@@ -17,21 +17,14 @@ from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.helpers.validation import split_validation_error
 from shared.net.ip_policy import is_loopback_host
-from shared.protocol.images import ImageParams
 from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
-from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND, Fault
+from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
-from shared.protocol.videos import VideoParams
 
 ENV_PREFIX = "PAGEMILL_"
 _UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`")
 
 T = TypeVar("T")
-_PARAMS_OF_KIND: dict[str, type[msgspec.Struct]] = {
-    IMAGE_KIND: ImageParams,
-    VIDEO_KIND: VideoParams,
-}
-"""Types of the sampling parameters of stages, by the kind of their output."""
 
 
 def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
@@ -56,11 +49,6 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
     for name, model in config.models.items():
         defaults_key = f"models.{name}.sampling_defaults"
         _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
-        for stage, changes in model.stages.items():
-            key = f"models.{name}.stages.{stage}.sampling_defaults"
-            output = "" if changes.output is None else changes.output.kind
-            params = _PARAMS_OF_KIND.get(output, SamplingParams)
-            _convert(changes.sampling_defaults, params, key, overrides, source)
     for check in (_faults_of_models, _faults_of_sections, _faults_of_tenants, _faults_of_gateway):
         for fault in check(config):
             origin = overrides.variables.get(fault.key, source)

@@ -18,7 +18,19 @@ Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
-Graph = Literal["qwen3-omni", "qwen2.5-omni", "orpheus", "qwen-image", "wan", "none"]
+Graph = Literal[
+    "qwen3-omni",
+    "qwen2.5-omni",
+    "orpheus",
+    "qwen-image",
+    "flux.1-dev",
+    "flux.1-schnell",
+    "stable-diffusion-3",
+    "z-image",
+    "pixart-sigma",
+    "wan",
+    "none",
+]
 """Built-in stages of a model; see `stage.graphs`."""
 Right = Literal["requests", "metrics"]
 

@@ -21,6 +21,8 @@ class Component(NamedTuple):
     """Name of the files of weights, without endings; None for a part without weights."""
     is_optional: bool = False
     """Whether a folder may lack the part, or name null as its class."""
+    also: frozenset[str] = frozenset()
+    """Names of other classes that published folders have for the same part."""
 
 
 class ImageFamily(NamedTuple):
@@ -40,10 +42,15 @@ class ImageFamily(NamedTuple):
     """Default number of steps."""
     guidance: float
     """Default scale of the guidance."""
-    empty_negative: str
-    """Text that images without a negative prompt are guided away from."""
+    empty_negative: str | None
+    """Text that images without a negative prompt are guided away from; None for models without
+    negative prompts."""
     max_prompt_tokens: int
+    without: tuple[str, str] | None = None
+    """A part and a setting of it which is false or missing in the folders of this family, and true
+    in folders of another family with the same pipeline."""
     video: VideoSpec | None = None
     """Lengths of the videos; None for a family that paints images."""
     module: str = ""
-    """Name of the module with the declaration, and of the module with the computation."""
+    """Name of the module with the computation, which is by default the name of the declaration's
+    module."""

@@ -5,16 +5,15 @@ with the declaration of the family, and only names of that declaration are impor
 """
 
 import importlib.util
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from shared.errors import ConfigError
 from shared.models.image_family import Component, ImageFamily
-from shared.models.image_registry import find_image_family, list_image_families
+from shared.models.image_registry import list_image_families
 from shared.vision.quantized import read_quantized
 from shared.vision.weight_files import read_header, read_index
 
@@ -70,17 +69,38 @@ def is_image_folder(folder: Path) -> bool:
 def find_family_of(folder: Path) -> ImageFamily | None:
     """Return the family that a folder names; None for another class, and without a readable file.
 
-    Nothing else of the folder is checked.
+    The settings of a part are read only to distinguish families of one pipeline. Nothing else of
+    the folder is checked.
     """
     try:
         name = _read(folder, MODEL_INDEX).get("_class_name")
     except ConfigError:
         return None
-    return find_image_family(name) if isinstance(name, str) else None
+    families = [family for family in list_image_families() if family.pipeline == name]
+    special = [f for f in families if f.without is not None and _lacks(folder, *f.without)]
+    general = [family for family in families if family.without is None]
+    return next(iter(special + general), None)
 
 
 def read_image_folder(folder: Path) -> ImageFolder:
     """Return the description of a folder from its small files and the headers of its weights.
+
+    Raises ConfigError with one sentence if the folder cannot be served, or not without the extra.
+    """
+    family = check_classes(folder)
+    for file in list_missing_files(folder):
+        raise _refusal(folder, f"lacks {file}")
+    index = _read(folder, MODEL_INDEX)
+    parts = {
+        name: _read_part(folder, name, component.weights)
+        for name, component in _components_of(family, index).items()
+        if component.weights is not None
+    }
+    return ImageFolder(folder, family, parts, index)
+
+
+def check_classes(folder: Path) -> ImageFamily:
+    """Return the family of a folder from its small files; weights may be missing.
 
     Raises ConfigError with one sentence if the folder cannot be served, or not without the extra.
     """
@@ -96,16 +116,18 @@ def read_image_folder(folder: Path) -> ImageFolder:
     for name, value in index.items():
         if isinstance(value, list) and any(value) and name not in family.components:
             raise _refusal(folder, f"has a part {name!r}, which {family.pipeline} does not have")
-    parts = {}
-    for name, component in _components_of(family, index).items():
+    components = _components_of(family, index)
+    for name, component in components.items():
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        if tokenizer in family.components and tokenizer not in components:
+            raise _refusal(folder, f"has a part {name!r} without {tokenizer!r}")
         _check_class(folder, name, component, index)
-        if component.weights is not None:
-            parts[name] = _read_part(folder, name, component.weights)
-    if importlib.util.find_spec("diffusers") is None:
-        raise _refusal(folder, f"needs diffusers: pip install 'pagemill[{EXTRA}]'")
-    if family.video is not None and importlib.util.find_spec("av") is None:
+    for package in _list_packages(folder, family):
+        if not _is_installed(package):
+            raise _refusal(folder, f"needs {package}: pip install 'pagemill[{EXTRA}]'")
+    if family.video is not None and not _is_installed("av"):
         raise _refusal(folder, f"needs PyAV for its videos: pip install 'pagemill[{VIDEO_EXTRA}]'")
-    return ImageFolder(folder, family, parts, index)
+    return family
 
 
 def list_missing_files(folder: Path) -> list[str]:
@@ -131,6 +153,14 @@ def _components_of(family: ImageFamily, index: Mapping[str, Any]) -> dict[str, C
     }
 
 
+def _lacks(folder: Path, name: str, setting: str) -> bool:
+    """Return whether a setting of a part is missing or false, and its file can be read."""
+    try:
+        return not _read(folder, f"{name}/config.json").get(setting)
+    except ConfigError:
+        return False
+
+
 def _missing_of(part: Path, component: Component) -> Iterator[str]:
     if not (part / component.config).is_file():
         yield component.config
@@ -144,15 +174,32 @@ def _missing_of(part: Path, component: Component) -> Iterator[str]:
     yield from (file.name for file in files if not file.is_file())
 
 
+def _list_packages(folder: Path, family: ImageFamily) -> list[str]:
+    """Return the packages of the extra that serving a folder needs."""
+    needs_conversion = any(
+        (folder / name / "spiece.model").is_file()
+        and not (folder / name / "tokenizer.json").is_file()
+        for name in family.components
+    )
+    return ["diffusers", *(("sentencepiece", "google.protobuf") if needs_conversion else ())]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # It has a parent, which is missing.
+        return False
+
+
 def _check_class(folder: Path, name: str, component: Component, index: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a part is missing, or has another class than the declared one."""
+    """Raise ConfigError for a part without config, of another class, or with quantized weights."""
     entry = index.get(name)
     if not isinstance(entry, list) or len(entry) != 2:
         raise _refusal(folder, f"has no part {name!r} in {MODEL_INDEX}")
     if entry[0] not in LIBRARIES:
         raise _refusal(folder, f"has a {name} of {entry[0]!r}, whose code is not run")
-    for file in _missing_of(folder / name, component):
-        raise _refusal(folder, f"lacks {name}/{file}")
+    if not (folder / name / component.config).is_file():
+        raise _refusal(folder, f"lacks {name}/{component.config}")
     config = _read(folder, f"{name}/{component.config}")
     architectures = config.get("architectures")
     stated = {
@@ -163,18 +210,19 @@ def _check_class(folder: Path, name: str, component: Component, index: Mapping[s
     }
     for file, class_name in stated.items():
         # transformers 4 had two classes of each tokenizer.
-        if str(class_name).removesuffix("Fast") != component.class_name:
+        name_of_class = str(class_name).removesuffix("Fast")
+        if name_of_class != component.class_name and name_of_class not in component.also:
             raise _refusal(
                 folder,
                 f"has a {name} of class {class_name!r} in {file}, and only"
                 f" {component.class_name} is supported",
             )
+    quantized = None if component.weights is None else read_quantized(folder / name)
+    if quantized is not None:
+        raise _refusal(folder, f"has quantized weights in {name} ({quantized.label})")
 
 
 def _read_part(folder: Path, name: str, weights: str) -> Part:
-    quantized = read_quantized(folder / name)
-    if quantized is not None:
-        raise _refusal(folder, f"has quantized weights in {name} ({quantized.label})")
     num_parameters, dtypes = 0, set[str]()
     for file in _weight_files(folder / name, weights):
         for tensor_name, tensor in read_header(file):
@@ -198,9 +246,13 @@ def _weight_files(part: Path, weights: str) -> list[Path]:
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode((folder / name).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
+        # Settings of schedulers have infinities, which are not in the standard of JSON.
+        content = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError) as error:
         raise _refusal(folder, f"has a {name} that cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise _refusal(folder, f"has a {name} that cannot be read: it must be an object")
+    return content
 
 
 def _refusal(folder: Path, reason: str) -> ConfigError:

@@ -8,14 +8,12 @@ from shared.models import diffusion
 from shared.models.image_family import ImageFamily
 
 
-def find_image_family(pipeline: str) -> ImageFamily | None:
-    """Return the family of a pipeline class; None for an unsupported class."""
-    return next((family for family in list_image_families() if family.pipeline == pipeline), None)
-
-
 @cache
 def list_image_families() -> tuple[ImageFamily, ...]:
     """Return all families, by the names of their modules."""
     names = sorted(module.name for module in pkgutil.iter_modules(diffusion.__path__))
     modules = {name: importlib.import_module(f"{diffusion.__name__}.{name}") for name in names}
-    return tuple(module.FAMILY._replace(module=name) for name, module in modules.items())
+    return tuple(
+        module.FAMILY._replace(module=module.FAMILY.module or name)
+        for name, module in modules.items()
+    )

@@ -12,6 +12,8 @@ ORPHEUS_TOKEN = "<custom_token_{}>"
 ORPHEUS_VOICES = ("tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe")
 """Voices of the English models, the best one first."""
 ORPHEUS_PLACES, ORPHEUS_CODES = 7, 4096
+# 9.4 characters a second.
+ORPHEUS_CHARACTERS_PER_FRAME = 0.8
 # Numbers of custom tokens. The first ones mark the parts of a dialogue.
 START_OF_SPEECH, END_OF_SPEECH, START_OF_TURN, END_OF_TURN, START_OF_REPLY = 1, 2, 3, 4, 5
 FIRST_CODE = 10
@@ -32,6 +34,9 @@ class CodeTokens:
     """Tokens after a text."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end a speech; if empty, the folder names them."""
+    characters_per_frame: float | None = None
+    """Fewest characters of a frame, in slow speech. Longer texts than fit into a speech are spoken
+    in pieces; None for models that refuse them."""
     names_voice: bool = False
     """Whether the voice is a name before the text, as in `tara: Hello`. Otherwise it is the token
     `<|voice_NAME|>` after it."""
@@ -107,5 +112,6 @@ def _orpheus(token_id_of: Callable[[str], int | None]) -> CodeTokens:
         opening=find(custom(START_OF_TURN), "<|begin_of_text|>"),
         closing=find("<|eot_id|>", *after),
         end_token_ids=frozenset(find(custom(END_OF_SPEECH))),
+        characters_per_frame=ORPHEUS_CHARACTERS_PER_FRAME,
         names_voice=True,
     )

@@ -36,10 +36,10 @@ class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     steps: NumSteps | None = None
     """Denoising steps of each image; by default 24."""
     guidance: Guidance | None = None
-    """Scale of the classifier-free guidance; by default 2.5. 1 disables it, which halves the
-    work."""
+    """Scale of the classifier-free guidance; by default 2.5. 1, and for some models 0, disables it,
+    which halves the work."""
     negative_prompt: NegativePrompt | None = None
-    """Description of what the images must not show; only with a guidance other than 1."""
+    """Description of what the images must not show; only with guidance."""
     seed: Seed | None = None
     """Seed of the noise, together with the number of the image. By default the seed is derived from
     the request id, so that a resumed request continues as it began."""
@@ -79,8 +79,7 @@ def resolve_image(
 ) -> PaintParams:
     """Return the parameters of a request for a stage with these defaults and sizes.
 
-    Raises InvalidRequest for a size that the stage does not paint, and for a negative prompt
-    without effect.
+    Raises InvalidRequest for a size that the stage does not paint.
     """
     return resolve_params("image.", requested, defaults, sizes)
 
@@ -98,10 +97,5 @@ def resolve_params(
         raise InvalidRequest(
             f"{prefix}size: {params.size!r} is not available; available: {', '.join(sizes)}",
             field=f"{prefix}size",
-        )
-    if params.negative_prompt and params.guidance == 1.0:
-        raise InvalidRequest(
-            f"{prefix}negative_prompt: no effect with a guidance of 1; remove it or raise guidance",
-            field=f"{prefix}negative_prompt",
         )
     return params

@@ -151,6 +151,9 @@ class CodeChunk(Struct, frozen=True, tag=CODES, omit_defaults=True):
     """Codes of each frame, one for each codebook of the codec."""
     end_token: int | None = None
     """Number of tokens of the text that are spoken at the end of these frames, if it is known."""
+    end_character: int | None = None
+    """Number of characters of the text that are spoken at the end of these frames: only in the last
+    record of each piece of a long text, except the last piece."""
 
 
 class AudioChunk(Struct, frozen=True, tag=AUDIO, omit_defaults=True):

@@ -31,6 +31,8 @@ from shared.protocol.pipeline import (
 
 TALKER, CODE2WAV, DIT = "talker", "code2wav", "dit"
 ORPHEUS: Graph = "orpheus"
+ORPHEUS_CODEC = "hubertsiuzdak/snac_24khz"
+"""Name on the hub of the codec that Orpheus was trained with."""
 
 
 def graph_of_folder(folder: Path) -> Graph | None:

@@ -4,9 +4,13 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import get_args
 
+import msgspec
+
 from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
+from shared.helpers.validation import split_validation_error
 from shared.protocol.chunks import ChunkSpec
+from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import Modality
 from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.pipeline import (
@@ -22,7 +26,9 @@ from shared.protocol.pipeline import (
     StageSpec,
 )
 from shared.protocol.pipeline_faults import faults
+from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, stage_consumer
+from shared.protocol.videos import VideoParams
 from shared.stage import (
     edge_functions,  # noqa: F401 - registers the functions that edges name
     graphs,
@@ -31,6 +37,13 @@ from shared.stage import (
 RENDERER, ENCODER, PREFILL, ENGINE = "renderer", "encoder", "prefill", "engine"
 FORWARDERS = (RENDERER, PREFILL)
 """Roles that forward every task and write no output."""
+
+
+_PARAMS_OF_KIND: dict[str, type[msgspec.Struct]] = {
+    IMAGE_KIND: ImageParams,
+    VIDEO_KIND: VideoParams,
+}
+"""Types of the sampling parameters of stages, by the kind of their output."""
 
 
 def pipelines_of(config: Config) -> dict[str, Pipeline]:
@@ -86,7 +99,14 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
         naming = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
         chunks = (*_faults_of_chunks(pipeline), *_faults_of_sizes(pipeline))
         detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
-        general = (*faults(pipeline, roles), *chunks, *_faults_of_forwarders(pipeline), *detours)
+        defaults = _faults_of_defaults(pipeline)
+        general = (
+            *faults(pipeline, roles),
+            *defaults,
+            *chunks,
+            *_faults_of_forwarders(pipeline),
+            *detours,
+        )
         for fault in (*naming, *general):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
@@ -132,6 +152,17 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
                 f"stages.{stage.name}.inputs.{CODES}",
                 f"the output of {source.name!r} is of kind {source.output.kind!r}, not {CODES!r}",
             )
+
+
+def _faults_of_defaults(pipeline: Pipeline) -> Iterator[Fault]:
+    for stage in pipeline.stages:
+        kind = "" if stage.output is None else stage.output.kind
+        try:
+            params = _PARAMS_OF_KIND.get(kind, SamplingParams)
+            msgspec.convert(stage.sampling_defaults, params)
+        except msgspec.ValidationError as error:
+            reason, path = split_validation_error(error)
+            yield Fault(f"stages.{stage.name}.sampling_defaults.{path}".rstrip("."), reason)
 
 
 def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:
@@ -210,7 +241,7 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         name,
         role,
         changes.path or base.path,
-        changes.sampling_defaults or base.sampling_defaults,
+        base.sampling_defaults | changes.sampling_defaults,
         changes.replicas,
         changes.output or base.output,
         changes.chunks or chunks,

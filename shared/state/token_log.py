@@ -158,10 +158,15 @@ class LogWriter:
         await self._append(chunk)
 
     async def codes(
-        self, position: int, frames: list[list[int]], end_token: int | None = None
+        self,
+        position: int,
+        frames: list[list[int]],
+        end_token: int | None = None,
+        end_character: int | None = None,
     ) -> None:
         """Append codec frames. `position` is the index of the first frame in the speech."""
-        chunk = CodeChunk(self._next_index, self._attempt, position, frames, end_token)
+        index, attempt = self._next_index, self._attempt
+        chunk = CodeChunk(index, attempt, position, frames, end_token, end_character)
         await self._append(chunk)
 
     async def audio(

@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from huggingface_hub import constants
 from rich.filesize import decimal
 
+from ops.harness import qwen_images
 from shared.errors import ConfigError
 from shared.models.image_folder import read_image_folder
 from shared.stage.pipelines import pipeline_of
-from tests.generator.pipelines import qwen_image
+from tests import orpheus
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, find_models, write_config
@@ -113,7 +115,7 @@ def test_a_folder_of_diffusers_gets_a_stage_that_paints_and_its_parts_are_counte
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    qwen_image.write(tmp_path / "brush")
+    qwen_images.write(tmp_path / "brush")
     models = find_models([str(tmp_path / "brush")])
     file, lines = write_config(models, Wishes(dtype="bfloat16"))
     parts = read_image_folder(tmp_path / "brush").parts
@@ -139,7 +141,7 @@ def test_a_model_that_paints_and_one_with_text_share_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    qwen_image.write(tmp_path / "brush")
+    qwen_images.write(tmp_path / "brush")
     models = [LocalModel("demo", DEMO_MODEL), *find_models([str(tmp_path / "brush")])]
     file, lines = write_config(models, Wishes())
     assert [line.partition(":")[0] for line in lines[:2]] == ["brush", "demo"]
@@ -158,7 +160,7 @@ def test_a_model_that_paints_and_one_with_text_share_the_memory(
 def test_a_folder_of_diffusers_that_is_not_served_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    qwen_image.write(tmp_path / "brush")
+    qwen_images.write(tmp_path / "brush")
     index = tmp_path / "brush" / "model_index.json"
     (tmp_path / "brush" / "vae" / "config.json").rename(tmp_path / "vae.json")
     with pytest.raises(ConfigError, match=r"is incomplete, it lacks vae/config.json"):
@@ -166,7 +168,39 @@ def test_a_folder_of_diffusers_that_is_not_served_is_refused_before_anything_sta
     (report,) = check_folders([tmp_path / "brush"])
     assert (report.family, report.source) == ("qwen-image", "diffusers")
     assert report.reason == "lacks vae/config.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxPipeline"}))
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "KolorsPipeline"}))
     models = find_models([str(tmp_path / "brush")])
-    with pytest.raises(ConfigError, match=r"brush is refused: has the pipeline 'FluxPipeline'"):
+    with pytest.raises(ConfigError, match=r"brush is refused: has the pipeline 'KolorsPipeline'"):
         write_config(models, Wishes())
+
+
+def test_orpheus_speaks_with_the_codec_of_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    orpheus.write(tmp_path / "voice")
+    models = find_models([str(tmp_path / "voice")])
+    with pytest.raises(ConfigError) as refused:
+        write_config(models, Wishes())
+    assert "voice needs its codec: run `hf download hubertsiuzdak/snac_24khz`" in str(refused.value)
+    cached = tmp_path / "hub" / "models--hubertsiuzdak--snac_24khz"
+    codec = cached / "snapshots" / ("0" * 40)
+    codec.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    orpheus.write_snac(codec)
+    file, _ = write_config(models, Wishes())
+    config = load_config(file)
+    check_paths(config)
+    stage = pipeline_of(config.models["voice"]).stage("code2wav")
+    assert stage is not None
+    assert stage.path == str(codec)
+    file.write_text("models: {voice: {path: voice, graph: orpheus}}")
+    with pytest.raises(ConfigError) as refused:
+        check_paths(load_config(file))
+    assert refused.value.field == "models.voice.path"
+    (tmp_path / "pagemill.yaml").write_text("models: {voice: {path: voice}}")
+    with pytest.raises(ConfigError, match="Orpheus has its codec in another folder") as refused:
+        check_paths(load_config(tmp_path / "pagemill.yaml"))
+    assert refused.value.field == "models.voice.stages.code2wav.path"

@@ -16,7 +16,9 @@ import httpx2
 import pytest
 from huggingface_hub import constants
 
+from ops.harness import qwen_images
 from shared.errors import ConfigError, CorruptDownload, DiskFull, Unavailable
+from shared.models.image_folder import read_image_folder
 from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
 from tests.cli.hub_server import COMMIT, Faults, Hub, etag_of
@@ -577,3 +579,60 @@ def test_no_code_of_a_pulled_folder_is_run(hub: Hub, tmp_path: Path) -> None:
 def test_a_folder_of_an_unknown_user_is_refused() -> None:
     with pytest.raises(ConfigError, match="~no-such-user/model: the home directory is unknown"):
         find_local("~no-such-user/model")
+
+
+@pytest.fixture(scope="module")
+def brush(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of a model of diffusers, by their names."""
+    folder = tmp_path_factory.mktemp("brush")
+    qwen_images.write(folder)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def test_the_parts_of_a_model_of_diffusers_are_downloaded(
+    tmp_path: Path, brush: dict[str, bytes]
+) -> None:
+    others = {
+        "brush.safetensors": b"the same weights again",
+        "config.json": b"{}",
+        "transformer/diffusion_pytorch_model.fp16.safetensors": b"another form",
+        "transformer/model.py": b"raise SystemExit('code of a model was run')",
+        "text_encoder/pytorch_model.bin": b"pickled",
+        "onnx/vae/config.json": b"{}",
+        "../vae/config.json": b"{}",
+    }
+    unused = {"README.md"} & brush.keys()
+    with Hub({"org/brush": brush | others}) as hub:
+        done = run(hub, tmp_path, "pull", "org/brush")
+    assert done.returncode == 0, done.stderr
+    pulled = snapshot(tmp_path, "brush")
+    files = {str(file.relative_to(pulled)) for file in pulled.rglob("*") if file.is_file()}
+    assert files == brush.keys() - unused
+    assert len([name for name in files if name.startswith("transformer/diffusion")]) > 2
+    assert read_image_folder(pulled).parts.keys() == {"text_encoder", "transformer", "vae"}
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "reason"),
+    [
+        ("model_index.json", "_class_name", "OtherPipeline", "'OtherPipeline', which is not"),
+        ("vae/config.json", "_class_name", "OtherVAE", "a vae of class 'OtherVAE'"),
+        (
+            "transformer/config.json",
+            "quantization_config",
+            {"quant_method": "bitsandbytes"},
+            "bitsandbytes",
+        ),
+    ],
+)
+def test_weights_of_a_model_of_diffusers_that_is_not_served_are_not_downloaded(
+    tmp_path: Path, brush: dict[str, bytes], file: str, key: str, value: object, reason: str
+) -> None:
+    changed = json.dumps(json.loads(brush[file]) | {key: value}).encode()
+    with Hub({"org/brush": brush | {file: changed}}) as hub:
+        done = run(hub, tmp_path, "pull", "org/brush")
+        assert not hub.downloads(".safetensors")
+    assert done.returncode == 1
+    assert "weights were not downloaded" in done.stderr
+    assert reason in done.stderr

@@ -21,6 +21,7 @@ from shared.protocol import subjects
 from shared.protocol.records import AudioChunk, CodeChunk, Failure, Finish, OutputEnd
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import seed_of
+from shared.state.log_records import decode_record
 from tests import orpheus
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.orpheus import PlainOrpheus
@@ -28,7 +29,7 @@ from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
 from workers.engine.runner import ModelRunner
 
-MAX_TOKENS = 150
+MAX_TOKENS = 175
 CONFIG = f"""
 models:
   orpheus:
@@ -49,6 +50,8 @@ WORKERS = {
     "gateway": ["gateway"],
 }
 TEXT, SHORT = "three red circles", "Hello"
+PIECES = ("Four cats.", "Two blue ones,", "three red circles")
+"""Each piece of the long text ends before its limit of 25 frames, and so 20 characters."""
 STEP_S = 0.02
 """Minimum time of a step, so that a worker can be killed in the middle of a speech."""
 
@@ -74,6 +77,13 @@ def plain(processes: Processes) -> PlainOrpheus:
 
 async def num_records(bus: Bus, request_id: str, output: str) -> int:
     return len(await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, output)))
+
+
+async def is_in_second_piece(bus: Bus, request_id: str) -> bool:
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, "codes"))
+    chunks = [decode_record(message.data) for message in stored]
+    ends = [isinstance(c, CodeChunk) and c.end_character is not None for c in chunks]
+    return True in ends and ends.index(True) + 1 < len(ends)
 
 
 async def has(bus: Bus, request_id: str, output: str, number: int) -> bool:
@@ -111,12 +121,12 @@ async def test_the_sound_over_http_is_that_of_the_reference(
     await until_nothing_is_left(bus)
 
 
-async def test_both_workers_are_killed_in_the_middle_of_a_speech(
+async def test_both_workers_are_killed_in_the_middle_of_a_long_text(
     processes: Processes, bus: Bus, plain: PlainOrpheus
 ) -> None:
     request = GenerateRequest(
         "orpheus",
-        given_text=SHORT,
+        given_text=" ".join(PIECES),
         outputs=["audio"],
         voice="leo",
     )
@@ -128,20 +138,26 @@ async def test_both_workers_are_killed_in_the_middle_of_a_speech(
         return [record async for record in client.ask(bus, request, "killed")]
 
     speaking = asyncio.gather(own(), output("codes"), output("audio"))
-    await until(partial(has, bus, "killed", "codes", 2))
+    await until(partial(is_in_second_piece, bus, "killed"))
     processes.kill("talker")
     await until(partial(has, bus, "killed", "audio", 2))
     processes.kill("code2wav")
     records, codes, audio = await speaking
     assert isinstance(records[-1], Finish), records[-1]
-    tokens, reason = plain.speak(SHORT, MAX_TOKENS, "leo")
+    spoken = [plain.speak(piece, MAX_TOKENS, "leo") for piece in PIECES]
+    assert [reason for _, reason in spoken] == ["stop"] * 3
     chunks = [record for record in codes if isinstance(record, CodeChunk)]
     frames = [frame for chunk in chunks for frame in chunk.frames]
-    assert frames == plain.frames(tokens)
+    assert frames == [frame for tokens, _ in spoken for frame in plain.frames(tokens)]
+    ends = [chunk.end_character for chunk in chunks if chunk.end_character is not None]
+    assert ends == [11, 26]
     assert len({chunk.attempt for chunk in chunks}) > 1
     end = codes[-1]
     assert isinstance(end, OutputEnd)
-    assert (end.summary.units, end.summary.finish_reason) == ({"frames": len(frames)}, reason)
+    assert (end.summary.units, end.summary.finish_reason) == ({"frames": len(frames)}, "stop")
+    assert end.summary.usage is not None
+    prompts = [plain.prompt(piece, "leo") for piece in PIECES]
+    assert end.summary.usage.prompt_tokens == sum(map(len, prompts))
     pieces = [record for record in audio if isinstance(record, AudioChunk)]
     pcm = b"".join(base64.b64decode(piece.pcm) for piece in pieces)
     assert np.array_equal(np.frombuffer(pcm, "<i2"), plain.sound(frames, seed_of(None, "killed")))

@@ -19,6 +19,7 @@ import pytest
 from openai import AsyncOpenAI
 from PIL import Image
 
+from ops.harness import qwen_images
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -63,7 +64,7 @@ def register_roles() -> None:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("qwen-image")
     (folder / "pagemill.yaml").write_text(CONFIG)
-    qwen_image.write(folder / "qwen-image")
+    qwen_images.write(folder / "qwen-image")
     with running(folder, WORKERS, __name__) as started:
         yield started
 
@@ -171,6 +172,11 @@ async def test_requests_of_other_steps_texts_and_guidance_share_batches(api: Asy
         ({"prompt": "a" * 1100}, "prompt", "over the model's limit of 1024"),
         ({"negative_prompt": "a" * 1100}, "negative_prompt", "over the model's limit of 1024"),
         ({"cfg_scale": 0.5}, "cfg_scale", "cfg_scale: 0.5 is less than 1, with which this model"),
+        (
+            {"cfg_scale": 1, "negative_prompt": "x"},
+            "negative_prompt",
+            "with a guidance of 1; remove",
+        ),
         ({"cfg_scale": 2, "guidance_scale": 3}, "cfg_scale", "2.0 contradicts guidance_scale, 3.0"),
         ({"num_inference_steps": 0}, "num_inference_steps", ">= 1"),
         ({"cfg_scale": 51}, "cfg_scale", "<= 50"),

@@ -64,7 +64,12 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert "red" in answer["choices"][0]["message"]["content"].lower(), answer
         rows = map(json.loads, run("models", "--json", "--nats", nats).splitlines())
-        assert {row["name"]: row["state"] for row in rows} == {"demo": "configured", NAME: "served"}
+        assert {row["name"]: row["state"] for row in rows} == {NAME: "served"}
+        # Commands in this folder know the model.
+        said = run("ask", "What color is this image?", "--image", str(RED), "--nats", nats)
+        assert "red" in said.lower()
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0, errors.read_text()
+    rows = map(json.loads, run("models", "--json").splitlines())
+    assert {row["name"]: row["state"] for row in rows} == {"demo": "configured", NAME: "here"}

@@ -186,7 +186,6 @@ async def test_a_video_that_fails_has_its_error(api: AsyncOpenAI) -> None:
         ({"seconds": "4", "frames": 5}, "frames", "5 contradicts seconds, which are 65 frames"),
         ({"seconds": "long"}, "seconds", "matching regex"),
         ({"fps": 61}, "fps", "<= 60"),
-        ({"guidance": 1, "negative_prompt": "x"}, "negative_prompt", "no effect with a guidance"),
         ({"input_reference": {"image_url": "x"}}, "input_reference", "not supported"),
         ({"prompt": ""}, "prompt", ">= 1"),
         ({"timeout_s": 5000}, "timeout_s", "over the limit of 3000"),

@@ -309,11 +309,6 @@ def test_images_are_painted_as_asked_and_else_as_the_stage_is_configured() -> No
         ({"image": {"steps": 201}}, "image.steps", "<= 200"),
         ({"image": {"guidance": -1}}, "image.guidance", ">= 0"),
         ({"image": {"style": "vivid"}}, "image.style", "unknown field"),
-        (
-            {"image": {"guidance": 1, "negative_prompt": "red"}},
-            "image.negative_prompt",
-            "no effect with a guidance of 1",
-        ),
         ({"prompt": " "}, "prompt", "a text"),
         ({"sampling_params": {"seed": 1}}, "sampling_params", "no tokens"),
         ({"model": "demo", "image": {}}, "image", "these outputs have no images"),
@@ -353,11 +348,6 @@ def test_a_video_is_made_as_asked_and_else_as_the_model_was_trained() -> None:
         ({"video": {"frames": 165}}, "video.frames", "over the model's limit of 161"),
         ({"video": {"fps": 0}}, "video.fps", ">= 1"),
         ({"video": {"n": 2}}, "video.n", "unknown field"),
-        (
-            {"video": {"guidance": 1, "negative_prompt": "red"}},
-            "video.negative_prompt",
-            "no effect with a guidance of 1",
-        ),
         ({"prompt": " "}, "prompt", "a video needs a prompt with a text"),
         ({"sampling_params": {"seed": 1}}, "sampling_params", "a video has no tokens"),
         ({"image": {}}, "image", "these outputs have no images"),

@@ -39,9 +39,9 @@ from tests.support.waiting import until
 from tests.tasks import engine_task
 from workers.engine import worker as engine_worker
 from workers.engine.code_lead import CodeLead
-from workers.engine.core.sequence import EngineRequest, ReceivedKV, RequestOutput, SpokenTokens
+from workers.engine.core.sequence import EngineRequest, ReceivedKV, RequestOutput
 from workers.engine.open_request import RecordPacer
-from workers.engine.stage_output import TextOutput
+from workers.engine.stage_output import Rendered, TextOutput
 from workers.gateway.http.errors import status_of
 
 JSON = StructuredOutputs(json_object=True)
@@ -125,12 +125,12 @@ class SlowOutput(TextOutput):
         self.go_on = asyncio.Event()
 
     async def append(
-        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+        self, log: LogWriter, outputs: list[RequestOutput], rendered: Rendered
     ) -> bool:
         if outputs[0].request_id.startswith("batch"):
             self.num_begun += 1
             await self.go_on.wait()
-        return await super().append(log, outputs, spoken)
+        return await super().append(log, outputs, rendered)
 
 
 async def test_an_interactive_answer_does_not_wait_for_records_of_the_batch_lane(bus: Bus) -> None:

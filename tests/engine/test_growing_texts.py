@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import pytest
 
@@ -11,7 +11,7 @@ from shared.client import follow
 from shared.errors import LogTruncated, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.messages import decode_attempt
-from shared.protocol.records import Failure, Finish, TokenChunk
+from shared.protocol.records import AnyRecord, Failure, Finish, TokenChunk
 from shared.protocol.task_messages import EngineBody, Task
 from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
@@ -34,7 +34,9 @@ class Typist(TextOutput):
         self.typed: asyncio.Queue[int | Exception | None] = asyncio.Queue()
         self.num_readers = 0
 
-    async def render(self, task: Task[EngineBody], progress: Progress) -> Rendered:
+    async def render(
+        self, task: Task[EngineBody], records: Sequence[AnyRecord], progress: Progress
+    ) -> Rendered:
         return Rendered(task, self.spoken_text(0), growth=self.growth())
 
     def spoken_text(self, number: int | None) -> SpokenText:

@@ -1,5 +1,6 @@
 """Orpheus on the engine: prompts and codes are those of transformers, also of resumed speeches."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -8,6 +9,7 @@ import pytest
 from shared.config.schema import Config, EngineConfig, ModelConfig
 from shared.errors import ContextTooLong
 from shared.protocol.pipeline import Pipeline
+from shared.protocol.records import AnyRecord, CodeChunk
 from shared.protocol.task_messages import SpeechBody, Task, TaskHeader
 from shared.stage.graphs import graph_of_folder
 from shared.stage.pipelines import check_pipelines, pipeline_of
@@ -18,9 +20,11 @@ from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice
 from workers.engine.loader import load
 from workers.engine.main import build_core
+from workers.engine.stage_output import Rendered
 
-MAX_TOKENS = 150
-TEXTS = ["three red circles", "Hello", "How are you today?"]
+MAX_TOKENS = 175
+# The first two fill a piece of 20 characters.
+TEXTS = ["three red circles ok", "How are you today? A", "Hello"]
 
 
 class Speaker(NamedTuple):
@@ -28,12 +32,16 @@ class Speaker(NamedTuple):
     core: EngineCore
     plain: PlainOrpheus
 
-    async def prompt(self, text: str, voice: str) -> list[int]:
+    async def render(self, text: str, voice: str, records: list[AnyRecord]) -> Rendered:
         async def progress() -> None:
             return
 
         header = TaskHeader("r", "m", "interactive", voice=voice)
-        rendered = await self.output.render(Task(header, SpeechBody(text)), progress)
+        return await self.output.render(Task(header, SpeechBody(text)), records, progress)
+
+    async def prompt(self, text: str, voice: str) -> list[int]:
+        rendered = await self.render(text, voice, [])
+        assert rendered.piece.is_last
         return rendered.task.body.prompt_token_ids
 
     def run(self, prompts: dict[str, list[int]], **more: Any) -> dict[str, list[int]]:
@@ -98,9 +106,31 @@ async def test_a_speech_continues_after_any_of_its_frames(speaker: Speaker) -> N
         assert rest == tokens[7 * num_frames :]
 
 
-async def test_a_text_that_is_too_long_is_refused(speaker: Speaker) -> None:
-    with pytest.raises(ContextTooLong, match="the text has 406 tokens") as refused:
-        await speaker.prompt("a" * 400, "tara")
+async def test_a_long_text_is_spoken_in_pieces(speaker: Speaker) -> None:
+    records: list[AnyRecord] = []
+    pieces = ["One red circle. ", "Two blue squares, ", "and more"]
+    for number, piece in enumerate(pieces):
+        rendered = await speaker.render("".join(pieces), "tara", records)
+        assert rendered.task.body.prompt_token_ids == speaker.plain.prompt(piece.strip(), "tara")
+        assert rendered.piece.is_last == (number == 2)
+        assert speaker.output.logged(records, 1) in ([], [LoggedChoice([], finished=False)])
+        position = rendered.piece.first_frame
+        assert position == 4 * number
+        records += [
+            CodeChunk(2 * number, 1, position, [[1] * 7] * 3),
+            CodeChunk(2 * number + 1, 1, position + 3, [[2] * 7], None, rendered.piece.end),
+        ]
+        all_prompts = [speaker.plain.prompt(each.strip(), "tara") for each in pieces]
+        assert rendered.num_prompt_tokens == sum(map(len, all_prompts))
+    unfinished = [*records[:3]]
+    tokens = speaker.output.codes.tokens_of([[1] * 7] * 3)
+    assert speaker.output.logged(unfinished, 1) == [LoggedChoice(tokens, finished=False)]
+
+
+async def test_a_text_that_the_context_has_no_room_for_is_refused(speaker: Speaker) -> None:
+    small = replace(speaker.output, max_prompt_tokens=30)
+    with pytest.raises(ContextTooLong, match="the text has 26 tokens") as refused:
+        await speaker._replace(output=small).prompt("a" * 20, "tara")
     assert refused.value.field == "given_text"
 
 

@@ -22,16 +22,11 @@ from shared.protocol.records import (
 )
 from shared.protocol.task_messages import SpeechBody, Task, TaskHeader
 from workers.engine import code_output as code_outputs
-from workers.engine.code_output import (
-    CodeOutput,
-    TalkerOutput,
-    _Answer,
-    awaited_frames,
-    stage_output,
-)
+from workers.engine.code_output import CodeOutput, TalkerOutput, _Answer, stage_output
 from workers.engine.core.sequence import FrameDelta, LoggedChoice, RequestOutput, SpokenText
+from workers.engine.core.speech_pieces import Piece
 from workers.engine.loader import LoadedModel
-from workers.engine.stage_output import TextOutput
+from workers.engine.stage_output import Rendered, TextOutput
 from workers.generator.core.schedule import window_at
 
 VOICE = {"<|voice_alloy|>": [95]}
@@ -59,6 +54,9 @@ TALKER = StageSpec(
 class _Tokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return VOICE.get(text, [1, 2])
+
+
+RENDERED = Rendered(cast(Any, None))
 
 
 def loaded(**changes: Any) -> LoadedModel:
@@ -117,10 +115,18 @@ class _Log:
         self.codes_of: dict[int, list[list[int]]] = {}
 
         self.end_tokens: list[int | None] = []
+        self.end_characters: list[int | None] = []
 
-    async def codes(self, position: int, frames: list[list[int]], end_token: int | None) -> None:
+    async def codes(
+        self,
+        position: int,
+        frames: list[list[int]],
+        end_token: int | None,
+        end_character: int | None,
+    ) -> None:
         self.codes_of[position] = frames
         self.end_tokens.append(end_token)
+        self.end_characters.append(end_character)
 
 
 def step(position: int, token_ids: list[int], **end: Any) -> RequestOutput:
@@ -130,9 +136,9 @@ def step(position: int, token_ids: list[int], **end: Any) -> RequestOutput:
 async def test_the_tokens_of_several_steps_are_one_record_and_the_end_is_no_frame() -> None:
     output, log = code_output(), _Log()
     steps = [step(3, [80]), step(4, [89]), step(5, [96], finish_reason="stop")]
-    assert await output.append(cast(Any, log), steps)
+    assert await output.append(cast(Any, log), steps, RENDERED)
     assert log.codes_of == {3: [[0], [9]]}
-    assert await output.append(cast(Any, log), steps[-1:])
+    assert await output.append(cast(Any, log), steps[-1:], RENDERED)
     assert log.codes_of == {3: [[0], [9]]}
 
 
@@ -150,35 +156,37 @@ async def test_records_say_how_much_of_the_text_is_spoken() -> None:
     assert [spoken(n) for n in (0, 7, 8, 17, 18, 27, 28, 99)] == [0, 0, 1, 1, 2, 2, 4, 4]
     assert code_output()._spoken_of(_Answer("", [], [(4, 1)])) is None
     log = _Log()
-    await output.append(cast(Any, log), [step(6, [80, 81])], spoken)
-    await output.append(cast(Any, log), [step(8, [80])])
+    await output.append(cast(Any, log), [step(6, [80, 81])], RENDERED._replace(spoken=spoken))
+    await output.append(cast(Any, log), [step(8, [80])], RENDERED)
     assert log.end_tokens == [1, None]
 
 
 def test_the_codes_of_a_whole_chunk_are_awaited() -> None:
     spec = ChunkSpec(first=(3, 5), size=8, right=2)
-    output = replace(code_output(), awaited=awaited_frames([spec], 40))
-    awaited = [n + 1 for n in range(40) if output.is_awaited(step(n, [80]), is_first=n == 0)]
+    output = replace(code_output(), chunks=[spec])
+    awaited = [
+        n + 1 for n in range(40) if output.is_awaited(step(n, [80]), RENDERED, is_first=n == 0)
+    ]
     assert awaited == [5, 10, 18, 26, 34]
     # These are the numbers of frames with which the vocoder has a further chunk.
     starts = [0, 3, 8, 16, 24]
     for number, start in zip(awaited, starts, strict=True):
         assert window_at(spec, start, number - 1, is_complete=False) is None
         assert window_at(spec, start, number, is_complete=False) is not None
-    assert output.is_awaited(step(8, [80, 81, 82]), is_first=False)
-    assert not output.is_awaited(step(10, [80, 81, 82]), is_first=False)
-    assert not code_output().is_awaited(step(4, [80]), is_first=False)
+    assert output.is_awaited(step(8, [80, 81, 82]), RENDERED, is_first=False)
+    assert not output.is_awaited(step(10, [80, 81, 82]), RENDERED, is_first=False)
+    assert not code_output().is_awaited(step(4, [80]), RENDERED, is_first=False)
 
 
 def test_the_first_tokens_of_a_text_are_awaited() -> None:
-    assert TextOutput().is_awaited(step(4, [80]), is_first=True)
-    assert not TextOutput().is_awaited(step(5, [80]), is_first=False)
+    assert TextOutput().is_awaited(step(4, [80]), RENDERED, is_first=True)
+    assert not TextOutput().is_awaited(step(5, [80]), RENDERED, is_first=False)
 
 
 @pytest.mark.parametrize(("reason", "num_frames"), [("stop", 5), ("length", 6)])
 def test_the_summary_counts_frames(reason: Any, num_frames: int) -> None:
     last = replace(step(5, [96], finish_reason=reason), usage=Usage(3, 6), kv_blocks=2)
-    assert code_output().summary(last) == OutputSummary(
+    assert code_output().summary(last, RENDERED) == OutputSummary(
         usage=Usage(3, num_frames),
         kv_blocks=2,
         units={"frames": num_frames},
@@ -192,6 +200,25 @@ def test_logged_frames_are_the_tokens_that_were_sampled() -> None:
     records = [CodeChunk(0, 1, 0, [[0], [9]]), CodeChunk(1, 1, 2, [[3]])]
     assert output.logged(records, 1) == [LoggedChoice([80, 89, 83], finished=False)]
     assert output.logged([*records, OutputEnd(2, 1, OutputSummary())], 1)
+
+
+async def test_the_last_record_of_a_piece_says_where_the_piece_ends() -> None:
+    output, log = code_output(), _Log()
+    rendered = RENDERED._replace(piece=Piece(1, 30, False, 7), num_prompt_tokens=50)
+    last = replace(step(3, [80, 96], finish_reason="stop"), usage=Usage(3, 5))
+    assert await output.append(cast(Any, log), [step(2, [89])], rendered)
+    assert await output.append(cast(Any, log), [last], rendered)
+    only_end = replace(step(4, [96], finish_reason="stop"), usage=Usage(3, 5))
+    assert await output.append(cast(Any, log), [only_end], rendered)
+    assert log.codes_of == {9: [[9]], 10: [[0]], 11: []}
+    assert log.end_characters == [None, 30, 30]
+    assert output.num_frames(last, rendered) == 12
+    # A piece that has reached its limit is not whole, so no further one is spoken.
+    cut = replace(step(3, [80], finish_reason="length"), usage=Usage(3, 4))
+    await output.append(cast(Any, log), [cut], rendered)
+    await output.append(cast(Any, log), [last], rendered._replace(piece=Piece(2, 40, True, 7)))
+    assert log.end_characters[3:] == [None, None]
+    assert output.summary(last, rendered).usage == Usage(50, 11)
 
 
 # -- the talkers of omni models -------------------------------------------------------------------
@@ -244,7 +271,7 @@ async def test_the_items_of_a_prompt_belong_to_the_speech() -> None:
     items = [MultiModalKwargsItem("image", "a", PlaceholderRange(1, 1))]
     body = SpeechBody(prompt_token_ids=[1, 7, 2], items=items)
     task = Task(TaskHeader("r", "omni", "interactive"), body)
-    rendered = await talker_output().render(task, progress)
+    rendered = await talker_output().render(task, [], progress)
     assert rendered.task.body.items == items
 
 
@@ -264,7 +291,7 @@ async def test_a_talker_speaks_each_token_that_has_a_successor(
 
     monkeypatch.setattr(code_outputs, "follow_text", follow_text)
     task = Task(TaskHeader("r", "omni", "interactive"), SpeechBody(prompt_token_ids=[1, 2, 3]))
-    rendered = await talker_output().render(task, progress)
+    rendered = await talker_output().render(task, [], progress)
     assert rendered.speech == SpokenText([1, 2, 3], [], None, 2)
     assert rendered.growth is not None
     assert rendered.spoken is not None
@@ -293,7 +320,7 @@ async def test_frames_have_the_codes_of_all_codebooks() -> None:
         return RequestOutput("r", [delta])
 
     steps = [frame(3, 80, 1, 2, 3), frame(4, 89, 4, 5, 6), frame(5, 96, 0, 0, 0)]
-    assert await output.append(cast(Any, log), steps)
+    assert await output.append(cast(Any, log), steps, RENDERED)
     assert log.codes_of == {3: [[80, 1, 2, 3], [89, 4, 5, 6]]}
     records = [CodeChunk(0, 1, 0, [[80, 1, 2, 3]]), CodeChunk(1, 1, 1, [[89, 4, 5, 6]])]
     residuals = [[1, 2, 3], [4, 5, 6]]

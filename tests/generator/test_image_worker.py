@@ -291,3 +291,33 @@ async def test_a_text_that_the_painter_does_not_read_is_refused(
     assert isinstance(final, Failure)
     assert (final.error.code, final.error.field) == ("context_length_exceeded", field)
     assert final.error.message.endswith("over the painter's limit of 12")
+
+
+class DistilledPainter(WatchedPainter):
+    """A painter without guidance and negative prompts."""
+
+    empty_negative = None
+    no_guidance = 0.0
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (PaintParams("16x16", guidance=2.0), "image.guidance"),
+        (PaintParams("16x16", guidance=0.0, negative_prompt="red"), "image.negative_prompt"),
+    ],
+)
+async def test_what_has_no_effect_in_a_model_is_refused(
+    bus: Bus, model: str, params: PaintParams, field: str
+) -> None:
+    painter = DistilledPainter()
+    async with serving(bus, model, painter):
+        refused = await publish_request(bus, model, "red", params)
+        params = PaintParams("16x16", steps=2, guidance=0.0)
+        painted = await publish_request(bus, model, "red", params)
+        await settled(bus, refused)
+        await settled(bus, painted)
+        assert len(await images_of(bus, painted)) == 1
+    (final,) = await read_log(bus, refused.request_id)
+    assert isinstance(final, Failure)
+    assert (final.error.code, final.error.field) == ("invalid_request", field)

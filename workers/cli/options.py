@@ -15,7 +15,8 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(
         name=["--config", "-c"],
-        help="Configuration file; by default ./pagemill.yaml, or else the embedded default.",
+        help="Configuration file; by default ./pagemill.yaml, or else the settings of a running"
+        " `pagemill up MODEL` in this folder, or else the embedded default.",
     ),
 ]
 NatsUrl = Annotated[
@@ -74,8 +75,12 @@ def check_role(_: object, name: str | None) -> None:
 
 
 def load(config: Path | None) -> Config:
-    """Load a configuration file, by default the one of this folder. Raises ConfigError."""
-    return settings.load_config(settings.find_config_file(config))
+    """Load a configuration, by default of this folder or its `pagemill up MODEL`.
+
+    Raises ConfigError.
+    """
+    file = settings.find_config_file(config) or settings.find_running_file()
+    return settings.load_config(file)
 
 
 def find_login(config: Path | None, nats: str | None) -> Login:

@@ -16,7 +16,6 @@ from shared.protocol.records import AnyRecord, AudioChunk, CodeChunk
 from shared.protocol.task_messages import TaskHeader
 from shared.stage.worker_loop import Requeue
 from shared.state.token_log import last_of_output
-from workers.engine.core.sequence import RequestOutput
 from workers.engine.open_request import NotBegun
 from workers.engine.stage_output import Progress
 
@@ -33,9 +32,8 @@ class CodeLead:
     _followers: Mapping[str, ChunkSpec] = field(default_factory=dict)
     """Output of each following stage, and the chunks in which the stage reads the codes."""
 
-    async def is_too_long(self, bus: Bus, header: TaskHeader, last: RequestOutput) -> bool:
-        """Whether the speech is too far ahead after a step; the step's frames are in its log."""
-        num_frames = max((d.position + len(d.token_ids) for d in last.choices), default=0)
+    async def is_too_long(self, bus: Bus, header: TaskHeader, num_frames: int) -> bool:
+        """Whether the speech is too far ahead with this number of frames in its log."""
         return await self._exceeds(bus, header, num_frames)
 
     async def wait(

@@ -25,6 +25,7 @@ from workers.engine.core.sequence import (
     SpokenText,
     SpokenTokens,
 )
+from workers.engine.core.speech_pieces import Piece, frames_of_piece, has_next_piece, next_piece
 from workers.engine.log_records import merge_deltas
 from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 
@@ -58,23 +59,39 @@ class CodeOutput:
     voices: dict[str, int]
     """Token id of each voice, which comes last in the prompt; empty for a model that reads the
     names of voices."""
-    awaited: frozenset[int] = frozenset()
-    """Numbers of frames that complete a chunk of a following stage."""
+    chunks: Sequence[ChunkSpec] = ()
+    """Chunks of the following stages."""
     frames_per_character: float | None = None
     """Value from the stage's specification."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
 
-    async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
+    async def render(
+        self, task: Task[SpeechBody], records: Sequence[AnyRecord], progress: Progress
+    ) -> Rendered:
         """Raises RequestEnded, and ContextTooLong for a text that is too long."""
         header, text, spoken = task.header, task.body.text, None
         if text is None:
             answer = await _whole_answer(self.bus, header, progress)
             text, spoken = answer.text, self._spoken_of(answer)
-        prompt = EngineBody(await self._prompt_of(text, task), [])
+        pieces, piece = next_piece(text, self._max_characters, records)
+        prompts = [await self._prompt_of(each.strip() or each, task) for each in pieces]
         own = replace(header, sampling=self.sampling, adapter=None)
-        return Rendered(Task(own, prompt), spoken=spoken)
+        return Rendered(
+            Task(own, EngineBody(prompts[piece.number], [])),
+            spoken=spoken,
+            piece=piece,
+            num_prompt_tokens=sum(map(len, prompts)),
+        )
+
+    @property
+    def _max_characters(self) -> int | None:
+        """Length of the longest text that a speech has room for, even if it is slow."""
+        each, max_tokens = self.codes.characters_per_frame, self.sampling.max_tokens
+        if each is None or max_tokens is None:
+            return None
+        return max(1, int(each * (max_tokens // self.codes.num_places)))
 
     async def _prompt_of(self, text: str, task: Task[SpeechBody]) -> list[int]:
         """Return the prompt of a text. Raises ContextTooLong."""
@@ -99,26 +116,32 @@ class CodeOutput:
     def logged(self, records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
         if not records:
             return []
-        frames = [f for record in records if isinstance(record, CodeChunk) for f in record.frames]
-        return [LoggedChoice(self.codes.tokens_of(frames), finished=False)]
+        tokens = self.codes.tokens_of(frames_of_piece(records))
+        return [LoggedChoice(tokens, finished=False)]
 
     @property
     def record_tokens(self) -> int:
         return self.codes.num_places
 
-    def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
-        return _is_awaited(output, self.awaited, self.codes.num_places)
+    def is_awaited(self, output: RequestOutput, rendered: Rendered, *, is_first: bool) -> bool:
+        return _is_awaited(output, self.chunks, rendered.piece, self.codes.num_places)
 
     async def append(
-        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+        self, log: LogWriter, outputs: list[RequestOutput], rendered: Rendered
     ) -> bool:
         for delta in merge_deltas(outputs):
             frames = self.codes.frames_of(delta.token_ids)
-            await _append_frames(log, delta.position // self.codes.num_places, frames, spoken)
+            position = rendered.piece.first_frame + delta.position // self.codes.num_places
+            is_end = has_next_piece(outputs[-1], rendered.piece)
+            end = rendered.piece.end if is_end else None
+            await _append_frames(log, position, frames, rendered.spoken, end)
         return any(output.choices for output in outputs)
 
-    def summary(self, last: RequestOutput) -> OutputSummary:
-        return _summary_of(last, self.codes.num_places)
+    def num_frames(self, last: RequestOutput, rendered: Rendered) -> int:
+        return _num_frames(last, rendered.piece, self.codes.num_places)
+
+    def summary(self, last: RequestOutput, rendered: Rendered) -> OutputSummary:
+        return _summary_of(last, rendered, self.codes.num_places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +154,16 @@ class TalkerOutput:
     """Sampling parameters of the stage, for all requests. They allow only codes and end tokens."""
     max_prompt_tokens: int
     talker: "Talker"
-    awaited: frozenset[int] = frozenset()
-    """Numbers of frames that complete a chunk of a following stage."""
+    chunks: Sequence[ChunkSpec] = ()
+    """Chunks of the following stages."""
     body: ClassVar[type[TaskBody]] = SpeechBody
     is_answer: ClassVar[bool] = False
     appends_per_s: ClassVar[float] = CODE_APPENDS_PER_S
     record_tokens: ClassVar[int] = 1
 
-    async def render(self, task: Task[SpeechBody], progress: Progress) -> Rendered:
+    async def render(
+        self, task: Task[SpeechBody], records: Sequence[AnyRecord], progress: Progress
+    ) -> Rendered:
         """Raises RequestEnded, ContextTooLong for an answer that is too long, and InvalidRequest
         for a prompt without an assistant turn."""
         header, prompt = task.header, task.body.prompt_token_ids
@@ -179,11 +204,11 @@ class TalkerOutput:
         residuals = [frame[1:] for frame in frames if len(frame) > 1]
         return [LoggedChoice(codes, finished=False, residuals=residuals)]
 
-    def is_awaited(self, output: RequestOutput, *, is_first: bool) -> bool:
-        return _is_awaited(output, self.awaited)
+    def is_awaited(self, output: RequestOutput, rendered: Rendered, *, is_first: bool) -> bool:
+        return _is_awaited(output, self.chunks, rendered.piece)
 
     async def append(
-        self, log: LogWriter, outputs: list[RequestOutput], spoken: SpokenTokens | None = None
+        self, log: LogWriter, outputs: list[RequestOutput], rendered: Rendered
     ) -> bool:
         deltas = [delta for output in outputs for delta in output.choices]
         codes, frames = self.talker.codes, []
@@ -192,11 +217,14 @@ class TalkerOutput:
             pairs = zip(delta.token_ids, delta.residuals, strict=True)
             frames += [[codes.index(code), *rest] for code, rest in pairs if code in codes]
         if deltas:
-            await _append_frames(log, deltas[0].position, frames, spoken)
+            await _append_frames(log, deltas[0].position, frames, rendered.spoken)
         return bool(deltas)
 
-    def summary(self, last: RequestOutput) -> OutputSummary:
-        return _summary_of(last)
+    def num_frames(self, last: RequestOutput, rendered: Rendered) -> int:
+        return _num_frames(last, rendered.piece)
+
+    def summary(self, last: RequestOutput, rendered: Rendered) -> OutputSummary:
+        return _summary_of(last, rendered)
 
 
 def stage_output(
@@ -236,8 +264,7 @@ def stage_output(
     if loaded.talker is not None:
         _check_voices(stage.voices, loaded.talker, key)
         room = loaded.max_model_len - max_tokens
-        awaited = awaited_frames(chunks, max_tokens)
-        return TalkerOutput(bus, stage.name, spoken, room, loaded.talker, awaited)
+        return TalkerOutput(bus, stage.name, spoken, room, loaded.talker, chunks)
     return CodeOutput(
         bus,
         stage.name,
@@ -248,15 +275,9 @@ def stage_output(
         {}
         if codes.names_voice
         else {voice: _token_of(voice, loaded, f"{key}.voices") for voice in stage.voices},
-        awaited_frames(chunks, max_tokens),
+        chunks,
         stage.frames_per_character,
     )
-
-
-def awaited_frames(chunks: Sequence[ChunkSpec], max_frames: int) -> frozenset[int]:
-    """Return the numbers of frames that complete a chunk of a following stage."""
-    numbers = range(1, max_frames + 1)
-    return frozenset(n for n in numbers if any(spec.completes(n) for spec in chunks))
 
 
 def _token_of(voice: str, loaded: "LoadedModel", key: str) -> int:
@@ -283,31 +304,46 @@ def _check_len(num_tokens: int, limit: int, stage: str, field: str) -> None:
         )
 
 
-def _is_awaited(output: RequestOutput, awaited: frozenset[int], num_places: int = 1) -> bool:
+def _is_awaited(
+    output: RequestOutput, chunks: Sequence[ChunkSpec], piece: Piece, num_places: int = 1
+) -> bool:
     """Whether the frames of a step complete a chunk of a following stage."""
-    for delta in output.choices:
-        num_before = delta.position // num_places
-        num_frames = (delta.position + len(delta.token_ids)) // num_places
-        if not awaited.isdisjoint(range(num_before + 1, num_frames + 1)):
-            return True
-    return False
+    numbers = {
+        piece.first_frame + (delta.position + number) // num_places
+        for delta in output.choices
+        for number in range(1, len(delta.token_ids) + 1)
+        if (delta.position + number) % num_places == 0
+    }
+    return any(spec.completes(number) for spec in chunks for number in numbers)
 
 
 async def _append_frames(
-    log: LogWriter, position: int, frames: list[list[int]], spoken: SpokenTokens | None
+    log: LogWriter,
+    position: int,
+    frames: list[list[int]],
+    spoken: SpokenTokens | None,
+    end_character: int | None = None,
 ) -> None:
-    if frames:
+    if frames or end_character is not None:
         end_token = None if spoken is None else spoken(position + len(frames))
-        await log.codes(position, frames, end_token)
+        await log.codes(position, frames, end_token, end_character)
 
 
-def _summary_of(last: RequestOutput, num_places: int = 1) -> OutputSummary:
+def _num_frames(last: RequestOutput, piece: Piece, num_places: int = 1) -> int:
+    num_tokens = max((d.position + len(d.token_ids) for d in last.choices), default=0)
+    return piece.first_frame + num_tokens // num_places
+
+
+def _summary_of(last: RequestOutput, rendered: Rendered, num_places: int = 1) -> OutputSummary:
     assert last.usage is not None
     reason = last.choices[-1].finish_reason
     # The end token is not of a frame.
-    num_frames = (last.usage.completion_tokens - (reason == "stop")) // num_places
+    num_of_piece = (last.usage.completion_tokens - (reason == "stop")) // num_places
+    num_frames = rendered.piece.first_frame + num_of_piece
+    num_prompt_tokens = rendered.num_prompt_tokens or last.usage.prompt_tokens
+    usage = replace(last.usage, prompt_tokens=num_prompt_tokens, completion_tokens=num_frames)
     return OutputSummary(
-        usage=replace(last.usage, completion_tokens=num_frames),
+        usage=usage,
         kv_blocks=last.kv_blocks,
         units={"frames": num_frames},
         finish_reason=reason,

@@ -32,6 +32,7 @@ from workers.engine.core.engine import EngineCore
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
+from workers.engine.core.speech_pieces import has_next_piece
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
 from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures, pull_load
@@ -212,7 +213,7 @@ class EngineWorker:
             await self._lead.wait(
                 self._context.bus, task.header, job.log.records, progress, self._is_crowded
             )
-            rendered = await self._output.render(task, progress)
+            rendered = await self._output.render(task, job.log.records, progress)
             task, header = rendered.task, rendered.task.header
             items = await self._open_items(task, tensors, progress)
             edges = self._context.pipelines[self._model].gathered_by(self._stage.name)
@@ -317,7 +318,8 @@ class EngineWorker:
         for opened, output in outputs:
             # In the batch lane, a separate record of first tokens would delay interactive requests.
             is_first = not opened.begun and opened.header.lane != "batch"
-            opened.push(output, awaited=self._output.is_awaited(output, is_first=is_first))
+            is_awaited = self._output.is_awaited(output, opened.rendered, is_first=is_first)
+            opened.push(output, awaited=is_awaited)
         self._pacer.release_in_time()
         self._adjust_capacity()
         # Not reported by a timer: the requests of a step that hangs must be delivered again.
@@ -330,14 +332,14 @@ class EngineWorker:
 
     async def _write(self, opened: OpenRequest) -> Outcome:
         """Append the outputs of the steps to the log, until one of them ends the request."""
-        job = opened.job
+        job, rendered = opened.job, opened.rendered
         assert job.log is not None
         if not self._output.is_answer:
             # The following stages prepare while the first frames are computed.
             await job.log.begin()
         while outputs := await opened.next_outputs():
             async with self._loop.turn(job):
-                is_appended = await self._output.append(job.log, outputs, opened.rendered.spoken)
+                is_appended = await self._output.append(job.log, outputs, rendered)
             if is_appended:
                 # A request that makes progress did not kill its earlier workers.
                 job.suspect = False
@@ -346,9 +348,13 @@ class EngineWorker:
                 await job.log.embedding(base64.b64encode(last.embedding).decode())
             if last.error is not None:
                 raise last.error
-            if last.usage is not None:
-                return Done(self._output.summary(last), lambda: self._on_finished(opened))
-            if await self._lead.is_too_long(self._context.bus, opened.header, last):
+            if last.usage is not None and not has_next_piece(last, rendered.piece):
+                return Done(self._output.summary(last, rendered), lambda: self._on_finished(opened))
+            # The next piece of a text has another prompt. Other requests may come before it.
+            num_frames = self._output.num_frames(last, rendered)
+            if last.usage is not None or await self._lead.is_too_long(
+                self._context.bus, opened.header, num_frames
+            ):
                 return Requeue()
         return Ended()
 

@@ -18,7 +18,6 @@ from PIL import Image
 
 from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
-from shared.errors import InvalidRequest
 from shared.protocol import subjects
 from shared.protocol.images import PaintParams, parse_size
 from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND
@@ -40,6 +39,8 @@ from workers.generator.core.denoising import (
     Size,
     Step,
     Stepped,
+    check_guidance,
+    negative_of,
     noise_of,
     noise_shape_of,
 )
@@ -143,7 +144,7 @@ class ImageWorker(GeneratorWorker):
         """Open a request.
 
         Raises ContextTooLong for a text over the model's limit, and InvalidRequest for a guidance
-        without meaning.
+        without meaning or a negative prompt without effect.
         """
         header, model = task.header, self._image_model
         assert job.log is not None
@@ -151,13 +152,8 @@ class ImageWorker(GeneratorWorker):
         assert header.ticket is not None
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
+        check_guidance(model, params)
         kind = IMAGE_KIND if params.frames is None else VIDEO_KIND
-        if params.guidance < model.min_guidance:
-            raise InvalidRequest(
-                f"{kind}.guidance: {params.guidance:g} is less than {model.min_guidance:g}, with"
-                " which this model paints without guidance",
-                field=f"{kind}.guidance",
-            )
         # A text may be as long as a message. A thread keeps the event loop free for other requests.
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
@@ -296,9 +292,8 @@ class ImageWorker(GeneratorWorker):
 
     async def _encode(self, request: _Open, number: int) -> list[Condition]:
         """Return the prompt, and with guidance the negative prompt."""
-        params, texts = request.params, [request.prompt]
-        if params.guidance != 1.0:
-            texts.append(params.negative_prompt or self._image_model.empty_negative)
+        negative = negative_of(self._image_model, request.params)
+        texts = [request.prompt] if negative is None else [request.prompt, negative]
         self._check_open(request)
         ticket = request.header.ticket
         assert ticket is not None

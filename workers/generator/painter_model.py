@@ -72,8 +72,9 @@ class PainterConfig(Struct, frozen=True):
 class PainterModel:
     """A painter with its tokenizer. Latents are the pixels of a smaller image, from -1 to 1."""
 
-    empty_negative = ""
+    empty_negative: str | None = ""
     min_guidance = 0.0
+    no_guidance = 1.0
 
     def __init__(
         self,

@@ -4,8 +4,9 @@
 - the seconds of sound that are made in a second, and their ratio at 16 and at 1
 - the steps to the first samples, and the processor time of each stage
 - the delay of the last sample by a kill of the talker
-- images a minute, at 1, 4 and 16 requests at once, of a small painter with random weights; only the
-  images of the last row are painted twice, and come from the cluster's cache of results
+- images a minute, at 1, 4 and 16 requests at once, of two small painters with random weights, one
+  of them Qwen-Image next to the pipeline of diffusers, which paints one image after another; the
+  rows "painted before" are images of the cluster's cache of results
 
 `python -m ops.bench.omni [ROUNDS]`: both take turns, and figures are medians of the rounds.
 Speeches of both must have the same samples; otherwise the program ends with an error.
@@ -17,7 +18,8 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from ops.bench.omni.figures import Level, Spoken, level_of
 from ops.bench.omni.plain import PlainLoop
 from ops.harness.deployment import demo_tree, deployment, preload_for
 from ops.harness.tables import console, print_table
+from shared.bus.bus import Bus
 from shared.telemetry import logs
 from workers import settings
 from workers.supervisor.preloader import Preloader
@@ -39,6 +42,15 @@ NUM_KILLS = 3
 """Kills of a round."""
 COLORS = ("red", "blue", "green", "yellow", "white", "black", "gray", "purple")
 SHAPES = ("circles", "squares", "stars", "triangles")
+IMAGE_COLUMNS = (
+    "painter",
+    "at once",
+    "diffusers",
+    "plain loop",
+    "durable",
+    "of diffusers",
+    "of plain",
+)
 MAX_LESS_THROUGHPUT, MAX_MORE_FIRST_MS, MIN_BATCHED, MAX_DELAY_S = 0.1, 60.0, 3.0, ACK_WAIT_S + 2
 
 
@@ -52,16 +64,28 @@ def make_texts(number: int) -> list[str]:
     ]
 
 
-def make_tree(painter: Path) -> dict[str, Any]:
-    """Return a configuration of the demo voice and of a painter."""
+def make_tree(folder: Path) -> dict[str, Any]:
+    """Return a configuration of the demo voice and of the painters in a folder."""
     tree = demo_tree(spoken=True)
-    tree["models"][images.MODEL] = images.model_config(painter)
+    tree["models"] |= images.model_configs(folder)
     return tree | {
         "delivery": {"ack_wait_s": ACK_WAIT_S},
         "engine": {"threads": 1},
         "generator": {"threads": 1},
         "log_level": "warning",
     }
+
+
+@dataclass
+class Images:
+    """Images a minute of one painter."""
+
+    plain: dict[int, float] = field(default_factory=dict)
+    durable: dict[int, float] = field(default_factory=dict)
+    cached: float = 0.0
+    """At the last level, for prompts that were painted before."""
+    pipeline: float | None = None
+    """By the pipeline of diffusers, one image after another."""
 
 
 class Round:
@@ -74,11 +98,8 @@ class Round:
         self.processor: dict[str, float] = {}
         """Milliseconds of processor time for a second of sound, at the last level."""
         self.delays_s: list[float] = []
-        self.plain_images: dict[int, float] = {}
-        self.durable_images: dict[int, float] = {}
-        """Images a minute."""
-        self.cached_images = 0.0
-        """Images a minute at the last level, for prompts that were painted before."""
+        self.images: dict[str, Images] = {}
+        """Figures by the painter's model."""
 
 
 async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
@@ -104,6 +125,25 @@ async def measure(plain: PlainLoop, site: Site, texts: Sequence[str]) -> Round:
     return figures
 
 
+async def measure_images(
+    bus: Bus,
+    kind: images.Kind,
+    painter: images.PlainPainter,
+    texts: Sequence[str],
+    seeds: Iterator[int],
+) -> Images:
+    figures = Images()
+    for at_once in LEVELS:
+        some = texts if at_once > 1 else texts[: len(texts) // 2]
+        prompts = [images.Prompt(text, next(seeds)) for text in some]
+        if kind == images.QWEN_IMAGE and at_once == 1:
+            figures.pipeline = images.paint_by_pipeline(prompts)
+        figures.plain[at_once] = painter.paint(prompts, at_once)
+        figures.durable[at_once] = await images.paint_by_queue(bus, kind, prompts, at_once)
+    figures.cached = await images.paint_by_queue(bus, kind, prompts, LEVELS[-1])
+    return figures
+
+
 def check_same(floor: Sequence[Spoken], spoken: Sequence[Spoken]) -> None:
     # In float32 a code may depend on what shares its batch.
     same = len({speech.sound for speech in floor} & {speech.sound for speech in spoken})
@@ -118,7 +158,7 @@ async def run(
     texts = make_texts(num_texts)
     plain.speak(texts[:4], 4)
     first_frames = 7
-    workers = [*SPECS, *images.SPECS[1:]]
+    workers = [*SPECS, *(kind.worker for kind in images.KINDS)]
     async with (
         deployment(tree, workers=workers, preloader=preloader, folder=folder) as running,
         running.bus() as bus,
@@ -126,16 +166,13 @@ async def run(
         site = Site(bus, running, first_frames)
         await site.speak(texts[:8], 4)
         measured = [await measure(plain, site, texts) for _ in range(rounds)]
-        painter = images.PlainPainter(folder / "painter")
-        await images.paint_by_queue(bus, [images.Prompt(text, 0) for text in texts[:4]], 4)
         seeds = itertools.count(1)
-        for figures in measured:
-            for at_once in LEVELS:
-                prompts = [images.Prompt(text, next(seeds)) for text in texts]
-                figures.plain_images[at_once] = painter.paint(prompts, at_once)
-                images_a_minute = await images.paint_by_queue(bus, prompts, at_once)
-                figures.durable_images[at_once] = images_a_minute
-            figures.cached_images = await images.paint_by_queue(bus, prompts, LEVELS[-1])
+        for kind in images.KINDS:
+            painter = images.PlainPainter(kind, folder)
+            prompts = [images.Prompt(text, 0) for text in texts[: LEVELS[-1]]]
+            await images.paint_by_queue(bus, kind, prompts, LEVELS[-1])
+            for figures in measured:
+                figures.images[kind.model] = await measure_images(bus, kind, painter, texts, seeds)
         return measured
 
 
@@ -172,7 +209,7 @@ def print_report(rounds: Sequence[Round]) -> None:
     parts = ", ".join(f"{name} {value:.1f}" for name, value in used.items())
     console.print(f"processor ms for a second of sound, at {LEVELS[-1]}: {parts}")
     console.print(*goals(roads, rounds), sep="\n")
-    print_table("images a minute", ("at once", "plain loop", "durable"), image_rows(rounds))
+    print_table("images a minute", IMAGE_COLUMNS, image_rows(rounds))
 
 
 def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[str]:
@@ -198,13 +235,23 @@ def goals(roads: dict[str, dict[int, Level]], rounds: Sequence[Round]) -> list[s
 
 
 def image_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
-    rows = []
-    for at_once in LEVELS:
-        plain = statistics.median(each.plain_images[at_once] for each in rounds)
-        durable = statistics.median(each.durable_images[at_once] for each in rounds)
-        rows.append((str(at_once), f"{plain:.0f}", f"{durable:.0f}"))
-    cached = statistics.median(each.cached_images for each in rounds)
-    return [*rows, (f"{LEVELS[-1]}, painted before", "-", f"{cached:.0f}")]
+    rows: list[tuple[str, ...]] = []
+    for kind in images.KINDS:
+        figures = [each.images[kind.model] for each in rounds]
+        pipelines = [each.pipeline for each in figures if each.pipeline is not None]
+        pipeline = statistics.median(pipelines) if pipelines else None
+        for at_once in LEVELS:
+            plain = statistics.median(each.plain[at_once] for each in figures)
+            durable = statistics.median(each.durable[at_once] for each in figures)
+            peer = ("-", "-")
+            if pipeline is not None:
+                peer = f"{pipeline:.0f}", f"{durable / pipeline:.2f}"
+            values = (peer[0], f"{plain:.0f}", f"{durable:.0f}", peer[1], f"{durable / plain:.2f}")
+            rows.append((kind.model, str(at_once), *values))
+        cached = statistics.median(each.cached for each in figures)
+        level = f"{LEVELS[-1]}, painted before"
+        rows.append((kind.model, level, "-", "-", f"{cached:.0f}", "-", "-"))
+    return rows
 
 
 def main() -> None:
@@ -215,8 +262,8 @@ def main() -> None:
     logs.configure_logging("error", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
         folder = Path(name)
-        images.write_painter(folder / "painter")
-        tree = make_tree(folder / "painter")
+        images.write_painters(folder)
+        tree = make_tree(folder)
         preloader = preload_for(tree, folder)
         torch.set_num_threads(1)
         rounds = asyncio.run(run(tree, folder, preloader, options.rounds, options.num_texts))

@@ -14,7 +14,11 @@ MAIN = "ops.chaos.worker.watched_worker"
 LIGHT = "ops.chaos.worker.light"
 GENERATOR = ("workers.generator.loader", "workers.generator.speech_worker")
 FAKE_PAINTER = ("ops.chaos.fake_painter", "workers.generator.image_worker")
-PAINTING = ("workers.generator.image_worker", "workers.generator.painter_model")
+PAINTING = (
+    "workers.generator.image_worker",
+    "workers.generator.painter_model",
+    "workers.generator.diffusion.qwen_image",
+)
 FAKE_ENGINE = ("workers.engine.item_loader", "workers.engine.worker")
 
 

@@ -48,7 +48,7 @@ def paint(
     assert 1 <= steps <= MAX_STEPS
     shape = model.noise_shape(size)
     conditions = model.encode(prompts)
-    (negative,) = model.encode([model.empty_negative]) if guidance != 1.0 else (None,)
+    (negative,) = model.encode([model.empty_negative or ""]) if guidance != 1.0 else (None,)
     images: list[Image.Image] = []
     for first in range(0, len(prompts), ROWS_TOGETHER):
         group = range(first, min(len(prompts), first + ROWS_TOGETHER))

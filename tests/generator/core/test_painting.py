@@ -12,17 +12,17 @@ from workers.generator.core.painting import Painting, decode_state, encode_state
 
 LATENTS = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
 INITIAL = Progress(from_numpy(np.zeros_like(LATENTS)), {})
+SOLVER = {"first": from_numpy(LATENTS[0] * 2), "second": from_numpy(np.array([0.1]))}
 
 
 def test_a_state_has_the_latents_and_what_the_solver_remembers() -> None:
-    solver = {"first": from_numpy(LATENTS[0] * 2), "second": from_numpy(np.array([0.1]))}
-    data = encode_state(Progress(from_numpy(LATENTS), solver), 7)
-    progress = decode_state(data, 7, INITIAL)
+    data = encode_state(Progress(from_numpy(LATENTS), SOLVER), 7)
+    progress = decode_state(data, 7, INITIAL._replace(solver=SOLVER))
     assert progress is not None
     np.testing.assert_array_equal(to_numpy(progress.latents), LATENTS)
     assert list(progress.solver) == ["first", "second"]
     for name, tensor in progress.solver.items():
-        np.testing.assert_array_equal(to_numpy(tensor), to_numpy(solver[name]))
+        np.testing.assert_array_equal(to_numpy(tensor), to_numpy(SOLVER[name]))
 
 
 def test_latents_of_a_type_that_numpy_does_not_have_are_stored() -> None:
@@ -40,6 +40,7 @@ def test_latents_of_a_type_that_numpy_does_not_have_are_stored() -> None:
         (encode_state(Progress(from_numpy(LATENTS.astype(np.float64)), {}), 3), 3),
         (encode_state(Progress(from_numpy(LATENTS[:, :2]), {}), 3), 3),
         (LATENTS.tobytes(), 3),  # as workers of version 0.1 store them
+        (encode_state(Progress(from_numpy(LATENTS), SOLVER), 3), 3),
         (encode_state(Progress(from_numpy(LATENTS), {}), 3)[:-64], 3),
         (b"", 3),
     ],

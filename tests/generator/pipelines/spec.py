@@ -44,15 +44,25 @@ class PipelineSpec(NamedTuple):
     paint_whole: PaintWhole
     sizes: Sequence[str]
     requests: Sequence[Request]
-    """The first one has 4 steps, a prompt, a guidance, a negative prompt and a seed."""
+    """The first one has 4 steps, a prompt, a guidance, a seed, and a negative prompt if the model
+    has them."""
     settings: Sequence[tuple[str, str, Any]]
     """A file, a key and a value that changes images, for settings that no other test covers."""
     max_tokens: int
     """Most tokens of a text, with those around it."""
     bad_sizes: Sequence[tuple[str, str]]
     """Sizes that are refused, and the reasons."""
-    latents_dtype: str = ""
-    """Type of the latents; "" for the type that the model is served with."""
+    refused: Sequence[tuple[str, str, Any, str]] = ()
+    """A file, a key and a value that is refused, and a part of the message."""
+    latents_dtype: str | None = None
+    """Dtype of latents between steps; None for the dtype of the networks."""
+    batch_difference: float = 0.0
+    """Largest difference in float64 that other images of a batch make. A product of one row may
+    have other last bits than the same row in a larger product. Before each step they are rounded
+    away, because latents get float32, but not after the last one."""
+    layers: tuple[str, str] = ("num_layers", "transformer_blocks.2.")
+    """Setting with the number of the transformer's layers, 2, and the prefix of weights that are
+    missing for a third one."""
 
 
 def to_file(pixels: Any) -> Any:

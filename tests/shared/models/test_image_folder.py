@@ -4,13 +4,16 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ops.harness import qwen_images
 from shared.errors import ConfigError
 from shared.models.digest import digest_of_files
 from shared.models.image_folder import (
@@ -21,7 +24,6 @@ from shared.models.image_folder import (
 )
 from shared.models.image_registry import list_image_families
 from shared.stage.graphs import stages_of, writes_text
-from tests.generator.pipelines import qwen_image
 from workers.generator.image_loader import load_image_model
 
 SHARD = "transformer/diffusion_pytorch_model-00003-of-00016.safetensors"
@@ -30,7 +32,7 @@ SHARD = "transformer/diffusion_pytorch_model-00003-of-00016.safetensors"
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "qwen-image"
-    qwen_image.write(folder)
+    qwen_images.write(folder)
     return folder
 
 
@@ -69,7 +71,7 @@ def retype(dtype: str) -> Callable[[Path], None]:
 
 def test_a_folder_is_described_without_torch(folder: Path) -> None:
     description = read_image_folder(folder)
-    transformer = qwen_image.build_pipeline().transformer
+    transformer = qwen_images.build_pipeline().transformer
     num_parameters = sum(parameter.numel() for parameter in transformer.parameters())
     assert description.family.name == "qwen-image"
     assert description.parts["transformer"].num_parameters == num_parameters
@@ -83,7 +85,7 @@ def test_a_folder_is_described_without_torch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (edit("model_index.json", _class_name="FluxPipeline"), "the pipeline 'FluxPipeline', whi"),
+        (edit("model_index.json", _class_name="Flux2Pipeline"), "the pipeline 'Flux2Pipeline', wh"),
         (edit("model_index.json", _class_name=None), "the pipeline None, which is not supported"),
         (edit("model_index.json", vae=[None, None]), "a vae of None, whose code is not run"),
         (edit("model_index.json", vae="x"), "has no part 'vae' in model_index.json"),
@@ -134,6 +136,21 @@ def test_without_the_extra_the_folder_is_refused_by_its_name(
 ) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ConfigError, match=r"needs diffusers: pip install 'pagemill\[diffusers\]'"):
+        read_image_folder(folder)
+
+
+@pytest.mark.parametrize("package", ["sentencepiece", "google.protobuf"])
+def test_a_tokenizer_of_sentencepiece_alone_needs_its_packages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    for name in ("sentencepiece", "google", "google.protobuf"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, None if name == package else module)
+    (folder / "tokenizer" / "spiece.model").touch()
+    read_image_folder(folder)
+    remove("tokenizer/tokenizer.json")(folder)
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install 'pagemill\[diffusers\]'"):
         read_image_folder(folder)
 
 

@@ -159,6 +159,16 @@ REFUSED = [
     ("stages.speech.sizes", "if and only if", speech(sizes=["8x8"])),
     ("stages.dit.sizes", "if and only if", {"dit": PAINTER | {"sizes": []}}),
     (
+        "stages.dit.sampling_defaults.steps",
+        "Expected `int` >= 1",
+        {"dit": PAINTER | {"sampling_defaults": {"steps": 0}}},
+    ),
+    (
+        "stages.engine.sampling_defaults",
+        "unknown field `steps`",
+        {"engine": {"sampling_defaults": {"steps": 2}}},
+    ),
+    (
         "stages.dit.sampling_defaults.size",
         "'8x9' is not in `sizes`",
         {"dit": PAINTER | {"sampling_defaults": {"size": "8x9"}}},
@@ -202,6 +212,15 @@ def test_stages_of_the_configuration_change_the_default_pipeline() -> None:
     assert engine is not None
     assert (engine.replicas, engine.sampling_defaults) == (2, {"n": 2})
     assert [edge.target for edge in pipeline.followers_of("engine")] == ["speech"]
+
+
+def test_a_painter_of_a_graph_takes_other_defaults_of_images() -> None:
+    stages = {"dit": StageConfig(sampling_defaults={"steps": 4})}
+    model = ModelConfig("x", graph="stable-diffusion-3", stages=stages)
+    check_pipelines(Config({"demo": model}), (*ROLES, "generator"), "pagemill.yaml")
+    painter = pipeline_of(model).painter
+    assert painter is not None
+    assert painter.sampling_defaults == {"steps": 4, "guidance": 7.0}
 
 
 def test_a_stage_that_follows_codes_cuts_them_into_chunks() -> None:

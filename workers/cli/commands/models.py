@@ -14,7 +14,7 @@ from workers import settings
 from workers.cli.broker import connected
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
-from workers.cli.options import ConfigFile, NatsUrl
+from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     errors,
@@ -79,8 +79,7 @@ async def models(
 
     Without a broker, no model is listed as served. This is not an error.
     """
-    file = settings.find_config_file(config)
-    loaded = settings.load_config(file)
+    loaded = load(config)
     configured = [
         local.LocalModel(name, Path(model.path), model.pooling)
         for name, model in loaded.models.items()

@@ -64,7 +64,8 @@ async def draw(
     steps
         Denoising steps of each image; by default as configured.
     guidance
-        Scale of the guidance by the prompt, 1 for none; by default as configured.
+        Scale of the guidance by the prompt, 1, or for some models 0, for none; by default as
+        configured.
     negative
         Description of what the images must not show.
     frames

@@ -1,5 +1,6 @@
 """The command `pagemill up`: all roles on this machine."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,6 +9,7 @@ import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from shared.bus.bus import Bus
 from shared.bus.embedded_server import check_port
 from shared.config.schema import Config
 from shared.errors import ConfigError
@@ -79,8 +81,15 @@ def up(
             check_port(loaded.nats.port)
         check_addresses(loaded)
         cluster = local_cluster(loaded, file, nats, WorkerSpec(GATEWAY))
-        cluster.when_ready = lambda bus: start_on_first_use(bus, cluster.supervisor)
-        return uvloop.run(run_until_stopped(cluster, loaded))
+        with contextlib.ExitStack() as until_stopped:
+
+            async def begin(bus: Bus) -> None:
+                settings.set_running_file(file if models else None)
+                until_stopped.callback(settings.set_running_file, None)
+                await start_on_first_use(bus, cluster.supervisor)
+
+            cluster.when_ready = begin
+            return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG

@@ -24,13 +24,7 @@ from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defin
 from huggingface_hub.utils import logging as hub_logging
 
 from shared.errors import ConfigError, CorruptDownload, DiskFull, Unavailable
-from workers.cli.models.hub import (
-    RemoteFile,
-    RemoteModel,
-    calling_library,
-    is_description,
-    translated,
-)
+from workers.cli.models.hub import RemoteFile, RemoteModel, calling_library, translated
 from workers.cli.models.reports import check_folders
 
 PARTIAL = ".incomplete"
@@ -73,14 +67,13 @@ def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Pat
         _check_links(store, targets)
         missing = [file for file in model.files if not _has(targets[file], file, folder)]
         check_disk(store, missing, targets)
-        descriptions = [file for file in model.files if is_description(file.name)]
-        for file in descriptions:
+        for file in model.descriptions:
             if file in missing:
                 missing.remove(file)
                 _fetch(model, file, targets[file], progress)
         if missing:
             progress.say(f"checking whether {model.name} can be served")
-            _check_served(model, {file.name: targets[file] for file in descriptions})
+            _check_served(model, {file.name: targets[file] for file in model.descriptions})
         for file in missing:
             _fetch(model, file, targets[file], progress)
         return folder or _link(model, cache)
@@ -116,7 +109,7 @@ def _check_served(model: RemoteModel, name_to_file: dict[str, Path]) -> None:
             link = Path(folder) / name
             link.parent.mkdir(exist_ok=True)
             link.symlink_to(file.absolute())
-        (report,) = check_folders([Path(folder)])
+        (report,) = check_folders([Path(folder)], have_weights=False)
     if report.reason is not None:
         raise ConfigError(
             f"{model.name} is refused, and its weights were not downloaded: {report.reason}",

@@ -13,6 +13,7 @@ from shared.config.parsing import parse_config
 from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.models.image_folder import is_image_folder, read_image_folder
+from shared.stage.graphs import CODE2WAV, ORPHEUS, ORPHEUS_CODEC, graph_of_folder
 from workers.cli.models.local import LocalModel, find_local, is_folder, missing_files
 from workers.cli.models.memory import (
     INT8_DTYPE,
@@ -85,6 +86,10 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
             )
     tree, lines = _choose(models, reports, wishes, base)
     for model in models:
+        if graph_of_folder(model.folder) == ORPHEUS:
+            stages = {CODE2WAV: {"path": str(_find_codec(model).folder)}}
+            tree["models"][model.name]["stages"] = stages
+    for model in models:
         if defaults := read_sampling_defaults(model.folder):
             tree["models"][model.name]["sampling_defaults"] = defaults
             stated = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
@@ -106,6 +111,18 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error}", field="nats.store_dir") from error
     return file, [*lines, f"settings are in {file}; PAGEMILL_… variables and options override them"]
+
+
+def _find_codec(model: LocalModel) -> LocalModel:
+    """Return the codec of an Orpheus model in the hub's cache. Raises ConfigError without one."""
+    codec = find_local(ORPHEUS_CODEC)
+    if codec is None:
+        raise ConfigError(
+            f"{model.name} needs its codec: run `hf download {ORPHEUS_CODEC}`, or write a"
+            f" configuration with the folder in models.NAME.stages.{CODE2WAV}.path",
+            field="models",
+        )
+    return codec
 
 
 def _choose(

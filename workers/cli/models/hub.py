@@ -26,11 +26,15 @@ from huggingface_hub.errors import (
 )
 
 from shared.errors import AccessDenied, ConfigError, DiskFull, NotFound, PagemillError, Unavailable
+from shared.models.image_folder import MODEL_INDEX
 from shared.vision.quantized import SETTINGS_FILES
 from shared.vision.weight_files import INDEX
 
 # Files of a repository with other names are never written, so no name can lead out of a folder.
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+# In repositories with the format of diffusers. Each part has a folder.
+PART_FILE = re.compile(r"[A-Za-z0-9_]+/([^/]+)")
+PART_WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(-\d+-of-\d+)?\.safetensors")
 POOLING = re.compile(r"\d_Pooling/config\.json")
 SMALL_FILES = frozenset(
     {
@@ -54,6 +58,12 @@ SMALL_FILES = frozenset(
     }
 )
 DESCRIPTIONS = frozenset({"config.json", "modules.json", INDEX, *SETTINGS_FILES})
+PART_DESCRIPTIONS = DESCRIPTIONS | {
+    f"diffusion_pytorch_{INDEX}",
+    "scheduler_config.json",
+    "tokenizer_config.json",
+}
+PART_SMALL_FILES = SMALL_FILES | PART_DESCRIPTIONS | {"spiece.model", "tokenizer.model"}
 # Digests become names of files.
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 # Errors of the library for answers that are not a hub's, such as JSON of another shape.
@@ -94,18 +104,39 @@ class RemoteModel:
     files: list[RemoteFile]
 
     @property
+    def has_parts(self) -> bool:
+        """Whether the repository has the format of diffusers."""
+        return any(file.name == MODEL_INDEX for file in self.files)
+
+    @property
+    def descriptions(self) -> list[RemoteFile]:
+        """Files that decide whether the model is served."""
+        return [file for file in self.files if is_description(file.name, self.has_parts)]
+
+    @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
 
-def is_needed(name: str) -> bool:
-    """Return whether serving needs a file of this name."""
+def is_needed(name: str, has_parts: bool) -> bool:
+    """Return whether serving needs a file of this name.
+
+    `has_parts` is whether the repository has the format of diffusers.
+    """
+    if has_parts:
+        part = PART_FILE.fullmatch(name)
+        return name == MODEL_INDEX or (
+            part is not None
+            and (part[1] in PART_SMALL_FILES or PART_WEIGHTS.fullmatch(part[1]) is not None)
+        )
     forms = (WEIGHTS, POOLING)
     return name in SMALL_FILES or any(form.fullmatch(name) for form in forms)
 
 
-def is_description(name: str) -> bool:
-    """Return whether the engine reads a file of this name to decide whether it serves a model."""
+def is_description(name: str, has_parts: bool) -> bool:
+    """Return whether a needed file of this name decides whether a model is served."""
+    if has_parts:
+        return name == MODEL_INDEX or name.rpartition("/")[2] in PART_DESCRIPTIONS
     return name in DESCRIPTIONS or POOLING.fullmatch(name) is not None
 
 
@@ -118,18 +149,22 @@ def find_model(name: str, revision: str | None) -> RemoteModel:
 
 def _read_info(name: str, revision: str | None, info: ModelInfo) -> RemoteModel:
     # The library does not check the types in the hub's answer.
+    siblings = info.siblings or []
+    has_parts = MODEL_INDEX in [_checked_name(sibling.rfilename) for sibling in siblings]
     files = [
         RemoteFile(
             sibling.rfilename,
             _checked_size(sibling.rfilename, sibling.size),
             sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id or "",
         )
-        for sibling in info.siblings or []
-        if is_needed(_checked_name(sibling.rfilename))
+        for sibling in siblings
+        if is_needed(sibling.rfilename, has_parts)
     ]
     names = {file.name for file in files}
-    missing = [required for required in REQUIRED if required not in names]
-    missing += [] if any(map(WEIGHTS.fullmatch, names)) else ["model*.safetensors"]
+    missing = []
+    if not has_parts:
+        missing = [required for required in REQUIRED if required not in names]
+        missing += [] if any(map(WEIGHTS.fullmatch, names)) else ["model*.safetensors"]
     if missing or info.sha is None:
         raise ConfigError(
             f"{name} has no {' and no '.join(missing)} on {constants.ENDPOINT}: only models in"

@@ -11,7 +11,12 @@ from pathlib import Path
 import msgspec
 
 from shared.errors import ConfigError
-from shared.models.image_folder import find_family_of, is_image_folder, read_image_folder
+from shared.models.image_folder import (
+    check_classes,
+    find_family_of,
+    is_image_folder,
+    read_image_folder,
+)
 
 DIFFUSERS = "diffusers"
 MODULE = "workers.engine.model.check_folders"
@@ -44,15 +49,17 @@ class Report(msgspec.Struct, frozen=True):
     talker: TalkerReport | None = None
 
 
-def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) -> list[Report]:
+def check_folders(
+    folders: Sequence[Path], poolings: Sequence[str | None] = (), *, have_weights: bool = True
+) -> list[Report]:
     """Return a report for each folder. `poolings` are their `models.NAME.pooling`, by default None.
 
-    Raises ConfigError.
+    The report of the engine needs no weights. Raises ConfigError.
     """
     pairs = list(itertools.zip_longest(folders, poolings))
     engines = iter(check_by_engine([pair for pair in pairs if not is_image_folder(pair[0])]))
     return [
-        _check_image_folder(folder) if is_image_folder(folder) else next(engines)
+        _check_image_folder(folder, have_weights) if is_image_folder(folder) else next(engines)
         for folder, _ in pairs
     ]
 
@@ -82,10 +89,13 @@ def check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
         raise ConfigError(f"the models cannot be checked: {reason}", field="models") from error
 
 
-def _check_image_folder(folder: Path) -> Report:
+def _check_image_folder(folder: Path, have_weights: bool) -> Report:
     family = find_family_of(folder)
     name = None if family is None else family.name
     try:
+        check_classes(folder)
+        if not have_weights:
+            return Report(name, DIFFUSERS)
         description = read_image_folder(folder)
     except ConfigError as error:
         reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")

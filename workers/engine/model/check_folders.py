@@ -116,10 +116,11 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
 
 
 def _read_talker(folder: Path, config: Any) -> TalkerReport | None:
-    from shared.stage.graphs import graph_of_folder
+    from shared.stage.graphs import graph_of_folder, writes_text
     from workers.engine.model.support import num_kv_values
 
-    if graph_of_folder(folder) is None:
+    graph = graph_of_folder(folder)
+    if graph is None or not writes_text(graph):
         return None
     talker, thinker = config.talker_config, config.thinker_config.text_config
     text = talker.get_text_config()

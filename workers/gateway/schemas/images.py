@@ -43,7 +43,8 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     num_inference_steps: NumSteps | None = None
     """Number of denoising steps; by default as configured for the model."""
     guidance_scale: Guidance | None = None
-    """Scale of the classifier-free guidance, 1 for none; by default as configured for the model."""
+    """Scale of the classifier-free guidance, 1, and for some models 0, for none; by default as
+    configured for the model."""
     true_cfg_scale: Guidance | None = None
     """Name of `guidance_scale` in some pipelines of diffusers."""
     cfg_scale: Guidance | None = None

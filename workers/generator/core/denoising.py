@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.codec.envelope import TensorData
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ContextTooLong, InvalidRequest
 from shared.protocol.images import PaintParams, parse_size
 
 Noise = NDArray[np.float64]
@@ -72,10 +72,19 @@ class Stepped:
 class ImageModel(Protocol):
     """Model that paints images or videos from a text. It keeps no state of an image."""
 
-    empty_negative: str
-    """Text that images without a negative prompt are guided away from."""
-    min_guidance: float
-    """Least scale of the guidance that has an effect."""
+    @property
+    def empty_negative(self) -> str | None:
+        """Text that images without a negative prompt are guided away from; None for a model
+        without negative prompts."""
+
+    @property
+    def min_guidance(self) -> float:
+        """Least scale of the guidance."""
+
+    @property
+    def no_guidance(self) -> float | None:
+        """Scale that paints without guidance, and so without a negative prompt; None for a model
+        that reads the guidance as a number."""
 
     def check_text(self, text: str, field: str) -> int:
         """Return the number of tokens of a text. Raises ContextTooLong, which names `field`.
@@ -116,10 +125,45 @@ def noise_shape_of(model: ImageModel, params: PaintParams) -> tuple[int, ...]:
     return model.video_shape(size, params.frames)
 
 
-def check_sizes(sizes: Sequence[str], multiple: int, max_patches: int, key: str) -> None:
+def negative_of(model: ImageModel, params: PaintParams) -> str | None:
+    """Return the text that an image is guided away from; None for an image without one."""
+    if model.empty_negative is None or params.guidance == model.no_guidance:
+        return None
+    return params.negative_prompt or model.empty_negative
+
+
+def check_guidance(model: ImageModel, params: PaintParams) -> None:
+    """Raise InvalidRequest for a guidance without meaning, or a negative prompt without effect."""
+    prefix = "image." if params.frames is None else "video."
+    guidance, negative = f"{prefix}guidance", f"{prefix}negative_prompt"
+    if params.guidance < model.min_guidance:
+        raise InvalidRequest(
+            f"{guidance}: {params.guidance:g} is less than {model.min_guidance:g}, with which this"
+            " model paints without guidance",
+            field=guidance,
+        )
+    if params.negative_prompt and model.empty_negative is None:
+        raise InvalidRequest(f"{negative}: this model has no negative prompts", field=negative)
+    if params.negative_prompt and params.guidance == model.no_guidance:
+        raise InvalidRequest(
+            f"{negative}: no effect with a guidance of {params.guidance:g}; remove it or raise"
+            " guidance",
+            field=negative,
+        )
+    if model.empty_negative is None and model.no_guidance not in (None, params.guidance):
+        raise InvalidRequest(
+            f"{guidance}: {params.guidance:g} has no effect, because this model paints without"
+            f" guidance; remove it or set {model.no_guidance:g}",
+            field=guidance,
+        )
+
+
+def check_sizes(
+    sizes: Sequence[str], multiple: int, max_patches: int, key: str, max_side: int | None = None
+) -> None:
     """Raise ConfigError for a size that a model with patches of `multiple` pixels does not support.
 
-    `key` is the stage's key in the settings.
+    `key` is the stage's key in the settings, and `max_side` the limit of patches of one side.
     """
     for size in sizes:
         width, height = parse_size(size)
@@ -127,9 +171,21 @@ def check_sizes(sizes: Sequence[str], multiple: int, max_patches: int, key: str)
             message = f"{size}: width and height must be multiples of {multiple}"
         elif (num := width * height // multiple**2) > max_patches:
             message = f"{size}: {num} patches are over the limit of {max_patches}"
+        elif max_side is not None and (side := max(width, height) // multiple) > max_side:
+            message = f"{size}: {side} patches of one side are over the limit of {max_side}"
         else:
             continue
         raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
+
+
+def check_num_tokens(num_tokens: int, limit: int, field: str) -> int:
+    """Return the number of tokens of a text. Raises ContextTooLong, which names `field`."""
+    if num_tokens > limit:
+        raise ContextTooLong(
+            f"{field}: the text has {num_tokens} tokens, over the model's limit of {limit}",
+            field=field,
+        )
+    return num_tokens
 
 
 def noise_of(seed: int, number: int, shape: tuple[int, ...]) -> Noise:

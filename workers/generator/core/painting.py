@@ -87,7 +87,11 @@ def decode_state(data: bytes, step: int, initial: Progress) -> Progress | None:
     if head.step != step or len(tensors) != 1 + len(head.solver):
         return None
     latents, *solver = tensors
-    first = initial.latents
-    if (latents.dtype, latents.shape) != (first.dtype, first.shape):
-        return None
-    return Progress(latents, dict(zip(head.solver, solver, strict=True)))
+    progress = Progress(latents, dict(zip(head.solver, solver, strict=True)))
+    return progress if _form(progress) == _form(initial) else None
+
+
+def _form(progress: Progress) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return the names, dtypes and shapes of all tensors."""
+    tensors = [("", progress.latents), *sorted(progress.solver.items())]
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]

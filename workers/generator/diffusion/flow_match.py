@@ -1,14 +1,20 @@
 """Flow matching by Euler's method, as `FlowMatchEulerDiscreteScheduler` of diffusers does it."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.codec.tensors import from_torch
-from workers.generator.core.denoising import Progress, Stepped
+from workers.generator.core.denoising import Progress, Step, Stepped
+
+Levels = NDArray[np.float32]
+"""Noise levels of the steps of an image, [steps]."""
 
 
 class Schedule(NamedTuple):
@@ -20,14 +26,53 @@ class Schedule(NamedTuple):
     """float32 [steps]"""
 
 
-def make_schedule(scheduler: Any, steps: int, shift: float | None) -> Schedule:
-    """Return the noise levels of `steps` steps from 1 to 1 / `steps`, which `shift` moves.
+class FlowMatch:
+    """Steps of a scheduler for images that are at different steps."""
 
-    `shift` is the `mu` of the scheduler; None for one without dynamic shifts.
+    def __init__(self, scheduler: Any, make_levels: Callable[[int], Levels | None]) -> None:
+        """`make_levels` returns the levels of a number of steps, as `make_schedule` reads them."""
+        self._scheduler, self._make_levels = scheduler, make_levels
+        self._schedule = lru_cache(256)(self._make_schedule)
+
+    def times(self, steps: Sequence[Step], num_patches: int) -> Tensor:
+        """Return the times of images with this number of patches, float32 [images]."""
+        schedules = [self._schedule(step.steps, num_patches) for step in steps]
+        return torch.stack(
+            [schedule.times[step.number] for step, schedule in zip(steps, schedules, strict=True)]
+        )
+
+    def move(
+        self,
+        steps: Sequence[Step],
+        num_patches: int,
+        images: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+    ) -> list[Stepped]:
+        """Return the images after their steps."""
+        return [
+            stepped(image, velocity, self._schedule(step.steps, num_patches).sigmas[step.number :])
+            for step, image, velocity in zip(steps, images, velocities, strict=True)
+        ]
+
+    def _make_schedule(self, steps: int, num_patches: int) -> Schedule:
+        shift = shift_of(self._scheduler, num_patches)
+        return make_schedule(self._scheduler, steps, shift, self._make_levels(steps))
+
+
+def linear_levels(steps: int) -> Levels:
+    """Return levels at equal distances from 1 to 1 / `steps`."""
+    return np.linspace(1.0, 1 / steps, steps, dtype=np.float32)
+
+
+def make_schedule(scheduler: Any, steps: int, shift: float, levels: Levels | None) -> Schedule:
+    """Return the noise levels of `steps` steps.
+
+    `levels` are the levels before the scheduler moves them, and by default its usual ones. `shift`
+    is the `mu` of a scheduler with dynamic shifts; others have no use for it.
     """
     # A scheduler counts its steps, so this one is used for its tables alone.
     tables = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
-    tables.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    tables.set_timesteps(steps, sigmas=levels, mu=shift)
     return Schedule(tables.sigmas, tables.timesteps)
 
 

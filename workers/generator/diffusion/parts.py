@@ -1,5 +1,6 @@
 """Loading of the parts of a diffusers folder. Weights are read only from safetensors files."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.utils.logging import disable_progress_bar
 
 from shared.errors import ConfigError
 from shared.models.image_folder import ImageFolder
 from shared.vision.weights import load_weights
+from workers.generator.diffusion import dpm_solver
+from workers.generator.diffusion.text_encoders import FixedTokenizer
+
+MAX_TOKENS = 4096
+"""Most tokens of a text with a fixed length. Published models have 77 to 512."""
 
 
 class PartLoader:
@@ -36,13 +42,23 @@ class PartLoader:
     def load_tokenizer(self, tokenizer_class: Any, name: str) -> Any:
         """Load a tokenizer as `tokenizers.Tokenizer`, which any thread may call."""
         with refusing(self._folder.folder / name):
-            tokenizer = tokenizer_class.from_pretrained(
-                self._folder.folder / name, local_files_only=True
-            ).backend_tokenizer
-            # A change of these settings is not thread-safe.
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-        return tokenizer
+            return _plain(self._open_tokenizer(tokenizer_class, name))
+
+    def load_fixed_tokenizer(
+        self, tokenizer_class: Any, name: str, length: int | None = None
+    ) -> FixedTokenizer:
+        """Load a tokenizer of texts with this length, by default the `model_max_length` it has."""
+        with refusing(self._folder.folder / name):
+            tokenizer = self._open_tokenizer(tokenizer_class, name)
+            # A tokenizer without this setting has a number of 30 digits.
+            num_tokens: int = length or tokenizer.model_max_length
+            if num_tokens > MAX_TOKENS:
+                raise ValueError(
+                    f"model_max_length: {num_tokens} is over the limit of {MAX_TOKENS}"
+                )
+            if tokenizer.pad_token_id is None:
+                raise ValueError("pad_token is missing")
+            return FixedTokenizer(_plain(tokenizer), tokenizer.pad_token_id, num_tokens)
 
     def load_flow_match(self) -> Any:
         """Load the scheduler of a model of flow matching."""
@@ -55,6 +71,22 @@ class PartLoader:
                 raise ValueError("stochastic_sampling is not supported")
         return scheduler
 
+    def load_dpm_solver(self) -> Any:
+        """Load the scheduler of a model with a DPM-Solver."""
+        folder = self._folder.folder / "scheduler"
+        with refusing(folder):
+            scheduler = DPMSolverMultistepScheduler.from_pretrained(folder, local_files_only=True)
+            dpm_solver.check_settings(scheduler.config)
+        return scheduler
+
+    def read_settings(self, model_class: Any, name: str) -> dict[str, Any]:
+        """Return the settings of a network of diffusers before it is loaded."""
+        folder = self._folder.folder / name
+        with refusing(folder):
+            settings: dict[str, Any] = model_class.load_config(folder, local_files_only=True)
+        parameters = inspect.signature(model_class.__init__).parameters
+        return {key: value.default for key, value in parameters.items()} | settings
+
     def refuse_settings(self, network: Any, name: str, settings: Sequence[str]) -> None:
         """Raise ConfigError if the config of a part has one of these settings, and not as false."""
         for setting in settings:
@@ -64,11 +96,23 @@ class PartLoader:
                     field="models.path",
                 )
 
+    def _open_tokenizer(self, tokenizer_class: Any, name: str) -> Any:
+        return tokenizer_class.from_pretrained(self._folder.folder / name, local_files_only=True)
+
     def _announce(self, name: str) -> tuple[Path, torch.dtype, str]:
         mib = self._folder.num_bytes(name, self._dtype) / 2**20
         self._report(f"loading the {name.replace('_', ' ')}, {mib:.0f} MiB")
         dtype = getattr(torch, self._folder.served_dtype(name, self._dtype))
         return self._folder.folder / name, dtype, self._device
+
+
+def _plain(tokenizer: Any) -> Any:
+    """Return a tokenizer as `tokenizers.Tokenizer`, which neither cuts texts nor fills them up."""
+    backend = tokenizer.backend_tokenizer
+    # A change of these settings is not thread-safe.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 @contextmanager
@@ -94,6 +138,7 @@ def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str)
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     # diffusers fills missing weights with random numbers, and ignores weights without a place.
     for kind, names in (("lacks", "missing_keys"), ("has unknown", "unexpected_keys")):
@@ -101,6 +146,12 @@ def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str)
             weights = ", ".join(sorted(report[names])[:3])
             message = f"models.path: {folder} {kind} weights: {weights}"
             raise ConfigError(message, field="models.path")
+    for name, shape, required in sorted(report["mismatched_keys"]):
+        raise ConfigError(
+            f"models.path: {folder}: {name} has the shape {list(shape)}, but config.json requires"
+            f" {list(required)}",
+            field="models.path",
+        )
     if dtype == torch.float64:
         # diffusers keeps some layers in float32, with results that depend on the batch.
         model = model.to(dtype)

@@ -4,10 +4,8 @@ The operations have the order of `QwenImagePipeline`, so that the images are the
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor
@@ -15,7 +13,6 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
-from shared.errors import ContextTooLong, WorkerFailure
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
@@ -25,10 +22,13 @@ from workers.generator.core.denoising import (
     Size,
     Step,
     Stepped,
+    check_num_tokens,
     check_sizes,
 )
-from workers.generator.diffusion.flow_match import Schedule, make_schedule, shift_of, stepped
+from workers.generator.diffusion.flow_match import FlowMatch, linear_levels
+from workers.generator.diffusion.packing import PATCH, pack, unpack
 from workers.generator.diffusion.parts import PartLoader
+from workers.generator.diffusion.pixels import to_pixels, to_unit
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity,"
@@ -39,8 +39,6 @@ NUM_TEMPLATE_TOKENS = 34
 """Tokens before the text. The network does not read their states."""
 # Settings of the transformer that change its inputs, as in models that edit images.
 OTHER_INPUTS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
-PATCH = 2
-"""Side of a patch in latents."""
 # 2048x2048 pixels of the published model. One image must not take all the memory.
 MAX_PATCHES = 16_384
 
@@ -51,7 +49,7 @@ class QwenImage:
     Latents are packed: [patches, channels], where a patch is 2x2 latents.
     """
 
-    min_guidance = 1.0
+    min_guidance = no_guidance = 1.0
 
     def __init__(
         self,
@@ -65,19 +63,13 @@ class QwenImage:
         self.empty_negative = folder.family.empty_negative
         self._max_tokens = folder.family.max_prompt_tokens
         self._tokenizer, self._text_encoder = tokenizer, text_encoder
-        self._transformer, self._vae, self._scheduler = transformer, vae, scheduler
-        self._schedule = lru_cache(256)(self._make_schedule)
+        self._transformer, self._vae = transformer, vae
+        self._flow = FlowMatch(scheduler, linear_levels)
         self._multiple = _multiple_of(vae)
 
     def check_text(self, text: str, field: str) -> int:
         num_tokens = len(self._tokenize(text)) - NUM_TEMPLATE_TOKENS
-        if num_tokens > self._max_tokens:
-            raise ContextTooLong(
-                f"{field}: the text has {num_tokens} tokens, over the model's limit of"
-                f" {self._max_tokens}",
-                field=field,
-            )
-        return num_tokens
+        return check_num_tokens(num_tokens, self._max_tokens, field)
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> list[Condition]:
@@ -89,18 +81,14 @@ class QwenImage:
         return channels, PATCH * rows, PATCH * columns
 
     def begin(self, size: Size, noise: Noise) -> Progress:
-        rows, columns = self._grid(size)
-        patches = torch.from_numpy(noise).view(-1, rows, PATCH, columns, PATCH)
-        packed = patches.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+        packed = pack(noise, *self._grid(size))
         return Progress(from_torch(packed.to(self._transformer.dtype)), {})
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
         images = [to_torch(step.progress.latents).to(self._transformer.device) for step in steps]
-        schedules = [self._schedule(step.steps, len(images[0])) for step in steps]
-        times = [
-            schedule.times[step.number] for step, schedule in zip(steps, schedules, strict=True)
-        ]
+        num_patches = len(images[0])
+        times = self._flow.times(steps, num_patches)
         velocities = self._predict(steps[0].size, images, times, [step.prompt for step in steps])
         # As in the pipeline, texts to guide away from have a second call: then an image that is
         # alone in its batch has the pipeline's last bits in every dtype.
@@ -109,42 +97,29 @@ class QwenImage:
             negatives = self._predict(
                 steps[0].size,
                 [images[n] for n in guided],
-                [times[n] for n in guided],
+                times[list(guided)],
                 list(guided.values()),
             )
             for n, negative in zip(guided, negatives, strict=True):
                 velocities[n] = _guided(velocities[n], negative, steps[n].guidance)
-        return [
-            stepped(image, velocity, schedule.sigmas[step.number :])
-            for step, image, velocity, schedule in zip(
-                steps, images, velocities, schedules, strict=True
-            )
-        ]
+        return self._flow.move(steps, num_patches, images, velocities)
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        values = self.decode(latents, size).permute(1, 2, 0).cpu().float().numpy()
-        return np.asarray((values * 255).round(), np.uint8)
+        return to_pixels(self.decode(latents, size))
 
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
         """Return the image of finished latents, [3, height, width], with values from 0 to 1.
 
-        Raises WorkerFailure for values that are not finite, which diffusers paints black.
+        Raises WorkerFailure for values that are not finite.
         """
-        config, (rows, columns) = self._vae.config, self._grid(size)
-        patches = to_torch(latents).view(rows, columns, -1, PATCH, PATCH)
-        unpacked = patches.permute(2, 0, 3, 1, 4).reshape(1, -1, 1, PATCH * rows, PATCH * columns)
-        image = unpacked.to(self._vae.device, self._vae.dtype)
+        config, unpacked = self._vae.config, unpack(to_torch(latents), *self._grid(size))
+        image = unpacked[None, :, None].to(self._vae.device, self._vae.dtype)
         # The order of the operations is the pipeline's, or the last bits would differ.
         inverse = 1.0 / _per_channel(config.latents_std, image)
         image = image / inverse + _per_channel(config.latents_mean, image)
         decoded: Tensor = self._vae.decode(image, return_dict=False)[0][0, :, 0]
-        if not bool(decoded.isfinite().all()):
-            raise WorkerFailure(
-                "the image has values that are not finite: the networks overflow in"
-                f" {self._transformer.dtype}"
-            )
-        return (decoded * 0.5 + 0.5).clamp(0, 1)
+        return to_unit(decoded, self._transformer.dtype)
 
     def _grid(self, size: Size) -> tuple[int, int]:
         """Return the number of rows and columns of patches."""
@@ -168,14 +143,14 @@ class QwenImage:
         self,
         size: Size,
         images: Sequence[Tensor],
-        times: Sequence[Tensor],
+        times: Tensor,
         texts: Sequence[Condition],
     ) -> list[Tensor]:
         """Return the velocity of each image, [patches, channels], with its text at its time."""
         prompts, mask = self._padded(texts)
         predicted = self._transformer(
             hidden_states=torch.stack(list(images)),
-            timestep=torch.stack(list(times)).to(prompts) / 1000,
+            timestep=times.to(prompts) / 1000,
             encoder_hidden_states=prompts,
             encoder_hidden_states_mask=mask,
             img_shapes=[[(1, *self._grid(size))]] * len(images),
@@ -194,9 +169,6 @@ class QwenImage:
         lengths = torch.tensor([text.num_tokens for text in texts], device=device)
         mask = torch.arange(padded.shape[1], device=device) < lengths[:, None]
         return padded, None if mask.all() else mask
-
-    def _make_schedule(self, steps: int, num_patches: int) -> Schedule:
-        return make_schedule(self._scheduler, steps, shift_of(self._scheduler, num_patches))
 
 
 def _guided(positive: Tensor, negative: Tensor, scale: float) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -17,7 +16,7 @@ from transformers.models.umt5 import UMT5EncoderModel
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
-from shared.errors import ConfigError, ContextTooLong, WorkerFailure
+from shared.errors import ConfigError
 from shared.models.image_folder import MODEL_INDEX, ImageFolder
 from workers.generator.core.denoising import (
     Condition,
@@ -27,9 +26,11 @@ from workers.generator.core.denoising import (
     Size,
     Step,
     Stepped,
+    check_num_tokens,
     check_sizes,
 )
 from workers.generator.diffusion.parts import PartLoader, refusing
+from workers.generator.diffusion.pixels import to_pixels, to_unit
 from workers.generator.diffusion.uni_pc import Schedule, load_scheduler, make_schedule, stepped
 
 PATCH = 2
@@ -48,6 +49,7 @@ class Wan:
     """
 
     min_guidance = 1.0
+    no_guidance = 1.0
 
     def __init__(
         self,
@@ -71,14 +73,7 @@ class Wan:
         self._boundary = None if ratio is None else ratio * scheduler.config.num_train_timesteps
 
     def check_text(self, text: str, field: str) -> int:
-        num_tokens = len(self._tokenize(text))
-        if num_tokens > self._max_tokens:
-            raise ContextTooLong(
-                f"{field}: the text has {num_tokens} tokens, over the model's limit of"
-                f" {self._max_tokens}",
-                field=field,
-            )
-        return num_tokens
+        return check_num_tokens(len(self._tokenize(text)), self._max_tokens, field)
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> list[Condition]:
@@ -113,14 +108,13 @@ class Wan:
         ]
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        values = self.decode(latents, size).permute(1, 2, 3, 0).cpu().float().numpy()
-        return np.asarray((values * 255).round(), np.uint8)
+        return to_pixels(self.decode(latents, size))
 
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
         """Return the video of finished latents, [3, frames, height, width], from 0 to 1.
 
-        Raises WorkerFailure for values that are not finite, which diffusers paints black.
+        Raises WorkerFailure for values that are not finite.
         """
         config = self._vae.config
         video = to_torch(latents)[None].to(self._vae.device, self._vae.dtype)
@@ -129,12 +123,7 @@ class Wan:
         video = video / inverse + _per_channel(config.latents_mean, video)
         # The decoder computes the frames of latents one after another.
         decoded: Tensor = self._vae.decode(video, return_dict=False)[0][0]
-        if not bool(decoded.isfinite().all()):
-            raise WorkerFailure(
-                "the video has values that are not finite: the networks overflow in"
-                f" {self._transformers[0].dtype}"
-            )
-        return (decoded * 0.5 + 0.5).clamp(0, 1)
+        return to_unit(decoded, self._transformers[0].dtype)
 
     def _tokenize(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(prompt_clean(text)).ids

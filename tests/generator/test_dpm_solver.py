@@ -1,0 +1,84 @@
+"""DPM-Solver++ compared with the scheduler of diffusers, with a stored state between steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler
+
+from shared.codec.tensors import from_torch, to_torch
+from workers.generator.core.denoising import Progress
+from workers.generator.core.painting import decode_state, encode_state
+from workers.generator.diffusion.dpm_solver import begin, check_settings, make_schedule, stepped
+
+FLOW = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"solver_order": 1},
+    {"solver_type": "heun"},
+    {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
+    # The published folders of Sana have these settings.
+    FLOW,
+    {"use_karras_sigmas": True, "timestep_spacing": "trailing"},
+    {"final_sigmas_type": "sigma_min", "lower_order_final": False},
+    {"final_sigmas_type": "sigma_min"},
+    {"final_sigmas_type": "sigma_min", "euler_at_final": True},
+]
+
+
+def predict(latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    """Return the output of a network, which depends on both."""
+    return torch.sin(3 * latents + time / 500)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [1, 4, 16])
+def test_latents_equal_the_schedulers_after_each_step(
+    settings: dict[str, Any], dtype: torch.dtype, steps: int
+) -> None:
+    scheduler = DPMSolverMultistepScheduler(**settings)
+    check_settings(scheduler.config)
+    schedule = make_schedule(scheduler, steps)
+    scheduler.set_timesteps(steps)
+    latents = torch.randn((2, 3, 4), generator=torch.Generator().manual_seed(0)).to(dtype)
+    initial = progress = begin(latents)
+    for number, time in enumerate(scheduler.timesteps):
+        assert schedule.times[number] == time
+        predicted = predict(latents, time)
+        latents = scheduler.step(predicted, time, latents, return_dict=False)[0]
+        result = stepped(scheduler.config, schedule, number, progress, predicted)
+        assert torch.equal(to_torch(result.progress.latents), latents)
+        assert latents.isfinite().all()
+        resumed = decode_state(encode_state(result.progress, number), number, initial)
+        assert resumed is not None
+        progress = resumed
+
+
+def test_the_second_order_depends_on_the_step_before() -> None:
+    scheduler = DPMSolverMultistepScheduler()
+    schedule, latents = make_schedule(scheduler, 4), torch.ones((2, 3, 4))
+    progress = begin(latents)
+    for number in range(2):
+        last = progress
+        progress = stepped(
+            scheduler.config, schedule, number, progress, predict(latents, latents)
+        ).progress
+    forgot = Progress(last.latents, {"previous": from_torch(torch.zeros_like(latents))})
+    other = stepped(scheduler.config, schedule, 1, forgot, predict(latents, latents)).progress
+    assert other.latents != progress.latents
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm_type": "sde-dpmsolver++"}, "algorithm_type 'sde-dpmsolver\\+\\+' is not"),
+        ({"solver_order": 3}, "solver_order 3 is not supported; supported: 1, 2"),
+        ({"prediction_type": "sample"}, "prediction_type 'sample' is not supported"),
+        ({"thresholding": True}, "thresholding True is not supported; supported: False"),
+        ({"variance_type": "learned"}, "variance_type 'learned' is not supported"),
+    ],
+)
+def test_other_algorithms_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_settings(DPMSolverMultistepScheduler(**settings).config)
