@@ -119,7 +119,8 @@ async def test_a_video_is_the_same_after_two_kills(processes: Processes, bus: Bu
 async def test_the_client_of_openai_makes_lists_reads_and_deletes_videos(api: AsyncOpenAI) -> None:
     form = FORM | {"size": "32x16", "seconds": "0", "frames": 1}
     first = await api.videos.create(model="wan", prompt=PROMPT, extra_body=form)
-    assert (first.status, first.progress, first.seconds) == ("queued", 0, "0")
+    assert first.status in ("queued", "in_progress")
+    assert (first.progress, first.seconds) == (0, "0")
     second = await api.videos.create_and_poll(
         model="wan", prompt=PROMPT, poll_interval_ms=100, extra_body=FORM
     )

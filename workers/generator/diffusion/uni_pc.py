@@ -4,7 +4,7 @@ A step first corrects its latents by the new prediction, and then predicts the l
 noise level. Both use the finished latents that earlier steps have predicted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,13 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
     return Schedule(tables.sigmas, tables.timesteps)
 
 
+def begin(latents: Tensor, dtype: torch.dtype) -> Progress:
+    """Return a sample before its first step; `dtype` is the type of the network."""
+    finished = torch.zeros_like(latents, dtype=torch.promote_types(latents.dtype, dtype))
+    state = {SAMPLE: torch.zeros_like(latents), FINISHED: finished, FINISHED_BEFORE: finished}
+    return _progress_of(latents, state)
+
+
 def stepped(progress: Progress, velocity: Tensor, sigmas: Tensor, number: int) -> Stepped:
     """Return a sample after step `number`, from 0; `velocity` is predicted at its noise level.
 
@@ -68,20 +75,19 @@ def stepped(progress: Progress, velocity: Tensor, sigmas: Tensor, number: int) -
     solver = {name: to_torch(tensor).to(device) for name, tensor in progress.solver.items()}
     latents = to_torch(progress.latents).to(device)
     finished = latents - sigmas[number] * velocity
-    before = [solver[name] for name in (FINISHED, FINISHED_BEFORE) if name in solver]
+    before = [solver[FINISHED], solver[FINISHED_BEFORE]]
     sample = latents
     if number:
         last_order = _order_of(number - 1, steps)
         sample = _corrected(solver[SAMPLE], finished, before[:last_order], sigmas, number)
     latest = [finished, *before][: _order_of(number, steps)]
     moved = _predicted(sample, latest, sigmas, number)
-    state = {SAMPLE: sample, FINISHED: finished}
-    if before:
-        state[FINISHED_BEFORE] = before[0]
-    return Stepped(
-        Progress(from_torch(moved), {name: from_torch(value) for name, value in state.items()}),
-        from_torch(finished.to(latents.dtype)),
-    )
+    state = {SAMPLE: sample, FINISHED: finished, FINISHED_BEFORE: before[0]}
+    return Stepped(_progress_of(moved, state), from_torch(finished.to(latents.dtype)))
+
+
+def _progress_of(latents: Tensor, state: Mapping[str, Tensor]) -> Progress:
+    return Progress(from_torch(latents), {name: from_torch(value) for name, value in state.items()})
 
 
 def _order_of(number: int, steps: int) -> int:

@@ -31,7 +31,13 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion.parts import PartLoader, refusing
 from workers.generator.diffusion.pixels import to_pixels, to_unit
-from workers.generator.diffusion.uni_pc import Schedule, load_scheduler, make_schedule, stepped
+from workers.generator.diffusion.uni_pc import (
+    Schedule,
+    begin,
+    load_scheduler,
+    make_schedule,
+    stepped,
+)
 
 PATCH = 2
 """Side of a patch in latents."""
@@ -85,7 +91,8 @@ class Wan:
         return config.z_dim, (frames - 1) // length + 1, height // side, width // side
 
     def begin(self, size: Size, noise: Noise) -> Progress:
-        return Progress(from_torch(torch.from_numpy(noise).to(torch.float32)), {})
+        latents = torch.from_numpy(noise).to(torch.float32)
+        return begin(latents, self._transformers[0].dtype)
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
