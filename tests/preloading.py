@@ -21,23 +21,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import msgspec
 from huggingface_hub import constants
 from huggingface_hub.utils import _cache_manager
 from PIL import Image
 from rich.console import Console
 from transformers import conversion_mapping
 
-from shared.helpers.forking import end_with_parent
+from shared.helpers.forking import Forks, end_with_parent
 from shared.models import registry
-from tests.preloaded import PYTHON_OF, ROLES_OF
+from tests.preloaded import PYTHON_OF, ROLES_OF, ForkedCommand
+from tests.support.folders import check_by_engine
 from workers import __main__ as pagemill
 from workers import roles
 from workers.cli import terminal
 from workers.cli.models import reports
-from workers.cli.models.reports import Report
-from workers.engine.model import check_folders
-from workers.engine.model.check_folders import PoolingMode
+from workers.renderer.decoding.pool import SPAWNER
 from workers.supervisor import preloader, processes
 
 # Modules that workers import at their start or later with the demo model, or that tests import.
@@ -57,9 +55,15 @@ MODULES = [
 ]
 
 
-def _check_by_engine(pairs: Sequence[tuple[Path, PoolingMode | None]]) -> list[Report]:
-    reports = [check_folders.examine(folder, pooling) for folder, pooling in pairs]
-    return msgspec.convert(reports, list[Report], from_attributes=True)
+# Every renderer has a spawner, whose imports take 0.4 s. Commands have theirs forked from this one.
+_spawners = Forks("tests.spawners")
+_execute = Forks._execute
+
+
+def _fork_spawner(forks: Forks, channel: socket.socket) -> Any:
+    if forks._module != SPAWNER:
+        return _execute(forks, channel)
+    return ForkedCommand(_spawners.fork(b"-", [channel.fileno()]))
 
 
 def _main() -> None:
@@ -78,7 +82,8 @@ def _main() -> None:
     for module in (constants, _cache_manager):
         importlib.reload(module)
     # Commands would start a process that imports transformers, which is in memory here.
-    vars(reports).update(check_by_engine=_check_by_engine)
+    vars(reports).update(check_by_engine=check_by_engine)
+    Forks._execute = _fork_spawner  # type: ignore[assignment, method-assign]
     try:
         pagemill.main()
     except SystemExit as end:
@@ -157,6 +162,7 @@ def _serve(listener: socket.socket, collecting: socket.socket | None = None) -> 
     The first message on a connection may have a descriptor: stdin of what is forked.
     """
     end_with_parent()
+    _spawners.start()
     gc.disable()
     for module in MODULES:
         importlib.import_module(module)

@@ -51,7 +51,7 @@ ALLOWED = {
     # Every dial for a client goes through it, to a checked address.
     "shared.net.dialing": {"httpcore2"},
     "workers.agent.mcp_client": {"httpcore2"},
-    "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
+    "shared.decoding.image_reader": {"PIL.Image.open"},  # of bytes
     # Decoders open bytes, in a sandbox, and the sockets between them and the renderer. Grammars are
     # tried in one.
     "shared.helpers.forking": {"socket.socket", "socket.socketpair", "os.open"},  # the terminal

@@ -12,6 +12,8 @@ from ops.demo import IMAGES
 from ops.fuzz_decoders.seeds import json_messages
 from ops.fuzz_decoders.target import FuzzTarget
 from shared.config.schema import RendererConfig
+from shared.decoding.refusal import Refusal
+from shared.decoding.still_image import read_still_image
 from shared.errors import InvalidMedia, InvalidRequest, MediaTooLarge, RequestError
 from shared.net.ip_policy import parse_address
 from shared.net.targets import parse_target
@@ -37,9 +39,7 @@ from workers.gateway.schemas.speech import SpeechRequest
 from workers.gateway.vllm.generate_request import parse
 from workers.renderer.decoding.animations import count_animation, is_animation
 from workers.renderer.decoding.containers import find_container
-from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.sound_file import is_sound
-from workers.renderer.decoding.still_image import read_still_image
 from workers.renderer.media.image_decoder import decode_data_url
 
 _BODIES = (

@@ -83,6 +83,13 @@ def _text_encoder(num_tokens: int) -> Any:
 @functools.cache
 def build_pipeline(dtype: torch.dtype = torch.float64, width: Width = SMALL) -> Any:
     """Return diffusers' own pipeline. Its latents have neither mean 0 nor standard deviation 1."""
+    pipeline = QwenImagePipeline(**build_parts(width)).to(dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def build_parts(width: Width = SMALL, **transformer_settings: Any) -> dict[str, Any]:
+    """Return the parts of a pipeline with random weights, in float32."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bar()
@@ -98,6 +105,7 @@ def build_pipeline(dtype: torch.dtype = torch.float64, width: Width = SMALL) -> 
         joint_attention_dim=16,
         guidance_embeds=False,
         axes_dims_rope=(width.head // 2, width.head // 4, width.head // 4),
+        **transformer_settings,
     )
     vae = AutoencoderKLQwenImage(
         base_dim=8,
@@ -118,15 +126,13 @@ def build_pipeline(dtype: torch.dtype = torch.float64, width: Width = SMALL) -> 
         time_shift_type="exponential",
     )
     randomize(transformer)
-    pipeline = QwenImagePipeline(
-        scheduler=scheduler,
-        vae=vae.eval(),
-        text_encoder=randomize(_text_encoder(len(tokenizer))),
-        tokenizer=tokenizer,
-        transformer=transformer,
-    ).to(dtype)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return {
+        "scheduler": scheduler,
+        "vae": vae.eval(),
+        "text_encoder": randomize(_text_encoder(len(tokenizer))),
+        "tokenizer": tokenizer,
+        "transformer": transformer,
+    }
 
 
 def randomize(network: Any, deviation: float = 0.2) -> Any:

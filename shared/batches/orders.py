@@ -12,6 +12,7 @@ ENDPOINTS = (
     "/v1/score",
     "/v1/rerank",
     "/v1/images/generations",
+    "/v1/images/edits",
     "/v1/audio/transcriptions",
     "/v1/audio/speech",
 )

@@ -23,6 +23,8 @@ Graph = Literal[
     "qwen2.5-omni",
     "orpheus",
     "qwen-image",
+    "qwen-image-edit",
+    "qwen-image-edit-plus",
     "flux.1-dev",
     "flux.1-schnell",
     "stable-diffusion-3",
@@ -88,6 +90,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sizes: list[ImageSize] = []
     """Sizes, such as `96x96`, of the images or videos of a stage with an output of kind `image` or
     `video`; the first one is the default."""
+    input_images: Annotated[int, Meta(ge=0)] = 0
+    """Limit on the images that a request gives to a stage that edits images."""
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):

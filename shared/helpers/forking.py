@@ -271,24 +271,27 @@ class Forks:
         if self._channel is not None:
             return self._channel
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        arguments = [json.dumps(sys.path), self._module, str(theirs.fileno())]
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment | _ONE_THREAD,
-                # Ctrl-C in a terminal must reach only the worker, which drains before it ends.
-                # The session stays the same: in a new session, the niceness of children would only
-                # count relative to each other.
-                process_group=0,
-            )
+            self._process = self._execute(theirs)
             undo.pop_all()
         self._channel = ours
         return ours
+
+    def _execute(self, channel: socket.socket) -> subprocess.Popen[bytes]:
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        arguments = [json.dumps(sys.path), self._module, str(channel.fileno())]
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[channel.fileno()],
+            env=environment | _ONE_THREAD,
+            # Ctrl-C in a terminal must reach only the worker, which drains before it ends.
+            # The session stays the same: in a new session, the niceness of children would only
+            # count relative to each other.
+            process_group=0,
+        )
 
     def _end(self) -> None:
         if self._channel is None or self._process is None:

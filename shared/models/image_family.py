@@ -19,6 +19,8 @@ class Component(NamedTuple):
     """File with the settings of the part."""
     weights: str | None = None
     """Name of the files of weights, without endings; None for a part without weights."""
+    config_class: str = ""
+    """Class that the file with the settings names; "" for the same class."""
     is_optional: bool = False
     """Whether a folder may lack the part, or name null as its class."""
     also: frozenset[str] = frozenset()
@@ -46,6 +48,9 @@ class ImageFamily(NamedTuple):
     """Text that images without a negative prompt are guided away from; None for models without
     negative prompts."""
     max_prompt_tokens: int
+    input_images: int = 0
+    """Limit on the images that a request gives to edit; 0 for a model that edits none. A model that
+    edits images paints none without."""
     without: tuple[str, str] | None = None
     """A part and a setting of it which is false or missing in the folders of this family, and true
     in folders of another family with the same pipeline."""

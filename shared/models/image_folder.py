@@ -202,20 +202,27 @@ def _check_class(folder: Path, name: str, component: Component, index: Mapping[s
         raise _refusal(folder, f"lacks {name}/{component.config}")
     config = _read(folder, f"{name}/{component.config}")
     architectures = config.get("architectures")
-    stated = {
-        MODEL_INDEX: entry[1],
-        f"{name}/{component.config}": config.get("_class_name")
+    config_class = (
+        config.get("_class_name")
         or config.get("tokenizer_class")
-        or (architectures[0] if isinstance(architectures, list) and architectures else None),
-    }
-    for file, class_name in stated.items():
-        # transformers 4 had two classes of each tokenizer.
+        or config.get("image_processor_type")
+        or (architectures[0] if isinstance(architectures, list) and architectures else None)
+    )
+    for file, class_name, supported in (
+        (MODEL_INDEX, entry[1], component.class_name),
+        (
+            f"{name}/{component.config}",
+            config_class,
+            component.config_class or component.class_name,
+        ),
+    ):
+        # transformers 4 had two classes of each tokenizer and image processor.
         name_of_class = str(class_name).removesuffix("Fast")
-        if name_of_class != component.class_name and name_of_class not in component.also:
+        if name_of_class != supported and name_of_class not in component.also:
             raise _refusal(
                 folder,
-                f"has a {name} of class {class_name!r} in {file}, and only"
-                f" {component.class_name} is supported",
+                f"has a {name} of class {class_name!r} in {file}, and only {supported} is"
+                " supported",
             )
     quantized = None if component.weights is None else read_quantized(folder / name)
     if quantized is not None:

@@ -83,6 +83,8 @@ class StageSpec(Struct, frozen=True):
     """Mean number of frames for a character of spoken text, if it is known."""
     sizes: list[str] = []
     """Sizes of the images or videos that the stage makes; the first one is the default."""
+    input_images: int = 0
+    """Limit on the images that a request gives to a stage that edits images; 0 for other stages."""
     slots: int = 1
     """Number of queues in each lane; see `shared.stage.slots`."""
     max_wait_s: float = 300.0

@@ -67,7 +67,7 @@ def resolve_video(
     Raises InvalidRequest for a size or a number of frames that the stage does not make, and for a
     negative prompt without effect.
     """
-    params = resolve_params("video.", requested, defaults, sizes)
+    params = resolve_params("video.", requested, {"size": sizes[0], **defaults}, sizes)
     frames = spec.frames if params.frames is None else params.frames
     check_frames(frames, spec, "video.frames")
     return replace(params, frames=frames, fps=params.fps or spec.fps)

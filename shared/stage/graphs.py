@@ -87,6 +87,7 @@ def _find_painter(graph: Graph | None) -> StageSpec | None:
         output=OutputSpec(kind, kind),
         sizes=list(family.sizes),
         video=family.video,
+        input_images=family.input_images,
     )
 
 

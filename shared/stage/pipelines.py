@@ -179,6 +179,9 @@ def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:
         elif (kind == VIDEO_KIND) != (stage.video is not None):
             message = f"only the stage of a built-in graph has an output of kind {VIDEO_KIND!r}"
             yield Fault(f"stages.{stage.name}.output", message)
+        elif stage.input_images and kind != IMAGE_KIND:
+            message = f"only a stage with an output of kind {IMAGE_KIND!r} edits images"
+            yield Fault(f"stages.{stage.name}.input_images", message)
         elif paints and default and default not in stage.sizes:
             message = f"{default!r} is not in `sizes`, which has {', '.join(stage.sizes)}"
             yield Fault(f"stages.{stage.name}.sampling_defaults.size", message)
@@ -248,6 +251,7 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         changes.voices or base.voices,
         changes.frames_per_character or base.frames_per_character,
         changes.sizes or base.sizes,
+        changes.input_images or base.input_images,
         # Only engines pull from slots.
         base.slots if role == ENGINE else 1,
         changes.max_wait_s,

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.streams import MEDIA_REUSE_S
-from shared.errors import InvalidRequest, MediaTooLarge
+from shared.errors import InvalidMedia, InvalidRequest, MediaNotFound, MediaTooLarge
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import MediaHead, decode_media_head
@@ -93,6 +93,20 @@ async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes |
     if data is None:
         await bus.wait_for_replicas(STALE_READ_S)
         data = await _read(bus, name, max_bytes, tenant)
+    return data
+
+
+async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:
+    """Return the file that a `media:` URL names. Raises a RequestError that names `field`."""
+    name = parse_media_url(url)
+    if name is None:
+        raise InvalidMedia("expected media: and 64 lower-case hexadecimal digits", field=field)
+    try:
+        data = await find(bus, name, max_bytes, tenant)
+    except MediaTooLarge as error:
+        raise MediaTooLarge(error.message, field=field) from None
+    if data is None:
+        raise MediaNotFound("no file with this name is stored here", field=field)
     return data
 
 

@@ -16,6 +16,7 @@ from shared.models.image_folder import read_image_folder
 from shared.stage.pipelines import pipeline_of
 from tests import orpheus
 from tests.quantized_checkpoints import FORMS, copy_quantized
+from tests.support.folders import check_by_engine
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import LocalModel
@@ -24,6 +25,12 @@ from workers.cli.models.reports import check_folders
 from workers.engine.model.check_folders import examine
 from workers.roles import default_workers
 from workers.settings import DEMO_MODEL, check_paths, load_config
+
+
+@pytest.fixture(autouse=True)
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each check would import transformers, in 2 s."""
+    monkeypatch.setattr("workers.cli.models.reports.check_by_engine", check_by_engine)
 
 
 def test_another_up_leaves_the_file_of_a_running_one_alone(

@@ -16,10 +16,10 @@ from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.state import audit_log
 from tests.cli.test_request_commands import run
-from tests.cluster.conftest import PAGEMILL, ROOT, start_cluster, stop_cluster
+from tests.cluster.conftest import FORKED_PAGEMILL, ROOT, start_cluster, stop_cluster
 
 CONFIG = "models: {{demo: {{path: nowhere}}}}\ndelivery: {{max_token_log_mib: {mib}}}\n"
-NUM_MESSAGES = 1500
+NUM_MESSAGES, MESSAGE = 200, bytes(8192)  # more than a mebibyte
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ async def filled(own_broker: EmbeddedServer) -> AsyncIterator[Bus]:
     bus = await Bus.connect(own_broker.url, "test")
     await bus.streams.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     for number in range(NUM_MESSAGES):
-        await bus.publish_without_id(subjects.append(f"r-{number}"), bytes(1024))
+        await bus.publish_without_id(subjects.append(f"r-{number}"), MESSAGE)
     yield bus
     await bus.close()
 
@@ -57,7 +57,7 @@ async def test_a_difference_is_shown_with_its_effect_and_needs_yes(
     lines = output.splitlines()
     assert lines[0].split() == ["stream", "setting", "is", "will", "be", "effect"]
     assert " ".join(lines[1].split()) == (
-        "TOKENS max_bytes 2,048 MiB 4,096 MiB keeps all 1,500 messages"
+        "TOKENS max_bytes 2,048 MiB 4,096 MiB keeps all 200 messages"
     )
     code, output, _ = await run(own_broker, "migrate", "--yes", "--config", config)
     assert (code, output.splitlines()[-1]) == (0, "changed: 1")
@@ -103,7 +103,7 @@ async def test_the_question_is_answered_at_a_terminal(
     terminal, end = pty.openpty()
     arguments = ["migrate", "--config", write(tmp_path, 4096), "--nats", own_broker.url]
     process = await asyncio.create_subprocess_exec(
-        *PAGEMILL, *arguments, stdin=end, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+        *FORKED_PAGEMILL, *arguments, stdin=end, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
     os.write(terminal, answer.encode())
     output, _ = await process.communicate()
@@ -130,7 +130,7 @@ async def test_up_fits_the_streams_of_its_own_broker_and_loses_nothing(tmp_path:
         bus = await Bus.connect(url, "test")
         if fill:
             for number in range(NUM_MESSAGES):
-                await bus.publish_without_id(subjects.append(f"r-{number}"), bytes(1024))
+                await bus.publish_without_id(subjects.append(f"r-{number}"), MESSAGE)
         info = await bus.connection.js.stream_info(subjects.TOKENS_STREAM)
         await bus.close()
         return int(info.config.max_bytes or 0) // 2**20, int(info.state.messages)

@@ -1,5 +1,6 @@
 """Planned memory of weights, compared with the weights that the processes of stages load."""
 
+import itertools
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,8 +80,18 @@ def test_each_stage_of_an_omni_model_is_planned_with_its_own_weights(
     assert planned[stage] == Weights(planned[stage].num_values)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("keeps", [False, True])
+# Forms of one layout count alike.
+ALWAYS = {("fp8_blocks", True), ("int8_zeros", True), ("awq", True), ("packed_mxfp4", True)}
+ALWAYS |= {("fp8_blocks", False), ("packed_int4", False)}
+
+
+@pytest.mark.parametrize(
+    ("form", "keeps"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.long)
+        for case in itertools.product(FORMS, (False, True))
+    ],
+)
 def test_quantized_weights_are_planned_as_the_engine_loads_them(
     form: str, keeps: bool, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from tests.cluster.conftest import CONFIG, ROOT
 from tests.support.waiting import wait_until
 
 IMAGES = ROOT / "ops" / "demo_images"
+NUM_LINES = 200
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_images_are_read_by_two_commands(tmp_path: Path, port: int) -> None:
 def test_ctrl_c_stops_everything_and_the_same_command_continues(tmp_path: Path, port: int) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "What can you do?"}]}
     line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    lines = [json.dumps(line | {"custom_id": f"line-{n}"}) for n in range(600)]
+    lines = [json.dumps(line | {"custom_id": f"line-{n}"}) for n in range(NUM_LINES)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     command = ["batch", "run", "in.jsonl", "-o", "out.jsonl", "--up"]
     part = tmp_path / "out.jsonl.part"
@@ -61,7 +62,7 @@ def test_ctrl_c_stops_everything_and_the_same_command_continues(tmp_path: Path, 
     done = preloaded.run(*command, cwd=tmp_path, env=env_of(port), limit_s=300)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert {result["custom_id"] for result in results} == {f"line-{n}" for n in range(600)}
-    assert len(results) == 600
+    assert {result["custom_id"] for result in results} == {f"line-{n}" for n in range(NUM_LINES)}
+    assert len(results) == NUM_LINES
     # Results of the first run were kept.
-    assert 0 < num_before <= 600
+    assert 0 < num_before <= NUM_LINES

@@ -18,7 +18,7 @@ from shared.client import follow
 from shared.protocol import subjects
 from shared.protocol.requests import Message, decode_request
 from shared.state import request_status
-from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, run
+from tests.cluster.conftest import FORKED_PAGEMILL, PAGEMILL, ROOT, Cluster, run
 from tests.cluster.streams import text_of
 
 RED = ROOT / "ops" / "demo_images" / "red.png"
@@ -209,7 +209,7 @@ async def test_a_killed_chat_leaves_an_answer_that_can_be_followed(
 async def test_a_pipe(cluster: Cluster) -> None:
     done = await asyncio.to_thread(
         subprocess.run,
-        [*PAGEMILL, "chat", "--nats", cluster.url, "--config", str(cluster.config)],
+        [*FORKED_PAGEMILL, "chat", "--nats", cluster.url, "--config", str(cluster.config)],
         input="What can you do?\n\n/nosuch\n",
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -105,6 +105,7 @@ async def steps_of(bus: Bus, request_id: str) -> list[StepState]:
     return [record for record in records if isinstance(record, StepState)]
 
 
+@pytest.mark.long
 async def test_the_generator_is_killed_between_the_steps_of_an_image(
     processes: Processes, bus: Bus, painter: ImageModel
 ) -> None:

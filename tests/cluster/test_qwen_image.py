@@ -88,8 +88,8 @@ async def steps_of(bus: Bus, request_id: str) -> list[StepState]:
 async def test_the_generator_is_killed_after_each_step_of_two_images(
     processes: Processes, bus: Bus
 ) -> None:
-    params = PaintParams("48x48", 2, 6, 3.0, "ugly", 5)
-    options = ImageParams("48x48", 2, 6, 3.0, "ugly", 5)
+    params = PaintParams("48x48", 2, 4, 3.0, "ugly", 5)
+    options = ImageParams("48x48", 2, 4, 3.0, "ugly", 5)
     request = GenerateRequest(MODEL, prompt=PROMPT, image=options, timeout_s=150.0)
 
     async def own() -> list[Any]:
@@ -112,8 +112,8 @@ async def test_the_generator_is_killed_after_each_step_of_two_images(
     states = await steps_of(bus, "killed")
     # Steps in the log are not computed again.
     for number in range(params.n):
-        assert [s.step for s in states if s.number == number] == [1, 2, 3, 4, 5]
-    assert len({state.attempt for state in states}) >= 4
+        assert [s.step for s in states if s.number == number] == [1, 2, 3]
+    assert len({state.attempt for state in states}) >= 3
     await until_nothing_is_left(bus)
 
 

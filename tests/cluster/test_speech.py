@@ -223,6 +223,7 @@ async def test_text_codes_and_samples_are_those_of_plain_loops(
     await until_nothing_is_left(bus)
 
 
+@pytest.mark.long
 async def test_every_stage_is_killed_in_the_middle_of_a_speech(
     processes: Processes, bus: Bus, talker: PlainTalker
 ) -> None:

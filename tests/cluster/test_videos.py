@@ -299,6 +299,7 @@ async def test_a_renderer_killed_after_a_video_costs_no_second_fetch(
     assert len(canary.paths) == 1
 
 
+@pytest.mark.long
 async def test_an_engine_killed_amid_an_answer_about_a_video(cluster: Cluster, client: Bus) -> None:
     request = question(VideoURL(data_url(clip(8, shift=11))))
     # The engine is killed at the first record, hundreds of steps before the end.

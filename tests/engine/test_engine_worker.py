@@ -97,9 +97,16 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
             _ = [record async for record in follow(bus, request_id)]
 
 
+class RareOutput(TextOutput):
+    """Output with a record of each request in hours."""
+
+    appends_per_s = 0.0001
+
+
 async def test_first_tokens_of_the_batch_lane_are_gathered(bus: Bus) -> None:
     early, late = (f"gathered-{secrets.token_hex(8)}" for _ in range(2))
-    async with serving_engine(bus, "batch-first", GATHERS) as rig, asyncio.timeout(20):
+    rigged = serving_engine(bus, "batch-first", GATHERS, output=RareOutput())
+    async with rigged as rig, asyncio.timeout(20):
         # The first record of an engine is not delayed.
         await rig.put(early, [1] * 8, max_tokens=40)
         await rig.until_held()

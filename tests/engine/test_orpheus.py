@@ -99,7 +99,7 @@ async def test_speeches_of_one_batch_are_those_of_generate(speaker: Speaker) -> 
 async def test_a_speech_continues_after_any_of_its_frames(speaker: Speaker) -> None:
     text = TEXTS[0]
     prompt, (tokens, _) = await speaker.prompt(text, "tara"), speaker.plain.speak(text, MAX_TOKENS)
-    for num_frames in range(1, MAX_TOKENS // 7, 4):
+    for num_frames in range(1, MAX_TOKENS // 7, 8):
         frames = speaker.plain.frames(tokens)[:num_frames]
         logged = [LoggedChoice(speaker.output.codes.tokens_of(frames), finished=False)]
         rest = speaker.run({"r": prompt}, logged=logged)["r"]

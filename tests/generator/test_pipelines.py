@@ -18,33 +18,47 @@ import torch
 
 from shared.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerFailure
 from shared.models.image_folder import read_image_folder
-from shared.protocol.images import PaintParams, parse_size
+from shared.protocol.images import AUTO, PaintParams, parse_size
 from tests.generator.pipelines import (
     flux,
     pixart_sigma,
     qwen_image,
+    qwen_image_edit,
+    qwen_image_edit_plus,
     stable_diffusion_3,
     wan,
     z_image,
 )
+from tests.generator.pipelines.input_images import pixels_of
 from tests.generator.pipelines.spec import PipelineSpec, to_file
 from workers.generator.core.denoising import (
     Condition,
     Progress,
+    Size,
     Step,
     check_guidance,
     negative_of,
     noise_of,
     noise_shape_of,
+    size_of,
 )
 from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.image_loader import load_image_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KEY = "models.painter.stages.dit"
-SPECS: dict[str, PipelineSpec] = {
-    module.SPEC.name: module.SPEC
-    for module in (qwen_image, flux, stable_diffusion_3, z_image, pixart_sigma, wan)
-}
+MODULES = (
+    qwen_image,
+    qwen_image_edit,
+    qwen_image_edit_plus,
+    flux,
+    stable_diffusion_3,
+    z_image,
+    pixart_sigma,
+    wan,
+)
+SPECS: dict[str, PipelineSpec] = {module.SPEC.name: module.SPEC for module in MODULES}
 ARRIVALS = (0, 1, 1, 2, 2, 3)
 """Ticks at which the requests arrive."""
 
@@ -88,6 +102,7 @@ class Canvas:
     prompt: Condition
     negative: Condition | None
     progress: Progress
+    size: Size
     done: int = 0
 
     @property
@@ -98,7 +113,7 @@ class Canvas:
             self.prompt,
             self.negative,
             params.guidance,
-            parse_size(params.size),
+            self.size,
             self.done,
             params.steps,
         )
@@ -108,20 +123,23 @@ class Canvas:
         return self.done == self.params.steps
 
     def pixels(self) -> Any:
-        return self.model.pixels(self.progress.latents, parse_size(self.params.size))
+        return self.model.pixels(self.progress.latents, self.size)
 
     def decode(self) -> torch.Tensor:
-        image: torch.Tensor = self.model.decode(self.progress.latents, parse_size(self.params.size))
+        image: torch.Tensor = self.model.decode(self.progress.latents, self.size)
         return image
 
 
 def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canvas:
     assert params.seed is not None
-    size = parse_size(params.size)
+    images = [model.read_image(pixels_of(url), "image") for url in params.input_images]
+    size = size_of(images[-1].for_latents) if params.size == AUTO else parse_size(params.size)
     negative = negative_of(model, params)
-    texts = model.encode([prompt] if negative is None else [prompt, negative])
-    noise = noise_of(params.seed, number, noise_shape_of(model, params))
-    return Canvas(model, params, texts[0], (*texts[1:], None)[0], model.begin(size, noise))
+    texts = [prompt] if negative is None else [prompt, negative]
+    encoded = model.encode_edit(texts, images) if images else model.encode(texts)
+    noise = noise_of(params.seed, number, noise_shape_of(model, size, params.frames))
+    begun = model.begin(size, noise)
+    return Canvas(model, params, encoded[0], (*encoded[1:], None)[0], begun, size)
 
 
 def step(canvases: Sequence[Canvas]) -> None:
@@ -146,11 +164,13 @@ def paint_together(model: Any, spec: PipelineSpec) -> tuple[list[Canvas], list[i
         for number, (prompt, params) in enumerate(spec.requests):
             if ARRIVALS[number] == tick:
                 canvases[number] = begin(model, prompt, params)
-        for size in spec.sizes:
-            group = [c for c in canvases.values() if c.params.size == size and not c.is_complete]
-            if group:
-                step(group)
-                sizes.append(len(group))
+        groups: dict[Any, list[Canvas]] = {}
+        for canvas in canvases.values():
+            if not canvas.is_complete:
+                groups.setdefault((canvas.size, canvas.prompt.image_sizes), []).append(canvas)
+        for group in groups.values():
+            step(group)
+            sizes.append(len(group))
     return [canvases[number] for number in range(len(spec.requests))], sizes
 
 
@@ -284,9 +304,9 @@ def test_the_longest_prompt_is_read_to_its_end_and_a_longer_one_is_refused(
         f"{spec.max_tokens + 1} tokens, over the model's limit of {spec.max_tokens}"
         in refused.value.message
     )
-    # diffusers cuts it silently.
     longer = longest + "b" * num_around
-    assert np.array_equal(spec.paint_whole(longer, params), spec.paint_whole(longer + "c", params))
+    wholes = [spec.paint_whole(text, params) for text in (longer, longer + "c")]
+    assert np.array_equal(*wholes) == spec.cuts_texts
 
 
 def test_sizes_that_the_networks_do_not_have_are_refused(folder: Path, spec: PipelineSpec) -> None:
@@ -310,7 +330,7 @@ def test_settings_that_are_not_computed_are_refused(
 
 def test_an_overflow_is_an_error_instead_of_a_black_image(exact: Any, spec: PipelineSpec) -> None:
     size = parse_size(spec.sizes[0])
-    noise = np.full(noise_shape_of(exact, spec.requests[0][1]), np.nan)
+    noise = np.full(noise_shape_of(exact, size, spec.requests[0][1].frames), np.nan)
     with pytest.raises(WorkerFailure, match=r"not finite: .* overflow in torch.float64"):
         exact.pixels(exact.begin(size, noise).latents, size)
 

@@ -7,7 +7,6 @@ import os
 import pkgutil
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ops.gpu.plan import CUDA_TESTS, SECTIONS, Section
 from ops.gpu.run import STATUS_OF_LIMIT, Run, choose_sections, main, make_environment
 from ops.gpu.summary import LEFT_OUT, read_results, summarise
 from ops.gpu.timing import idle_share
+from tests import preloaded
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contribute" / "gpu.md"
@@ -58,20 +58,18 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
 def test_the_command_of_a_gpu_machine_runs_sections_without_a_gpu(
     tmp_path: Path, sections: str
 ) -> None:
-    environment = os.environ | {
-        "GPU_DRY": "1",
-        "ONLY": sections,
-        "OUT": str(tmp_path),
-        "PYTHON": sys.executable,
-    }
+    python = tmp_path / "python"
+    preloaded.write_python(python)
+    environment = os.environ | {"GPU_DRY": "1", "ONLY": sections, "OUT": str(tmp_path / "out")}
+    environment["PYTHON"] = str(python)
     command = ["sh", "ops/gpu/device_run.sh"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    log = (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "out" / "log.txt").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + log
-    results = results_of(tmp_path)
+    results = results_of(tmp_path / "out")
     checks = [result for result in results if result["ok"] is not None]
     assert {result["section"] for result in checks} == set(sections.split())
-    summary = (tmp_path / "summary.txt").read_text()
+    summary = (tmp_path / "out" / "summary.txt").read_text()
     assert summary.startswith(f"{len(checks)} right, 0 WRONG, 0 sections left out\n")
     assert summary in done.stdout
 
@@ -216,7 +214,7 @@ def test_an_operation_on_tensors_of_two_devices_is_a_problem() -> None:
 
 def test_no_graph_holds_a_round_trip_and_a_step_has_no_more_than_before() -> None:
     """The limit is the number of a step with penalties. It may only be lowered."""
-    command = [sys.executable, "-m", "ops.gpu", "round-trips", "qwen2", "--most", "22"]
+    command = [*preloaded.PYTHON, "-m", "ops.gpu", "round-trips", "qwen2", "--most", "22"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "qwen2: ok" in done.stdout

@@ -18,6 +18,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
+from shared.decoding.image_reader import FORMATS
 from shared.errors import ContextTooLong, Overloaded, PagemillError, PayloadTooLarge, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_msgpack
@@ -45,7 +46,6 @@ from tests.renderer.rig import (
 from tests.support.media import data_url, png
 from tests.support.waiting import until
 from workers.renderer import rpc, warmup
-from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.processing.processor import Processor
 from workers.renderer.sound_splitter import SoundSplitter
 from workers.renderer.worker import RendererWorker

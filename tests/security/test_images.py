@@ -15,10 +15,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from shared.config.schema import RendererConfig
-from shared.errors import InvalidMedia, MediaTooLarge
-from tests.security import image_files as files
-from tests.security.image_files import app1, chunk, exif, jpeg_with, png, riff, segment, webp
-from workers.renderer.decoding.still_image import (
+from shared.decoding.still_image import (
     MAX_CHUNKS,
     MAX_FILL_BYTES,
     MAX_SCANNED_PIXELS,
@@ -26,6 +23,9 @@ from workers.renderer.decoding.still_image import (
     MAX_SEGMENTS,
     MAX_SLACK_BYTES,
 )
+from shared.errors import InvalidMedia, MediaTooLarge
+from tests.security import image_files as files
+from tests.security.image_files import app1, chunk, exif, jpeg_with, png, riff, segment, webp
 from workers.renderer.media.image_decoder import decode_image
 
 LIMITS = RendererConfig()

@@ -167,7 +167,8 @@ def _image_of(
 ) -> PaintParams | None:
     """Return the parameters of a request's images or of its video.
 
-    Raises InvalidRequest for a field without effect, or a value that the model does not support.
+    Raises InvalidRequest for a field without effect, a value that the model does not support, or
+    images that it does not edit.
     """
     if request.image is not None and part.painter is None:
         raise InvalidRequest("image: these outputs have no images", field="image")
@@ -184,7 +185,9 @@ def _image_of(
         raise InvalidRequest(f"sampling_params: {noun} has no tokens", field="sampling_params")
     if painter.video is not None:
         return resolve_video(request.video, painter.sampling_defaults, painter.sizes, painter.video)
-    return resolve_image(request.image, painter.sampling_defaults, painter.sizes)
+    return resolve_image(
+        request.image, painter.sampling_defaults, painter.sizes, painter.input_images
+    )
 
 
 def most_tokens(admitted: Admitted) -> int:

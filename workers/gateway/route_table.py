@@ -1,10 +1,12 @@
 """Declarations of endpoints, each at its handler: route, access and documentation."""
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +14,7 @@ from starlette.routing import Route
 
 from shared import errors as shared_errors
 from shared.config.schema import Right
-from shared.errors import PagemillError
+from shared.errors import InvalidRequest, PagemillError
 from shared.protocol.records import ErrorInfo
 from workers.gateway.app import AppContext, error_response
 from workers.gateway.backend.submit import submit
@@ -20,11 +22,15 @@ from workers.gateway.core.assembler import Options
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.kinds import AnswerKind
+from workers.gateway.core.multipart import parse_form
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
+from workers.gateway.http.body import check_form
 from workers.gateway.http.origins import SAFE_METHODS
 from workers.gateway.http.sse import ErrorResponder
+
+T = TypeVar("T")
 
 SCALE_OUT = "Scale-out"
 """Tag of the endpoints that `gateway.scale_out` enables."""
@@ -110,6 +116,39 @@ class Call:
         self.caller = caller
         self.fields = fields
         """The client's names of fields, for errors that renderers report to the planner."""
+
+    async def read_form(
+        self, body_type: type[T], unsupported: frozenset[str], file_field: str = ""
+    ) -> tuple[T, list[bytes]]:
+        """Return the fields of a form and the files in one field, at least one.
+
+        Without `file_field`, the form has no files. The names of lists may end with `[]`. Raises a RequestError that names the wrong field.
+        """
+        content_type = check_form(self.request)
+        body = await self.context.bodies.read(self.request)
+        values, files_by_name = await asyncio.to_thread(parse_form, body, content_type)
+        files: list[bytes] = []
+        for name, contents in files_by_name.items():
+            if name.removesuffix("[]") == file_field:
+                files += contents
+            elif name in unsupported:
+                raise errors.UnsupportedParameter(f"{name} is not supported", field=name)
+            else:
+                raise InvalidRequest(f"{name} must not be a file", field=name)
+        if file_field and not files:
+            raise InvalidRequest(f"{file_field} is missing", field=file_field)
+        try:
+            return msgspec.convert(_single(values), body_type, strict=False), files
+        except msgspec.ValidationError as error:
+            raise errors.validation_error(error, unsupported) from error
+
+
+def _single(values: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return one value for each field. Raises InvalidRequest for a field that occurs twice."""
+    for name, texts in values.items():
+        if len(texts) > 1 and not name.endswith("[]"):
+            raise InvalidRequest(f"{name} is given twice", field=name)
+    return {name.removesuffix("[]"): texts[0] for name, texts in values.items()}
 
 
 Planner = Callable[[Call, Any], Awaitable[SubmitPlan[Options]]]

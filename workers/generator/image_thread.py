@@ -10,7 +10,16 @@ from shared.codec.envelope import TensorData
 from shared.helpers.batch_thread import Pending
 from shared.helpers.lru import ByteLRU
 from shared.protocol.encoding import to_msgpack
-from workers.generator.core.denoising import Condition, ImageModel, Pixels, Size, Step, Stepped
+from workers.generator.core.denoising import (
+    Condition,
+    EditModel,
+    ImageModel,
+    InputImage,
+    Pixels,
+    Size,
+    Step,
+    Stepped,
+)
 from workers.generator.core.units import Unit
 from workers.generator.unit_thread import UnitThread
 
@@ -28,6 +37,10 @@ class Encode:
     texts: tuple[str, ...]
     scope: str
     """Scope of caches: a tenant cannot find out the texts of others by the time that they take."""
+    urls: tuple[str, ...] = ()
+    """`media:` URLs of the images to edit, which name their contents."""
+    images: tuple[InputImage, ...] = ()
+    """The images to edit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,7 @@ class ImageThread(UnitThread[Work, UnitResult]):
         """Return the result of a step of image `number` of a request."""
         work: Pending[Work, UnitResult] = Pending(step)
         # Packed latents of 64x32 and 32x64 pixels have one shape, but not the same positions.
-        shape = ("step", step.progress.latents.shape, step.size)
+        shape = ("step", step.progress.latents.shape, step.size, step.prompt.image_sizes)
         stepped = await self._compute_unit(Unit(request_id, shape, due_s, work, number))
         assert isinstance(stepped, Stepped)
         return stepped
@@ -96,18 +109,32 @@ class ImageThread(UnitThread[Work, UnitResult]):
 
     def _compute_alone(self, item: Work) -> UnitResult:
         if isinstance(item, Encode):
-            return [self._encode(text, item.scope) for text in item.texts]
+            return self._encode(item)
         assert isinstance(item, Decode)
         return self._model.pixels(item.latents, item.size)
 
-    def _encode(self, text: str, scope: str) -> Condition:
-        key = text_key(text, scope)
-        if (condition := self._texts.get(key)) is None:
-            (condition,) = self._model.encode([text])
+    def _encode(self, work: Encode) -> list[Condition]:
+        keys = [text_key(text, work.scope, work.urls) for text in work.texts]
+        conditions = {key: self._texts.get(key) for key in keys}
+        missing = {
+            key: text for key, text in zip(keys, work.texts, strict=True) if conditions[key] is None
+        }
+        if missing:
+            encoded = self._encode_texts([*missing.values()], work.images)
+            conditions.update(zip(missing, encoded, strict=True))
+        found = [condition for key in keys if (condition := conditions[key]) is not None]
+        for key, condition in zip(keys, found, strict=True):
             self._texts.put(key, condition, condition.num_bytes)
-        return condition
+        return found
+
+    def _encode_texts(self, texts: Sequence[str], images: Sequence[InputImage]) -> list[Condition]:
+        if not images:
+            return self._model.encode(texts)
+        # Both texts of a request need its images, which are encoded once.
+        assert isinstance(self._model, EditModel)
+        return self._model.encode_edit(texts, images)
 
 
-def text_key(text: str, scope: str) -> str:
-    """Return the key of an encoded text in the caches of a scope."""
-    return hashlib.sha256(to_msgpack((scope, text))).hexdigest()
+def text_key(text: str, scope: str, urls: Sequence[str] = ()) -> str:
+    """Return the key of a text, encoded with images of these URLs, in the caches of a scope."""
+    return hashlib.sha256(to_msgpack((scope, text, *urls))).hexdigest()

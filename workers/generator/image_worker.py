@@ -14,12 +14,15 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
+from shared.config.schema import RendererConfig
+from shared.decoding.image_reader import read_image
 from shared.protocol import subjects
-from shared.protocol.images import PaintParams, parse_size
+from shared.protocol.images import AUTO, PaintParams, parse_size
 from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND
 from shared.protocol.records import OutputSummary
 from shared.protocol.sampling import seed_of
@@ -33,7 +36,9 @@ from shared.state import media_store
 from shared.state.token_log import LogWriter
 from workers.generator.core.denoising import (
     Condition,
+    EditModel,
     ImageModel,
+    InputImage,
     Pixels,
     Progress,
     Size,
@@ -43,6 +48,7 @@ from workers.generator.core.denoising import (
     negative_of,
     noise_of,
     noise_shape_of,
+    size_of,
 )
 from workers.generator.core.painting import Painting, decode_state, encode_state
 from workers.generator.image_results import ImageClaim, ImageResults, key_of
@@ -69,13 +75,12 @@ class _Open:
     """Number of tokens of the prompt."""
     seed: int
     due_s: float
+    images: tuple[InputImage, ...]
+    """Images to edit."""
+    size: Size
     appending: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock of the log, which the images of a request share: it accepts one append at a time."""
     has_ended: bool = False
-
-    @property
-    def size(self) -> Size:
-        return parse_size(self.params.size)
 
     @property
     def tenant(self) -> str:
@@ -106,6 +111,7 @@ class ImageWorker(GeneratorWorker):
         self._weights = weights
         self._results = results
         self._open: dict[str, _Open] = {}
+        self._decoding = asyncio.Lock()
 
     def _register_metrics(self) -> None:
         metrics = self._context.metrics.of(self._model)
@@ -143,8 +149,8 @@ class ImageWorker(GeneratorWorker):
     async def _opened(self, task: Task[PaintBody], job: Job) -> _Open:
         """Open a request.
 
-        Raises ContextTooLong for a text over the model's limit, and InvalidRequest for a guidance
-        without meaning or a negative prompt without effect.
+        Raises ContextTooLong for a text over the model's limit, InvalidRequest for a guidance
+        without meaning or a negative prompt without effect, and errors of its images to edit.
         """
         header, model = task.header, self._image_model
         assert job.log is not None
@@ -158,6 +164,7 @@ class ImageWorker(GeneratorWorker):
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
         await asyncio.to_thread(model.check_text, negative, f"{kind}.negative_prompt")
+        images = await self._read_images(params, header.ticket.tenant)
         return _Open(
             header,
             job,
@@ -168,7 +175,27 @@ class ImageWorker(GeneratorWorker):
             num_tokens,
             seed_of(params.seed, header.request_id),
             header.ticket.accepted_ms / 1000 + lag_s,
+            images,
+            size_of(images[-1].for_latents) if params.size == AUTO else parse_size(params.size),
         )
+
+    async def _read_images(self, params: PaintParams, tenant: str) -> tuple[InputImage, ...]:
+        """Return the images to edit. Raises InvalidMedia, MediaNotFound or MediaTooLarge."""
+        if not params.input_images:
+            return ()
+        model, limits = self._image_model, self._context.config.renderer
+        assert isinstance(model, EditModel)
+        images = []
+        for number, url in enumerate(params.input_images):
+            field = f"image.input_images[{number}]"
+            data = await media_store.read_stored(
+                self._context.bus, url, field, limits.max_image_bytes, tenant
+            )
+            # Decoded files are large, so there is one at a time.
+            async with self._decoding:
+                pixels = await asyncio.to_thread(read_pixels, data, limits, field)
+                images.append(await asyncio.to_thread(model.read_image, pixels, field))
+        return tuple(images)
 
     async def _paint_once(self, request: _Open) -> bool:
         """Append all images, which may come from an equal request. Returns False as `_paint` does.
@@ -278,7 +305,9 @@ class ImageWorker(GeneratorWorker):
     async def _begin(self, request: _Open, number: int) -> tuple[int, Progress]:
         """Return the number of completed steps of an image, and the image after them."""
         model, state = self._image_model, request.painting.state_of(number)
-        noise = noise_of(request.seed, number, noise_shape_of(model, request.params))
+        noise = noise_of(
+            request.seed, number, noise_shape_of(model, request.size, request.params.frames)
+        )
         initial = model.begin(request.size, noise)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
@@ -298,7 +327,9 @@ class ImageWorker(GeneratorWorker):
         ticket = request.header.ticket
         assert ticket is not None
         # The images of a request share their texts by the cache of the thread.
-        encode = Encode(tuple(texts), ticket.cache_scope)
+        encode = Encode(
+            tuple(texts), ticket.cache_scope, request.params.input_images, request.images
+        )
         return await self._thread.encode(request.header.request_id, number, encode, request.due_s)
 
     async def _step(
@@ -379,6 +410,14 @@ class _NotWaiting(Exception):
 
     def __init__(self, after_s: float) -> None:
         self.after_s = after_s
+
+
+def read_pixels(data: bytes, limits: RendererConfig, field: str) -> Pixels:
+    """Return the upright pixels of an image's file, as `load_image` of diffusers returns them.
+
+    Transparency is dropped. Raises InvalidMedia and MediaTooLarge.
+    """
+    return np.asarray(read_image(data, limits, field, lambda image: image.convert("RGB")))
 
 
 def to_png(pixels: Pixels) -> bytes:

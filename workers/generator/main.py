@@ -61,6 +61,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     import torch
 
     from shared.models.digest import digest_of_files
+    from workers.generator.core.denoising import check_input_images
     from workers.generator.image_loader import load_image_model
     from workers.generator.image_results import ImageResults
     from workers.generator.image_thread import ImageThread
@@ -74,6 +75,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     painter = await asyncio.to_thread(
         load_image_model, folder, dtype, stage.sizes, key, config.engine.device, context.step
     )
+    check_input_images(painter, stage.input_images, key)
     thread = ImageThread(painter, config.generator.max_images)
     results, weights = None, ""
     if config.generator.result_ttl_s:

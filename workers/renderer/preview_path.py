@@ -20,10 +20,10 @@ from shared.protocol.encoding import to_json
 from shared.protocol.multimodal import DOCUMENT, FileKind, FrameSampling, PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.requests import SEQUENCE_HEAD, Prompt
+from shared.state.media_store import read_stored
 from workers.renderer.documents import DocumentExpander, Expansion
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.media.loader import MediaLoader, is_stored
-from workers.renderer.media.request_media import read_stored
 from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.processor import ProcessedImage, Processor, Rendered, join
 from workers.renderer.threads import InThread, Result

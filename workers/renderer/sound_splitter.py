@@ -16,8 +16,8 @@ from shared.models.media import DecodedAudio, SamplePlan
 from shared.models.mel_layout import SAMPLE_RATE
 from shared.protocol.multimodal import AUDIO
 from shared.state import media_store
+from shared.state.media_store import read_stored
 from workers.renderer.media.decoders import MediaDecoders
-from workers.renderer.media.request_media import read_stored
 from workers.renderer.media.splitter import MAX_PIECE_S, Samples, split_sound
 from workers.renderer.processing.processor import Processor
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from PIL import Image
 
 from shared.codec import envelope
+from shared.decoding.image_reader import FORMATS
 from shared.protocol.multimodal import AUDIO, IMAGE
 from shared.protocol.renderer_rpc import RenderedPrompt
 from shared.protocol.requests import (
@@ -25,7 +26,6 @@ from shared.protocol.requests import (
     Prompt,
     TextPart,
 )
-from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.processing.processor import Processor, Rendered
 
 SIZE = (448, 448)

@@ -230,7 +230,10 @@ def test_concatenated_projections_share_one_copy_of_the_weights(device: torch.de
     assert bias[64:96].equal(attention.k_proj.bias)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma3", "gemma4_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["gpt_oss", "gemma3", pytest.param("gemma4_text", marks=pytest.mark.long), "deepseek_v3"],
+)
 def test_kernels_pass_the_check_of_generic_types(model_type: str) -> None:
     """The images of Gemma 3 are spans, which the kernels leave to torch."""
     spec = vision_specs.SPECS.get(model_type)

@@ -295,7 +295,8 @@ def hearing(request: pytest.FixtureRequest) -> tuple[Twins, list[HeardCase], dic
 
 
 @pytest.mark.parametrize(
-    ("max_chunk", "preempt_share", "block_size"), [(200, 0.0, 16), (7, 0.0, 4), (11, 0.1, 5)]
+    ("max_chunk", "preempt_share", "block_size"),
+    [(200, 0.0, 16), pytest.param(7, 0.0, 4, marks=pytest.mark.long), (11, 0.1, 5)],
 )
 def test_models_that_hear_write_what_transformers_writes(
     hearing: Any, max_chunk: int, preempt_share: float, block_size: int
@@ -309,7 +310,12 @@ def test_models_that_hear_write_what_transformers_writes(
 def test_a_prompt_may_be_cut_anywhere_in_a_sound(hearing: Any) -> None:
     twins, cases, answers = hearing
     case = next(case for case in cases if case.request.request_id == "cut")
-    for cut in range(1, len(case.request.prompt_token_ids)):
+    length = len(case.request.prompt_token_ids)
+    places = [item.placeholder for item in case.request.items]
+    edges = {edge for place in places for edge in (place.offset, place.offset + place.length)}
+    for cut in range(1, length):
+        if cut % 5 and edges.isdisjoint((cut - 1, cut, cut + 1)):
+            continue
         schedule = CutOnce(random.Random(0), 64, 16, cut, 0.0)
         assert run_schedule(twins, [case], schedule) == {"cut": answers["cut"]}, cut
 

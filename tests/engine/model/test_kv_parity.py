@@ -116,8 +116,15 @@ def cases_of(sees: bool) -> list[Case]:
     return [case for case in cases if len(case.request.prompt_token_ids) > 2 * BLOCK_SIZE]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float64, "qwen2_vl"),
+        pytest.param(torch.float64, "llama", marks=pytest.mark.long),
+        (torch.float32, "llama"),
+        pytest.param(torch.float32, "qwen2_vl", marks=pytest.mark.long),
+    ],
+)
 def test_torch(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, dtype)
     family = adapt(copy.deepcopy(model))
@@ -193,8 +200,15 @@ def test_blocks_that_the_device_has_no_memory_for_are_computed(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float32, "qwen2_vl"),
+        pytest.param(torch.float32, "llama", marks=pytest.mark.long),
+        (torch.bfloat16, "llama"),
+        pytest.param(torch.bfloat16, "qwen2_vl", marks=pytest.mark.long),
+    ],
+)
 def test_native_kernels(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, dtype)
     whole = adapt(model)
@@ -211,7 +225,7 @@ def replace_n(sampling: SamplingParams) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("adapter", [None, "small", "large"])
+@pytest.mark.parametrize("adapter", [None, "small", pytest.param("large", marks=pytest.mark.long)])
 def test_adapters(adapter: str | None, tmp_path: Path) -> None:
     twins = make_mixed("llama", tmp_path).twins
     (case, *_) = cases_of(False)

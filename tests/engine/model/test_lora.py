@@ -107,7 +107,11 @@ def test_every_adapter_answers_differently(mixed: Mixed) -> None:
 
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"),
-    [(100, 0.0, 16), pytest.param(7, 0.0, 4, marks=pytest.mark.long), (5, 0.1, 1)],
+    [
+        pytest.param(100, 0.0, 16, marks=pytest.mark.long),
+        pytest.param(7, 0.0, 4, marks=pytest.mark.long),
+        (5, 0.1, 1),
+    ],
 )
 def test_any_schedule_yields_the_tokens_of_merged_weights(
     mixed: Mixed, max_chunk: int, preempt_share: float, block_size: int

@@ -135,7 +135,14 @@ SERVED: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+# The names of a setting concern no other file.
+ALWAYS = {"shards", "other files", "optional files"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in SERVED],
+)
 def test_each_stage_serves_the_folder(folder: Path, name: str) -> None:
     SERVED[name](folder)
     assert examine(folder).reason is None

@@ -130,7 +130,7 @@ def test_thinkers_write_what_transformers_writes(models: dict[str, Omni], name: 
 
 # -- talkers --------------------------------------------------------------------------------------
 
-NUM_FRAMES = 30
+NUM_FRAMES = 16
 QUESTIONS: dict[str, tuple[int, list[Content]]] = {
     "What can you do?": (12, []),
     "Count three red circles.": (3, []),
@@ -149,7 +149,7 @@ GREEDY = SamplingParams(
 )
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=0.9, top_k=50, seed=3)
 ROOMY = EngineConfig(num_blocks=128, block_size=8)
-SMALL = EngineConfig(num_blocks=16, block_size=4, max_num_batched_tokens=7, max_num_seqs=3)
+SMALL = EngineConfig(num_blocks=13, block_size=4, max_num_batched_tokens=7, max_num_seqs=3)
 Spoken = dict[str, list[list[int]]]
 
 

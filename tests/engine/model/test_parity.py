@@ -373,7 +373,7 @@ def answers_of(twins: Twins, cases: list[Case]) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"),
     [
-        pytest.param(100, 0.0, 16, id="whole prompts"),
+        pytest.param(100, 0.0, 16, id="whole prompts", marks=pytest.mark.long),
         pytest.param(7, 0.0, 4, id="chunks of 7", marks=pytest.mark.long),
         pytest.param(13, 0.05, 5, id="chunks of 13, preempted", marks=pytest.mark.long),
         pytest.param(5, 0.1, 1, id="chunks of 5, blocks of 1"),
@@ -472,8 +472,17 @@ def run_core(
     return answers, runner
 
 
-@pytest.mark.parametrize("steps_between", [0, 5], ids=["at once", "joining later"])
-@pytest.mark.parametrize("budget", [7, pytest.param(13, marks=pytest.mark.long), 512])
+@pytest.mark.parametrize(
+    ("budget", "steps_between"),
+    [
+        (7, 5),
+        (512, 0),
+        pytest.param(7, 0, marks=pytest.mark.long),
+        pytest.param(13, 0, marks=pytest.mark.long),
+        pytest.param(13, 5, marks=pytest.mark.long),
+        pytest.param(512, 5, marks=pytest.mark.long),
+    ],
+)
 def test_core_yields_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int) -> None:
     cases = make_cases(twins.sees)
     answers, runner = run_core(
@@ -501,7 +510,7 @@ class _Nothing(msgspec.Struct):
     """The head of an envelope that holds a tensor."""
 
 
-@pytest.mark.parametrize("budget", [7, 512])
+@pytest.mark.parametrize("budget", [7, pytest.param(512, marks=pytest.mark.long)])
 @pytest.mark.parametrize("twins", SEEING_FAMILIES, indirect=True)
 def test_a_remote_tower_yields_the_tokens_of_generate(twins: Twins, budget: int) -> None:
     assert twins.tower is not None
@@ -525,7 +534,7 @@ def test_an_item_without_embeddings_needs_a_tower(seeing: Twins) -> None:
     assert runner.encoded_items == 0
 
 
-@pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize("budget", [pytest.param(7, marks=pytest.mark.long), 64])
 def test_preempted_requests_yield_the_tokens_of_generate(twins: Twins, budget: int) -> None:
     cases = make_cases(twins.sees)
     answers, runner = run_core(twins, cases, num_blocks=17, budget=budget, steps_between=0)

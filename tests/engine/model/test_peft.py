@@ -64,7 +64,7 @@ def train(model: Any, folder: Path, config: dict[str, Any]) -> None:
     tuned.save_pretrained(str(folder))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen2_vl", marks=pytest.mark.long)])
 def test_a_mixed_batch_yields_the_tokens_of_peft(name: str, tmp_path: Path) -> None:
     model = build(name).eval().requires_grad_(False)
     widen(model)

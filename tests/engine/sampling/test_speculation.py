@@ -348,8 +348,15 @@ def no_drafter() -> None:
     return None
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
-@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        ("llama", False),
+        pytest.param("qwen2_vl", False, marks=pytest.mark.long),
+        pytest.param("llama", True, marks=[needs_kernels, pytest.mark.long]),
+        pytest.param("qwen2_vl", True, marks=needs_kernels),
+    ],
+)
 def test_models_yield_the_same_tokens_with_drafts(name: str, native: bool) -> None:
     """Greedy and sampled, with an image if the model supports it; preempted and resumed."""
     engine = Engine(name, native)

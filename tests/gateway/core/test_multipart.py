@@ -24,7 +24,12 @@ def test_fields_and_files_come_back(content: bytes, text: str) -> None:
     body, kind = encode({"model": "m", "prompt": text}, {"file": ('a"b;.wav', content)})
     values, files = parse_form(body, kind)
     assert values == {"model": ["m"], "prompt": [text]}
-    assert {name: bytes(each) for name, each in files.items()} == {"file": content}
+    assert files == {"file": [content]}
+
+
+def test_files_may_have_one_name() -> None:
+    body = 2 * PART.replace(b'"a"', b'"a"; filename="b"') + b"--XX--"
+    assert parse_form(body, TYPE).files == {"a": [b"b", b"b"]}
 
 
 @given(st.integers(0, 400))
@@ -50,7 +55,6 @@ BAD = [
     (b"--XX\r\nContent-Type: a/b\r\n\r\nb\r\n--XX--", TYPE, "no name"),
     (b"--XX\r\n" + b"X: y\r\n" * 1000 + b"\r\nb\r\n--XX--", TYPE, "more than 4096 bytes"),
     (PART.replace(b"\r\nb", b"\r\n\xff") + b"--XX--", TYPE, "a is not UTF-8"),
-    (2 * PART.replace(b'"a"', b'"a"; filename="b"') + b"--XX--", TYPE, "a is given twice"),
     (b"", f"multipart/form-data; boundary*{'9' * 5000}=b", "more than 4096 characters"),
     (b"", "multipart/form-data; boundary*=b; boundary*0=c", "content-type is there both whole"),
     (PART.replace(b'"a"', b'"a"; filename*=b; filename*0=c'), TYPE, "both whole and in pieces"),

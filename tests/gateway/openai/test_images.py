@@ -50,6 +50,40 @@ def end_of_images(*, cut: bool = False) -> OutputEnd:
     return OutputEnd(9, 1, OutputSummary(units={"prompt_tokens": 6.0}), cut)
 
 
+EDITOR = msgspec.structs.replace(PAINTER, input_images=2)
+URLS = ["media:" + "a" * 64, "media:" + "b" * 64]
+
+
+def test_edits_have_the_size_and_the_events_of_their_images() -> None:
+    plan = plan_images(images_request(stream=True, size="auto"), EDITOR, BASE, URLS)
+    assert plan.requests[0].image == ImageParams(n=1, input_images=tuple(URLS))
+    assembler = ImageAssembler(Answering("images-1", "m", 7, plan.options))
+    records = (StepState(0, 1, 0, 2, 4, preview="media:p"), painted(0), end_of_images())
+    events = [event for record in records for event in assembler.add(0, record, "file")]
+    assert [(event.type, event.size) for event in events] == [
+        ("image_edit.partial_image", "auto"),
+        ("image_edit.completed", "16x16"),
+    ]
+    sized = plan_images(images_request(size="12x8"), EDITOR, BASE, URLS).options.images
+    assert (sized.size, sized.event) == ("12x8", "image_edit")
+
+
+@pytest.mark.parametrize(
+    ("painter", "urls", "field", "message"),
+    [
+        (PAINTER, URLS, "images", "images: the model edits no images"),
+        (EDITOR, [*URLS, *URLS], "images", "images: 4 images: the limits are 1 and 2"),
+        (EDITOR, [], "model", "m only edits images: send them to /v1/images/edits"),
+    ],
+)
+def test_a_model_gets_as_many_images_as_it_edits(
+    painter: StageSpec, urls: list[str], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        plan_images(images_request(), painter, BASE, urls, "images")
+    assert (refused.value.field, refused.value.message) == (field, message)
+
+
 # -- plans -----------------------------------------------------------------------------------------
 
 

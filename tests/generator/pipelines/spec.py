@@ -52,6 +52,8 @@ class PipelineSpec(NamedTuple):
     """Most tokens of a text, with those around it."""
     bad_sizes: Sequence[tuple[str, str]]
     """Sizes that are refused, and the reasons."""
+    cuts_texts: bool = True
+    """Whether the pipeline silently cuts a text that is too long."""
     refused: Sequence[tuple[str, str, Any, str]] = ()
     """A file, a key and a value that is refused, and a part of the message."""
     latents_dtype: str | None = None

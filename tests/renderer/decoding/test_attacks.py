@@ -12,6 +12,7 @@ import pytest
 import soundfile
 from msgspec.structs import replace
 
+from shared.decoding.refusal import Refusal
 from shared.errors import InvalidMedia, MediaTooLarge, RequestError, UnsupportedContent
 from tests.renderer.decoding import files
 from tests.renderer.decoding.files import av
@@ -19,7 +20,6 @@ from tests.renderer.decoding.reading import FIELD, LIMITS, Reader
 from workers.renderer.decoding import packet_video
 from workers.renderer.decoding.containers import MATROSKA, MP4
 from workers.renderer.decoding.packet_video import PacketVideo
-from workers.renderer.decoding.refusal import Refusal
 
 MAX_CPU_S = 1.0
 MAX_GROWTH_KIB = 64 * 2**10

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.bus.embedded_server import find_binary
+from shared.decoding.refusal import Refusal
 from shared.errors import RequestError
 from shared.helpers.sandbox import NOBODY
 from tests.renderer.decoding.reading import LIMITS, Reader
@@ -29,7 +30,6 @@ from workers.renderer.decoding import formats, spawner
 from workers.renderer.decoding.containers import Bytes
 from workers.renderer.decoding.messages import DecodingLimits
 from workers.renderer.decoding.pool import DecoderPool
-from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.video_file import VideoFile
 
 CONTENT = "content"

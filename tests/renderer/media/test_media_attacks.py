@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from ops.rendering import render
 from shared.config.schema import EngineConfig, ModelConfig, RendererConfig
+from shared.decoding.still_image import MAX_SCANS
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE
@@ -25,7 +26,6 @@ from tests.request_path import pack, run, unpack
 from workers.engine.core.engine import EngineCore
 from workers.engine.loader import load
 from workers.engine.main import build_core
-from workers.renderer.decoding.still_image import MAX_SCANS
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import Processor
 from workers.settings import DEMO_MODEL

@@ -1,6 +1,6 @@
 """The command `pagemill draw`, which saves images or a video."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -13,13 +13,14 @@ from shared.config.schema import Config
 from shared.errors import InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND, OutputSpec
 from shared.protocol.records import Finish, ImageRecord, LogRecord, VideoRecord
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.videos import VideoParams
 from shared.stage.pipelines import pipeline_of
 from workers import settings
-from workers.cli.ask import print_answer
+from workers.cli.ask import print_answer, read_media
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
@@ -32,6 +33,7 @@ async def draw(
     /,
     *,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    image: list[Path] | None = None,
     size: str | None = None,
     n: int | None = None,
     seed: int | None = None,
@@ -47,16 +49,18 @@ async def draw(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Generate images or a video from a text, and write them to files. Ctrl-C cancels the request.
+    """Generate or edit images, or make a video, by a text. Ctrl-C cancels the request.
 
     Parameters
     ----------
     prompt
-        Description of the images.
+        Description of the images, or of the change.
     output
         The file, by default image.png or video.mp4; numbers follow the names of several images.
+    image
+        File of an image to edit. May be given several times.
     size
-        Width and height in pixels, such as 120x120; by default the first size of the model.
+        Width and height in pixels, such as 120x120; by default as the model decides.
     n
         Number of images; not for a video.
     seed
@@ -80,11 +84,12 @@ async def draw(
         Id of the request; with the id of an earlier request, the command saves its images.
     """
     loaded = load(config)
-    values = {"size": size, "seed": seed, "steps": steps, "guidance": guidance}
+    values: dict[str, Any] = {"size": size, "seed": seed, "steps": steps, "guidance": guidance}
     values |= {"negative_prompt": negative, "n": n, "frames": frames, "fps": fps}
-    request = _request_of(loaded, model, prompt, values, timeout_s)
     request_id = request_id or client.new_request_id()
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
+        values["input_images"] = [await client.pin_media(bus, d) for d in _read(image)] or None
+        request = _request_of(loaded, model, prompt, values, timeout_s)
         records = client.ask(bus, request, request_id)
         saved = _while_saving(bus, records, request_id, request.outputs[0], output)
         return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
@@ -109,6 +114,11 @@ def _request_of(
         outputs=[output.name],
         timeout_s=timeout_s,
     )
+
+
+def _read(files: Sequence[Path] | None) -> Iterator[bytes]:
+    """Yield the images in files. Raises InvalidRequest."""
+    return (read_media(file, IMAGE) for file in files or ())
 
 
 def _params(values: Mapping[str, Any], kind: type[Params]) -> Params:

@@ -65,7 +65,7 @@ async def store_large_images(
     async def store(part: ContentPart, field: str) -> ContentPart:
         if not _is_inline(part) or len(part.url) <= limit:
             return part
-        data = await asyncio.to_thread(_decode_data, part.url, f"{field}.{part.url_field}")
+        data = await asyncio.to_thread(decode_data, part.url, f"{field}.{part.url_field}")
         url = await context.pin_media(data, tenant)
         match part:
             case ImagePart():
@@ -107,7 +107,7 @@ async def store_large_item_media(
             url, field = _data_of(part), f"input[{i}].{part_field}"
             if len(url) <= limit:
                 continue
-            data = await asyncio.to_thread(_decode_data, url, f"{field}.{_DATA_FIELDS[type(part)]}")
+            data = await asyncio.to_thread(decode_data, url, f"{field}.{_DATA_FIELDS[type(part)]}")
             media = await context.pin_media(data, tenant)
             match part:
                 case InputImagePart():
@@ -195,7 +195,7 @@ def _is_inline(part: ContentPart) -> TypeGuard[MediaContent]:
     return not isinstance(part, TextPart) and part.url.startswith("data:")
 
 
-def _decode_data(url: str, field: str) -> bytes:
+def decode_data(url: str, field: str) -> bytes:
     """Return the content of a data: URL. Raises InvalidMedia naming the field."""
     head, comma, data = url.partition(",")
     if f"{head}{comma}".lower().encode() == SEQUENCE_HEAD:

@@ -1,7 +1,7 @@
 """Bodies of `multipart/form-data`, parsed while they arrive or at once. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
 from email.utils import collapse_rfc2231_value
@@ -127,37 +127,27 @@ class FormStream:
 class FormData(NamedTuple):
     values: Mapping[str, list[str]]
     """Texts by field, which may occur more than once."""
-    files: Mapping[str, bytes]
-    """Contents of files by field."""
+    files: Mapping[str, list[bytes]]
+    """Contents of files by field, which may occur more than once."""
 
 
 def parse_form(body: bytes, content_type: str) -> FormData:
     """Return the parts of a body. Raises InvalidRequest for one that is not well formed."""
     form = FormStream(content_type)
     values: dict[str, list[str]] = {}
-    files: dict[str, bytes] = {}
+    files: dict[str, list[bytes]] = {}
     name = ""
     for event in form.feed(body):
         match event:
             case FileHead(name):
-                if name in files:
-                    raise InvalidRequest(f"{name} is given twice", field=name)
-                files[name] = b""
+                pass
             case FormValue(field, value):
                 values.setdefault(field, []).append(value)
             case bytes():
-                files[name] = event
+                files.setdefault(name, []).append(event)
     if not form.is_complete:
         raise _malformed("it ends before its last boundary")
     return FormData(values, files)
-
-
-def single_values(values: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return one value for each field. Raises InvalidRequest for a field that occurs twice."""
-    for name, texts in values.items():
-        if len(texts) > 1 and not name.endswith("[]"):
-            raise InvalidRequest(f"{name} is given twice", field=name)
-    return {name.removesuffix("[]"): texts[0] for name, texts in values.items()}
 
 
 def _boundary_of(content_type: str) -> bytes:

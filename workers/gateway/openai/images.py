@@ -1,12 +1,16 @@
-"""`/v1/images/generations`: the plan of a request, and the assembler of its answer. Pure."""
+"""`/v1/images/generations` and `edits`: the plan of a request, and the assembler of its answer.
 
-from collections.abc import Mapping
+Pure.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from shared.errors import InvalidRequest
-from shared.protocol.images import ImageParams
+from shared.protocol.images import AUTO, ImageParams, check_input_images
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import StageSpec
 from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
 from shared.protocol.requests import GenerateRequest
@@ -16,7 +20,6 @@ from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 from workers.gateway.core.order import in_speech_order
 from workers.gateway.core.plan import Delivery, SubmitPlan, check_choice
 from workers.gateway.schemas.images import (
-    AUTO,
     B64_JSON,
     PNG,
     URL,
@@ -37,6 +40,13 @@ class PaintedOptions(OutputOptions, frozen=True, kw_only=True):
     size: str
     base_url: str
     """URL prefix of the files, with a slash at the end."""
+    edits: bool | UnsetType = UNSET
+    """Whether the images are edited ones."""
+
+    @property
+    def event(self) -> str:
+        """Beginning of the names of events."""
+        return "image_generation" if self.edits is UNSET else "image_edit"
 
 
 class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
@@ -54,23 +64,31 @@ class ImageOptions(AnswerOptions, frozen=True, kw_only=True):
 
 
 def plan_images(
-    request: ImagesRequest, painter: StageSpec | None, base_url: str
+    request: ImagesRequest,
+    painter: StageSpec | None,
+    base_url: str,
+    input_images: Sequence[str] = (),
+    image_field: str = IMAGE,
 ) -> SubmitPlan[ImageOptions]:
-    """Return the plan of a request for images. Raises InvalidRequest naming the field."""
-    if painter is None or painter.output is None:
-        raise InvalidRequest(f"{request.model} paints no images", field="model")
+    """Return the plan of a request for images, or for edits of `input_images`, which are URLs.
+
+    Raises InvalidRequest naming the field.
+    """
+    painter = _checked(painter, request.model, len(input_images), image_field)
     size_field, size = _size_of(request)
     num_field, num_images = _agreed(request, "n", "num_images_per_prompt")
     guidance_field, guidance = _agreed(request, "guidance_scale", "true_cfg_scale", "cfg_scale")
-    fields = {"image.size": size_field, "image.n": num_field, "image.guidance": guidance_field}
+    fields = {
+        "image.size": size_field,
+        "image.n": num_field,
+        "image.guidance": guidance_field,
+        "image.input_images": image_field,
+    }
     usual = IMAGES.client_fields.names
     names = {field: name for field, name in fields.items() if name != usual[field]}
     if size is not None:
         check_choice(size_field, size, painter.sizes)
-    if request.stream and (num_images or 1) > 1:
-        message = f"{num_field}: a stream has one image, not {num_images}"
-        raise InvalidRequest(message, field=num_field)
-    _check(request)
+    _check(request, num_field, num_images)
     params = ImageParams(
         size,
         # A stream has one image, even if the model's default is another number.
@@ -80,20 +98,23 @@ def plan_images(
         request.negative_prompt,
         request.seed,
         request.partial_images,
+        tuple(input_images),
     )
-    output = painter.output.name
+    assert painter.output is not None
     generate_request = GenerateRequest(
         request.model,
         prompt=request.prompt,
         image=params,
-        outputs=[output],
+        outputs=[painter.output.name],
         timeout_s=request.timeout_s,
     )
+    first = AUTO if input_images else painter.sizes[0]
     options = PaintedOptions(
-        output=output,
+        output=painter.output.name,
         format=request.response_format,
-        size=size or str(painter.sampling_defaults.get("size", painter.sizes[0])),
+        size=size or str(painter.sampling_defaults.get("size", first)),
         base_url=base_url,
+        edits=bool(input_images) or UNSET,
     )
     return SubmitPlan(
         [generate_request],
@@ -102,6 +123,19 @@ def plan_images(
         delivery=Delivery.EVENTS if request.stream else Delivery.WHOLE,
         durable=bool(request.durable),
     )
+
+
+def _checked(
+    painter: StageSpec | None, model: str, num_input_images: int, image_field: str
+) -> StageSpec:
+    """Return the stage that paints. Raises InvalidRequest unless it edits this number of images."""
+    if painter is None or painter.output is None:
+        raise InvalidRequest(f"{model} paints no images", field="model")
+    if painter.input_images and not num_input_images:
+        message = f"{model} only edits images: send them to /v1/images/edits"
+        raise InvalidRequest(message, field="model")
+    check_input_images(num_input_images, painter.input_images, image_field)
+    return painter
 
 
 def _agreed(request: ImagesRequest, *names: str) -> tuple[str, Any]:
@@ -139,8 +173,11 @@ def _contradiction(name: str, value: object, other: str, other_value: object) ->
     )
 
 
-def _check(request: ImagesRequest) -> None:
+def _check(request: ImagesRequest, num_field: str, num_images: int | None) -> None:
     """Raises InvalidRequest for values that this endpoint does not support."""
+    if request.stream and (num_images or 1) > 1:
+        message = f"{num_field}: a stream has one image, not {num_images}"
+        raise InvalidRequest(message, field=num_field)
     check_choice("output_format", request.output_format, [PNG])
     check_choice("response_format", request.response_format, [B64_JSON, URL])
     if request.stream:
@@ -156,6 +193,7 @@ class ImageAssembler(Assembler[ImageOptions]):
         super().__init__(request)
         self.created_s = request.created_s
         self.images = self.options.images
+        self.size = self.images.size
         self.entries: dict[int, ImageEntry] = {}
         self.num_previews = 0
         self.usage: ImageUsage = usage_of(0)
@@ -173,6 +211,8 @@ class ImageAssembler(Assembler[ImageOptions]):
         """Add a record. The end of the output has the usage, and so makes the event of an image."""
         match record:
             case ImageRecord():
+                if self.size == AUTO:
+                    self.size = f"{record.width}x{record.height}"
                 self.entries[record.number] = (
                     ImageEntry(b64_json=file)
                     if self.images.format == B64_JSON
@@ -191,25 +231,25 @@ class ImageAssembler(Assembler[ImageOptions]):
 
     def _preview(self, file: str) -> ImageEvent:
         return ImageEvent(
-            type="image_generation.partial_image",
+            type=f"{self.images.event}.partial_image",
             b64_json=file,
             created_at=self.created_s,
-            size=self.images.size,
+            size=self.size,
             partial_image_index=self.num_previews - 1,
         )
 
     def _completed(self, file: str) -> ImageEvent:
         return ImageEvent(
-            type="image_generation.completed",
+            type=f"{self.images.event}.completed",
             b64_json=file,
             created_at=self.created_s,
-            size=self.images.size,
+            size=self.size,
             usage=self.usage,
         )
 
     def answer(self) -> ImagesAnswer:
         entries = [self.entries[number] for number in sorted(self.entries)]
-        return ImagesAnswer(self.created_s, entries, self.images.size, self.usage)
+        return ImagesAnswer(self.created_s, entries, self.size, self.usage)
 
 
 IMAGES = AnswerKind(
@@ -224,6 +264,7 @@ IMAGES = AnswerKind(
             "image.steps": "num_inference_steps",
             "image.guidance": "guidance_scale",
             "image.negative_prompt": "negative_prompt",
+            "image.input_images": IMAGE,
             "outputs": "model",
         }
     ),

@@ -6,13 +6,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
+from shared.protocol.images import AUTO
 from shared.protocol.items import InputTextPart, Item, MessageItem
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.steps import PaintTool
 from shared.responses.tools import PAINT
 from workers.gateway.core.plan import check_choice
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.schemas.images import AUTO
 from workers.gateway.schemas.responses import ImageTool, ResponseFields, ResponseRequest
 
 # Fields that only affect text, with the values that have no effect.
@@ -69,6 +69,11 @@ def _paint_tool(
         raise UnsupportedParameter(
             f"{model} paints no images: name a model that does in the tool's field model",
             field=f"{field}.type" if tool.model is None else f"{field}.model",
+        )
+    if painter.input_images:
+        raise UnsupportedParameter(
+            f"{model} only edits images, which responses do not support: use /v1/images/edits",
+            field="model" if tool.model is None else f"{field}.model",
         )
     size = str(painter.sampling_defaults.get("size", painter.sizes[0]))
     if tool.size not in (None, AUTO):

@@ -1,6 +1,5 @@
 """`/v1/audio/transcriptions`."""
 
-import asyncio
 from typing import NamedTuple
 
 import msgspec
@@ -10,10 +9,8 @@ from shared import client
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import MEDIA_SCHEME
 from shared.state import media_store
-from workers.gateway.core.multipart import parse_form, single_values
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.http.body import check_form, declares_json
-from workers.gateway.http.errors import validation_error
+from workers.gateway.http.body import declares_json
 from workers.gateway.openai.transcription import (
     TEXT,
     TRANSCRIPTION,
@@ -54,20 +51,11 @@ async def _read(call: Call) -> Recording:
 
 async def _read_form(call: Call) -> Recording:
     """Return the fields and the file. Raises a RequestError that names the wrong field."""
-    context, request = call.context, call.request
-    content_type = check_form(request)
-    body = await context.bodies.read(request)
-    values, files = await asyncio.to_thread(parse_form, body, content_type)
-    if (recording := files.get(FILE)) is None:
-        raise InvalidRequest("file is missing", field=FILE)
-    if other := next(iter(files.keys() - {FILE}), None):
-        raise InvalidRequest(f"{other} must not be a file", field=other)
-    try:
-        form = msgspec.convert(single_values(values), TranscriptionForm, strict=False)
-    except msgspec.ValidationError as error:
-        raise validation_error(error, UNSUPPORTED) from error
-    context.check_model(form.model)
-    return Recording(form, recording)
+    form, recordings = await call.read_form(TranscriptionForm, UNSUPPORTED, FILE)
+    if len(recordings) > 1:
+        raise InvalidRequest(f"{FILE} is given twice", field=FILE)
+    call.context.check_model(form.model)
+    return Recording(form, recordings[0])
 
 
 def _as_text(body: Recording, response: Response) -> Response:

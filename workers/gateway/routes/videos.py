@@ -3,7 +3,6 @@
 import asyncio
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -14,14 +13,13 @@ from workers.gateway.app import AppContext, Json
 from workers.gateway.backend import videos
 from workers.gateway.core.byte_ranges import ByteRange, read_range
 from workers.gateway.core.ids import read_request_id
-from workers.gateway.core.multipart import parse_form, single_values
 from workers.gateway.core.pages import limit_of
 from workers.gateway.core.plan import check_choice
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.body import check_form, declares_json
+from workers.gateway.http.body import declares_json
 from workers.gateway.openai.videos import VIDEOS, plan_video, video_body
-from workers.gateway.route_table import ANSWER_ERRORS, ID_PARAMETERS, Parameter, RouteTable
+from workers.gateway.route_table import ANSWER_ERRORS, ID_PARAMETERS, Call, Parameter, RouteTable
 from workers.gateway.schemas.videos import (
     MP4,
     UNSUPPORTED,
@@ -52,27 +50,13 @@ async def create(context: AppContext, request: Request, caller: Caller) -> Respo
     if declares_json(request):
         body = await context.bodies.decode(request, VideoRequest, UNSUPPORTED)
     else:
-        body = await _read_form(context, request)
+        call = Call(context, request, caller, VIDEOS.client_fields)
+        body, _ = await call.read_form(VideoRequest, UNSUPPORTED)
     context.check_model(body.model)
     maker = context.pipelines[body.model].video_maker
     plan = plan_video(body, maker, context.config.delivery.max_timeout_s)
     video = await videos.order(context, request, caller, plan)
     return Json(await _describe(context, video), headers={"x-request-id": video.id})
-
-
-async def _read_form(context: AppContext, request: Request) -> VideoRequest:
-    """Return the fields of a form, which the client of OpenAI sends.
-
-    Raises a RequestError that names the wrong field.
-    """
-    content_type = check_form(request)
-    data = await context.bodies.read(request)
-    values, files = await asyncio.to_thread(parse_form, data, content_type)
-    try:
-        fields = single_values(values) | dict.fromkeys(files, "")
-        return msgspec.convert(fields, VideoRequest, strict=False)
-    except msgspec.ValidationError as error:
-        raise errors.validation_error(error, UNSUPPORTED) from error
 
 
 @ROUTES.endpoint(

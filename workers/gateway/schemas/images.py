@@ -4,12 +4,20 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shared.protocol.images import Guidance, NegativePrompt, NumImages, NumPreviews, NumSteps, Seed
+from shared.protocol.images import (
+    AUTO,
+    MAX_INPUT_IMAGES,
+    Guidance,
+    NegativePrompt,
+    NumImages,
+    NumPreviews,
+    NumSteps,
+    Seed,
+)
 
 UNSUPPORTED = frozenset(
-    {"background", "input_fidelity", "moderation", "output_compression", "quality", "style"}
+    {"background", "input_fidelity", "mask", "moderation", "output_compression", "quality", "style"}
 )
-AUTO = "auto"
 PNG = "png"
 B64_JSON, URL = "b64_json", "url"
 
@@ -25,7 +33,8 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     num_images_per_prompt: NumImages | None = None
     """Name of `n` in diffusers. Two names of one value must agree."""
     size: str | None = None
-    """One of the model's sizes, such as `120x120`; by default, and for `auto`, its default size."""
+    """One of the model's sizes, such as `120x120`; by default, and for `auto`, its default size, or
+    of an edited image about the aspect ratio of the last image to edit."""
     width: Side | None = None
     """Width in pixels. With `height`, another form of `size`."""
     height: Side | None = None
@@ -67,6 +76,22 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """No effect."""
 
 
+class EditedImage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An image to edit. Exactly one field is set."""
+
+    file_id: str | None = None
+    """Id of a file of `/v1/files`."""
+    image_url: str | None = None
+    """`data:` URL with base64, or `media:` URL of a stored file."""
+
+
+class StoredEdit(ImagesRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Edit of images that are in the body or stored, as JSON."""
+
+    images: Annotated[list[EditedImage], Meta(min_length=1, max_length=MAX_INPUT_IMAGES)]
+    """Images to edit."""
+
+
 class ImageEntry(Struct, frozen=True, kw_only=True):
     b64_json: str | UnsetType = UNSET
     """Base64 of the file."""
@@ -98,9 +123,12 @@ class ImagesAnswer(Struct, frozen=True):
 
 
 class ImageEvent(Struct, frozen=True, kw_only=True):
-    """A preview (`image_generation.partial_image`), or the image (`image_generation.completed`)."""
+    """A preview (`image_generation.partial_image`), or the image (`image_generation.completed`).
 
-    type: Literal["image_generation.partial_image", "image_generation.completed"]
+    Events of edited images begin with `image_edit` instead.
+    """
+
+    type: str
     b64_json: str
     created_at: int
     size: str

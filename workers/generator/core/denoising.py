@@ -24,12 +24,23 @@ Size = tuple[int, int]
 """Width and height of an image or a video, in pixels."""
 
 
+class InputImage(NamedTuple):
+    """An image to edit, in the two sizes in which the networks read it."""
+
+    for_text: Pixels
+    """For the encoder of texts."""
+    for_latents: Pixels
+    """For the latents. An edited image has this size, unless the request has another one."""
+
+
 class Condition(NamedTuple):
-    """An encoded text, as the network reads it."""
+    """An encoded text, as the network reads it, and with it the images to edit."""
 
     arrays: Mapping[str, TensorData]
     """Tensors by the names that the model gives them, such as `prompt`, [num_tokens, width]."""
     num_tokens: int
+    image_sizes: tuple[Size, ...] = ()
+    """Sizes of the images to edit. The latents of these images are among the tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -116,13 +127,42 @@ class VideoModel(Protocol):
         """Return the shape of the noise of a video."""
 
 
-def noise_shape_of(model: ImageModel, params: PaintParams) -> tuple[int, ...]:
-    """Return the shape of the noise of an image or a video with these parameters."""
-    size = parse_size(params.size)
-    if params.frames is None:
+def noise_shape_of(model: ImageModel, size: Size, frames: int | None) -> tuple[int, ...]:
+    """Return the shape of the noise of an image, or of a video with a number of frames."""
+    if frames is None:
         return model.noise_shape(size)
     assert isinstance(model, VideoModel)
-    return model.video_shape(size, params.frames)
+    return model.video_shape(size, frames)
+
+
+@runtime_checkable
+class EditModel(ImageModel, Protocol):
+    """Model that edits images by a text. It paints no image without others."""
+
+    max_input_images: int
+    """Limit on the images of one request. There is at least one."""
+
+    def read_image(self, image: Pixels, field: str) -> InputImage:
+        """Return an image in the sizes in which the networks read it.
+
+        Raises InvalidMedia, which names `field`, for a shape that they cannot read. It is called in
+        another thread than the other methods.
+        """
+
+    def encode_edit(self, texts: Sequence[str], images: Sequence[InputImage]) -> list[Condition]:
+        """Encode texts, each with all images. A result does not depend on the other texts."""
+
+
+def check_input_images(model: ImageModel, count: int, key: str) -> None:
+    """Raise ConfigError unless the model edits up to `count` images.
+
+    `key` is the stage's key in the settings.
+    """
+    limit = model.max_input_images if isinstance(model, EditModel) else 0
+    if not min(1, limit) <= count <= limit:
+        reads = f"edits 1 to {limit} images" if limit else "edits no images"
+        message = f"{key}.input_images: {count} is not possible: the model {reads}"
+        raise ConfigError(message, field=f"{key}.input_images")
 
 
 def negative_of(model: ImageModel, params: PaintParams) -> str | None:
@@ -176,6 +216,12 @@ def check_sizes(
         else:
             continue
         raise ConfigError(f"{key}.sizes: {message}", field=f"{key}.sizes")
+
+
+def size_of(image: Pixels) -> Size:
+    """Return the width and the height of an image."""
+    height, width, _ = image.shape
+    return width, height
 
 
 def check_num_tokens(num_tokens: int, limit: int, field: str) -> int:

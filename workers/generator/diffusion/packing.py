@@ -9,9 +9,9 @@ PATCH = 2
 """Side of a patch in latents."""
 
 
-def pack(noise: Noise, rows: int, columns: int) -> Tensor:
-    """Return noise of [channels, 2 * rows, 2 * columns] as [patches, 4 * channels]."""
-    patches = torch.from_numpy(noise).view(-1, rows, PATCH, columns, PATCH)
+def pack(noise: Noise | Tensor, rows: int, columns: int) -> Tensor:
+    """Return noise or latents of [channels, 2 * rows, 2 * columns] as [patches, 4 * channels]."""
+    patches = torch.as_tensor(noise).view(-1, rows, PATCH, columns, PATCH)
     return patches.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 
 

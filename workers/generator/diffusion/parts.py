@@ -60,6 +60,13 @@ class PartLoader:
                 raise ValueError("pad_token is missing")
             return FixedTokenizer(_plain(tokenizer), tokenizer.pad_token_id, num_tokens)
 
+    def load_image_processor(self, processor_class: Any, name: str) -> Any:
+        """Load an image processor of transformers."""
+        with refusing(self._folder.folder / name):
+            return processor_class.from_pretrained(
+                self._folder.folder / name, local_files_only=True
+            )
+
     def load_flow_match(self) -> Any:
         """Load the scheduler of a model of flow matching."""
         folder = self._folder.folder / "scheduler"

@@ -4,7 +4,7 @@ The operations have the order of `QwenImagePipeline`, so that the images are the
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
@@ -13,6 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
+from shared.models.image_family import ImageFamily
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
@@ -31,49 +32,56 @@ from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.pixels import to_pixels, to_unit
 
 TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity,"
-    " text, spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
-    "{}<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-NUM_TEMPLATE_TOKENS = 34
-"""Tokens before the text. The network does not read their states."""
+INSTRUCTION = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial"
+    " relationships of the objects and background:"
+)
 # Settings of the transformer that change its inputs, as in models that edit images.
 OTHER_INPUTS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+INPUT = "input"
+"""Name of the packed latents of the images to edit."""
 # 2048x2048 pixels of the published model. One image must not take all the memory.
 MAX_PATCHES = 16_384
 
 
+class Networks(NamedTuple):
+    """The three networks of Qwen-Image and their scheduler."""
+
+    text_encoder: Any
+    transformer: Any
+    vae: Any
+    scheduler: Any
+
+
 class QwenImage:
-    """The three networks of Qwen-Image with their tokenizer and scheduler.
+    """The networks of Qwen-Image with their tokenizer.
 
     Latents are packed: [patches, channels], where a patch is 2x2 latents.
     """
 
     min_guidance = no_guidance = 1.0
+    instruction: ClassVar = INSTRUCTION
+    num_template_tokens: ClassVar = 34
+    """Tokens before the text. The network does not read their states."""
 
-    def __init__(
-        self,
-        folder: ImageFolder,
-        tokenizer: Any,
-        text_encoder: Any,
-        transformer: Any,
-        vae: Any,
-        scheduler: Any,
-    ) -> None:
-        self.empty_negative = folder.family.empty_negative
-        self._max_tokens = folder.family.max_prompt_tokens
-        self._tokenizer, self._text_encoder = tokenizer, text_encoder
-        self._transformer, self._vae = transformer, vae
+    def __init__(self, family: ImageFamily, tokenizer: Any, networks: Networks) -> None:
+        self.empty_negative = family.empty_negative
+        self._max_tokens = family.max_prompt_tokens
+        self._tokenizer = tokenizer
+        self._text_encoder, self._transformer, self._vae, scheduler = networks
         self._flow = FlowMatch(scheduler, linear_levels)
-        self._multiple = _multiple_of(vae)
+        self._multiple = _multiple_of(self._vae)
 
     def check_text(self, text: str, field: str) -> int:
-        num_tokens = len(self._tokenize(text)) - NUM_TEMPLATE_TOKENS
+        num_tokens = len(self._tokenize(text)) - self.num_template_tokens
         return check_num_tokens(num_tokens, self._max_tokens, field)
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> list[Condition]:
-        return [self._encode(text) for text in texts]
+        prompts = [self._encode(self._tokenize(text)) for text in texts]
+        return [Condition({"prompt": from_torch(prompt)}, len(prompt)) for prompt in prompts]
 
     def noise_shape(self, size: Size) -> tuple[int, int, int]:
         channels = self._transformer.config.in_channels // PATCH**2
@@ -116,8 +124,8 @@ class QwenImage:
         config, unpacked = self._vae.config, unpack(to_torch(latents), *self._grid(size))
         image = unpacked[None, :, None].to(self._vae.device, self._vae.dtype)
         # The order of the operations is the pipeline's, or the last bits would differ.
-        inverse = 1.0 / _per_channel(config.latents_std, image)
-        image = image / inverse + _per_channel(config.latents_mean, image)
+        inverse = 1.0 / per_channel(config.latents_std, image)
+        image = image / inverse + per_channel(config.latents_mean, image)
         decoded: Tensor = self._vae.decode(image, return_dict=False)[0][0, :, 0]
         return to_unit(decoded, self._transformer.dtype)
 
@@ -127,17 +135,17 @@ class QwenImage:
         return height // self._multiple, width // self._multiple
 
     def _tokenize(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(TEMPLATE.format(text)).ids
+        token_ids: list[int] = self._tokenizer.encode(TEMPLATE.format(self.instruction, text)).ids
         return token_ids
 
-    def _encode(self, text: str) -> Condition:
-        token_ids = torch.tensor([self._tokenize(text)], device=self._text_encoder.device)
+    def _encode(self, token_ids: Sequence[int], **images: Tensor) -> Tensor:
+        """Return the states of a text, [tokens, width], without the tokens before it."""
+        ids = torch.tensor([token_ids], device=self._text_encoder.device)
         # A mask of ones, because without one transformers reuses positions of the last text.
-        states = self._text_encoder.model(
-            input_ids=token_ids, attention_mask=torch.ones_like(token_ids)
+        states: Tensor = self._text_encoder.model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **images
         ).last_hidden_state
-        prompt = states[0, NUM_TEMPLATE_TOKENS:]
-        return Condition({"prompt": from_torch(prompt)}, len(prompt))
+        return states[0, self.num_template_tokens :]
 
     def _predict(
         self,
@@ -146,17 +154,26 @@ class QwenImage:
         times: Tensor,
         texts: Sequence[Condition],
     ) -> list[Tensor]:
-        """Return the velocity of each image, [patches, channels], with its text at its time."""
+        """Return the velocity of each image, [patches, channels], with its text at its time.
+
+        Images to edit are in the same sequence, after the image. They have the same sizes in all
+        texts.
+        """
         prompts, mask = self._padded(texts)
+        sequence, grids = torch.stack(list(images)), [self._grid(size)]
+        if texts[0].image_sizes:
+            inputs = [to_torch(text.arrays[INPUT]).to(sequence.device) for text in texts]
+            sequence = torch.cat([sequence, torch.stack(inputs)], dim=1)
+            grids += [self._grid(image_size) for image_size in texts[0].image_sizes]
         predicted = self._transformer(
-            hidden_states=torch.stack(list(images)),
+            hidden_states=sequence,
             timestep=times.to(prompts) / 1000,
             encoder_hidden_states=prompts,
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, *self._grid(size))]] * len(images),
+            img_shapes=[[(1, *grid) for grid in grids]] * len(images),
             return_dict=False,
         )[0]
-        return list(predicted)
+        return list(predicted[:, : len(images[0])])
 
     def _padded(self, texts: Sequence[Condition]) -> tuple[Tensor, Tensor | None]:
         """Return texts as [texts, tokens, width], and the mask of their tokens if some are shorter.
@@ -179,7 +196,8 @@ def _guided(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
     return guided
 
 
-def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
+def per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
+    """Return a value for each channel, for latents [1, channels, frames, height, width]."""
     return torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
 
 
@@ -195,19 +213,34 @@ def load(
 
     Raises ConfigError.
     """
-
     parts = PartLoader(folder, dtype, device, report)
-    scheduler = parts.load_flow_match()
     tokenizer = parts.load_tokenizer(Qwen2Tokenizer, "tokenizer")
+    networks = load_networks(parts, sizes, key, without=("model.visual", "lm_head"))
+    return QwenImage(folder.family, tokenizer, networks)
+
+
+def load_networks(
+    parts: PartLoader,
+    sizes: Sequence[str],
+    key: str,
+    *,
+    without: Sequence[str],
+    refused: Sequence[str] = OTHER_INPUTS,
+) -> Networks:
+    """Load the networks for these sizes, `without` submodules of the text encoder.
+
+    Raises ConfigError, also for a transformer with one of the `refused` settings.
+    """
+    scheduler = parts.load_flow_match()
     # The smallest part is first: its settings decide which sizes there are.
     vae = parts.load_network(AutoencoderKLQwenImage, "vae")
     check_sizes(sizes, _multiple_of(vae), MAX_PATCHES, key)
     text_encoder = parts.load_text_encoder(
-        Qwen2_5_VLForConditionalGeneration, "text_encoder", without=("model.visual", "lm_head")
+        Qwen2_5_VLForConditionalGeneration, "text_encoder", without=without
     )
     transformer = parts.load_network(QwenImageTransformer2DModel, "transformer")
-    parts.refuse_settings(transformer, "transformer", OTHER_INPUTS)
-    return QwenImage(folder, tokenizer, text_encoder, transformer, vae, scheduler)
+    parts.refuse_settings(transformer, "transformer", refused)
+    return Networks(text_encoder, transformer, vae, scheduler)
 
 
 def _multiple_of(vae: Any) -> int:

@@ -8,8 +8,8 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding.messages import PIECE_SAMPLES, AudioProbe, DecodingLimits
-from workers.renderer.decoding.refusal import Refusal
 
 MIN_RATE = 4_000
 MAX_RATE = 192_000

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import pypdfium2 as pdfium
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding.containers import Bytes
 from workers.renderer.decoding.messages import DecodingLimits, DocumentProbe
-from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.video_file import Pixels
 
 HEAD = b"%PDF-"

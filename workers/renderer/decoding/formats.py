@@ -2,12 +2,12 @@
 
 from importlib.util import find_spec
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding import image_video, sound_file
 from workers.renderer.decoding.animations import is_animation
 from workers.renderer.decoding.audio_file import AudioFile
 from workers.renderer.decoding.containers import ADTS, Bytes, find_container
 from workers.renderer.decoding.messages import DecodingLimits
-from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.video_file import VideoFile
 
 HAS_PYAV = find_spec("av") is not None

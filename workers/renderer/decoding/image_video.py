@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from PIL import Image, MpoImagePlugin, TiffImagePlugin, WebPImagePlugin
 
-from workers.renderer.decoding import pictures, video_file
+from shared.decoding import pictures
+from shared.decoding.refusal import Refusal
+from shared.decoding.still_image import read_still_image
+from workers.renderer.decoding import video_file
 from workers.renderer.decoding.animations import count_animation
 from workers.renderer.decoding.containers import Bytes
 from workers.renderer.decoding.messages import DecodingLimits, VideoProbe
-from workers.renderer.decoding.refusal import Refusal
-from workers.renderer.decoding.still_image import read_still_image
 from workers.renderer.decoding.video_file import Pixels
 
 # The constant of this name in `shared.protocol.requests`, which no decoder imports.
@@ -70,7 +71,7 @@ class JpegSequence:
             raise Refusal(refusal.fault, f"frame {index} of the video: {refusal}") from None
         video_file.check_size(*image.size, self._limits)
         still.check_scans(image.size)
-        return pictures.to_upright_rgb(image, still.orientation)
+        return pictures.to_rgb(pictures.to_upright(image, still.orientation))
 
 
 class AnimatedImage:

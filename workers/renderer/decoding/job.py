@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.decoding.refusal import Refusal
 from shared.helpers.sandbox import confine
 from workers.renderer.decoding import audio_file, formats
 from workers.renderer.decoding.document_file import DocumentFile
@@ -28,7 +29,6 @@ from workers.renderer.decoding.messages import (
     decode_order,
     encode,
 )
-from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.video_file import Pixels, VideoFile
 
 # The renderer's other requests have priority.

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.decoding.refusal import Fault
+
 MAX_MESSAGE_BYTES = 2**17
 """Limit on the size of a message. The longest message is a list of frames to read."""
 NUM_SLOTS = 2
@@ -24,8 +26,6 @@ Kind = Literal["frames", "samples", "pages"]
 """Kind of a job: reading the frames of a video, the samples of a sound, or pages of a document."""
 MEDIA: Mapping[Kind, str] = {"frames": "video", "samples": "sound", "pages": "document"}
 """Names of the media in error messages."""
-Fault = Literal["invalid", "exceeded", "too_large", "unsupported"]
-"""`exceeded` means that a limit on the decoder process was exceeded."""
 
 
 class DecodingLimits(Struct, frozen=True):

@@ -9,10 +9,10 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding import audio_file, packets
 from workers.renderer.decoding.containers import Bytes, Container
 from workers.renderer.decoding.messages import MEDIA, AudioProbe, DecodingLimits
-from workers.renderer.decoding.refusal import Refusal
 
 # The frames of a video are not decoded; the limit keeps its stream from allocating a large frame.
 MAX_PIXELS = 2**25

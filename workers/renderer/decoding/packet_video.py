@@ -14,11 +14,11 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding import containers, packets, video_file
 from workers.renderer.decoding.containers import Bytes, Container
 from workers.renderer.decoding.frame_cursor import FrameCursor
 from workers.renderer.decoding.messages import MEDIA, DecodingLimits, VideoProbe
-from workers.renderer.decoding.refusal import Refusal
 from workers.renderer.decoding.video_file import Pixels
 
 MAX_MISSING = 0.05

@@ -17,8 +17,8 @@ from av.packet import Packet
 from av.stream import Discard, Disposition
 from av.video.stream import VideoStream
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding.containers import Bytes, Container, MemoryFile
-from workers.renderer.decoding.refusal import Refusal
 
 VIDEO_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg"})
 AUDIO_CODECS = frozenset({"aac", "mp3", "mp3float", "opus", "vorbis", "flac"}) | {

@@ -7,10 +7,10 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding import audio_file
 from workers.renderer.decoding.containers import Bytes
 from workers.renderer.decoding.messages import AudioProbe, DecodingLimits
-from workers.renderer.decoding.refusal import Refusal
 
 FORMATS = frozenset({"WAV", "WAVEX", "FLAC", "OGG", "MP3"})
 # libsndfile's number of samples for a header without one, as in FLAC that is streamed.

@@ -6,8 +6,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.decoding.refusal import Refusal
 from workers.renderer.decoding.messages import DecodingLimits, VideoProbe
-from workers.renderer.decoding.refusal import Refusal
 
 DAMAGED = "the video is damaged or incomplete"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from PIL import Image
 
 from shared.config.schema import RendererConfig
+from shared.decoding.image_reader import check_num_bytes
 from shared.models.frames import resize_frame
 from shared.models.media import (
     AudioProbe,
@@ -34,7 +35,7 @@ from shared.protocol.multimodal import (
 from workers.renderer.decoding.decoding import Decoding
 from workers.renderer.decoding.messages import DecodingLimits
 from workers.renderer.decoding.pool import DecoderPool
-from workers.renderer.media.image_decoder import check_num_bytes, decode_image
+from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.threads import InThread, Result
 
 BATCH_NICENESS = 5

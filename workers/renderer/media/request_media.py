@@ -15,7 +15,7 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.config.schema import RendererConfig
-from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MMCacheMiss
+from shared.errors import Fenced, MediaNotFound, MMCacheMiss
 from shared.protocol import subjects
 from shared.protocol.encoding import to_msgpack
 from shared.protocol.messages import MediaPin, PinnedPart
@@ -150,7 +150,7 @@ class RequestMedia:
         # A file may have been removed since it was read.
         if data is None or name is None or not await self._is_stored(name):
             limit = self._config.max_bytes[kind]
-            data = await read_stored(self._bus, url, field, limit, self._tenant)
+            data = await media_store.read_stored(self._bus, url, field, limit, self._tenant)
             self._loader.remember(url, data, self._scope, kind)
         return Source(data, name)
 
@@ -160,17 +160,3 @@ class RequestMedia:
 
 def _miss(field: str) -> MMCacheMiss:
     return MMCacheMiss("no item with this hash is stored here: send its data", field=field)
-
-
-async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:
-    """Return the file that a `media:` URL names. Raises a RequestError that names `field`."""
-    name = media_store.parse_media_url(url)
-    if name is None:
-        raise InvalidMedia("expected media: and 64 lower-case hexadecimal digits", field=field)
-    try:
-        data = await media_store.find(bus, name, max_bytes, tenant)
-    except MediaTooLarge as error:
-        raise MediaTooLarge(error.message, field=field) from None
-    if data is None:
-        raise MediaNotFound("no file with this name is stored here", field=field)
-    return data

@@ -15,10 +15,10 @@ _TURNS = {
 """Transposition that makes an image upright, by its EXIF orientation."""
 
 
-def to_upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
-    """Return the image turned upright, over white, with the upper 8 bits of 16-bit grey."""
+def to_upright(image: Image.Image, orientation: int) -> Image.Image:
+    """Return the image turned upright."""
     turn = _TURNS.get(orientation)
-    return to_rgb(image if turn is None else image.transpose(turn))
+    return image if turn is None else image.transpose(turn)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -1,6 +1,9 @@
 """Exception of decoders for a refused file."""
 
-from workers.renderer.decoding.messages import Fault
+from typing import Literal
+
+Fault = Literal["invalid", "exceeded", "too_large", "unsupported"]
+"""`exceeded` means that a limit on the decoder process was exceeded."""
 
 
 class Refusal(Exception):

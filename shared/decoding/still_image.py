@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workers.renderer.decoding.refusal import Refusal
+from shared.decoding.refusal import Refusal
 
 MAX_SEGMENTS = 4096
 """Limit on the segments of a JPEG. A file of 32 MiB in segments of 64 KiB has 512."""

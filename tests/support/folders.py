@@ -1,0 +1,15 @@
+"""The check of model folders in the process of the caller, which has transformers in memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from workers.cli.models.reports import Report
+from workers.engine.model.check_folders import PoolingMode, examine
+
+
+def check_by_engine(pairs: Sequence[tuple[Path, PoolingMode | None]]) -> list[Report]:
+    """Return the reports of `reports.check_by_engine`, which starts a process."""
+    reports = [examine(folder, pooling) for folder, pooling in pairs]
+    return msgspec.convert(reports, list[Report], from_attributes=True)
