@@ -122,7 +122,8 @@ class Call:
     ) -> tuple[T, list[bytes]]:
         """Return the fields of a form and the files in one field, at least one.
 
-        Without `file_field`, the form has no files. The names of lists may end with `[]`. Raises a RequestError that names the wrong field.
+        Without `file_field`, the form has no files. The names of lists may end with `[]`. Raises a
+        RequestError that names the wrong field.
         """
         content_type = check_form(self.request)
         body = await self.context.bodies.read(self.request)

@@ -1,6 +1,6 @@
 """The command `pagemill draw`, which saves images or a video."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,6 +25,7 @@ from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
 
+FIELDS = ("size", "n", "steps", "guidance", "negative_prompt", "seed", "frames", "fps")
 Params = TypeVar("Params", ImageParams, VideoParams)
 
 
@@ -84,27 +85,29 @@ async def draw(
         Id of the request; with the id of an earlier request, the command saves its images.
     """
     loaded = load(config)
-    values: dict[str, Any] = {"size": size, "seed": seed, "steps": steps, "guidance": guidance}
-    values |= {"negative_prompt": negative, "n": n, "frames": frames, "fps": fps}
-    request_id = request_id or client.new_request_id()
+    values = (size, n, steps, guidance, negative, seed, frames, fps)
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
-        values["input_images"] = [await client.pin_media(bus, d) for d in _read(image)] or None
-        request = _request_of(loaded, model, prompt, values, timeout_s)
-        records = client.ask(bus, request, request_id)
-        saved = _while_saving(bus, records, request_id, request.outputs[0], output)
-        return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
+        request = await _request_of(bus, loaded, model, prompt, values, image, timeout_s)
+        return await _answer(bus, request, request_id, output, as_json=json)
 
 
-def _request_of(
+async def _request_of(
+    bus: Bus,
     config: Config,
     model: str | None,
     prompt: str,
-    values: Mapping[str, Any],
+    values: Sequence[Any],
+    images: Sequence[Path] | None,
     timeout_s: float | None,
 ) -> GenerateRequest:
-    """Return the request for images or a video. Raises InvalidRequest."""
+    """Return the request for images or a video, with `values` in the order of FIELDS.
+
+    Images to edit are stored. Raises InvalidRequest.
+    """
     model, output = _find_painter(config, model)
-    given = {field: value for field, value in values.items() if value is not None}
+    given = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
+    if images:
+        given["input_images"] = [await client.pin_media(bus, read_media(f, IMAGE)) for f in images]
     is_video = output.kind == VIDEO_KIND
     return GenerateRequest(
         model,
@@ -114,11 +117,6 @@ def _request_of(
         outputs=[output.name],
         timeout_s=timeout_s,
     )
-
-
-def _read(files: Sequence[Path] | None) -> Iterator[bytes]:
-    """Yield the images in files. Raises InvalidRequest."""
-    return (read_media(file, IMAGE) for file in files or ())
 
 
 def _params(values: Mapping[str, Any], kind: type[Params]) -> Params:
@@ -144,6 +142,16 @@ def _find_painter(config: Config, model: str | None) -> tuple[str, OutputSpec]:
     raise InvalidRequest(
         f"{owner} has no output of images or videos; see `pagemill check`", field="model"
     )
+
+
+async def _answer(
+    bus: Bus, request: GenerateRequest, request_id: str | None, file: Path | None, *, as_json: bool
+) -> int:
+    """Print the records of a request, and save its files."""
+    request_id = request_id or client.new_request_id()
+    records = client.ask(bus, request, request_id)
+    saved = _while_saving(bus, records, request_id, request.outputs[0], file)
+    return await print_answer(bus, request_id, saved, as_json=as_json, has_text=False)
 
 
 async def _while_saving(
