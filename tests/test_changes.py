@@ -139,6 +139,10 @@ def test_the_name_of_a_modality_stands_in_one_module() -> None:
         "workers/renderer/decoding/messages.py",  # a word of errors
         "workers/cli/ask.py",  # the option --image, in an error
         "workers/gateway/schemas/openai_request.py",  # OpenAI's parameter for spoken answers
+        # OpenAI's names of an object and of a variant, and the name of an extra.
+        "workers/gateway/schemas/videos.py",
+        "workers/gateway/routes/videos.py",
+        "shared/models/image_folder.py",
         # The image of a container.
         "workers/cli/manifests/deployments.py",
         "workers/cli/manifests/output.py",

@@ -75,6 +75,7 @@ ALLOWED = {
     "shared.stage.listeners": {"socket.socket"},
     "shared.blobs.store": {"socket.socket"},  # that it is given
     "shared.telemetry.prometheus": {"socket.socket"},  # that it is given
+    "workers.generator.video_file": {"av.open"},  # to write into memory
     "workers.gateway.http.accepting": {"socket.socket"},  # who has connected
     "workers.gateway.routes.page": {".read_bytes"},  # of this package
     "shared.vision.embedding_directory": {

@@ -39,6 +39,8 @@ NOT_OF_REQUESTS = [
     # Beginnings of segments, by their lengths alone.
     "shared/vision/layers.py",
     "shared/vision/layers.py",
+    # Noise levels, by the number of steps alone.
+    *("workers/generator/diffusion/wan.py",) * 2,
     # Weights of a resized axis, by its two lengths alone.
     *("shared/models/resizing.py",) * 2,
     # Noise levels of images, by their numbers of steps and patches alone.

@@ -197,6 +197,7 @@ BUS_TARGETS = [
     _message("metrics", messages.decode_metrics, messages.WorkerMetrics),
     _message("common_settings", messages.decode_common_settings, messages.CommonSettings),
     _message("job_record", messages.decode_job_record, messages.RequestRecord, "json", UNDECODABLE),
+    _message("video_job", messages.decode_video_job, messages.VideoJob),
     _message("cached_images", messages.decode_cached_images, messages.CachedImages, "msgpack"),
     _message(
         "dead_letter", messages.decode_dead_letter, messages.DeadLetter, "msgpack", UNDECODABLE

@@ -30,6 +30,7 @@ Graph = Literal[
     "stable-diffusion-3",
     "z-image",
     "pixart-sigma",
+    "wan",
     "none",
 ]
 """Built-in stages of a model; see `stage.graphs`."""
@@ -87,8 +88,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Mean number of codec frames for a character of the text, for a stage that speaks a whole
     text. A `timed` output of sound derives its position in the text from it."""
     sizes: list[ImageSize] = []
-    """Sizes of the images, such as `96x96`, of a stage with an output of kind `image`; the first
-    one is the default."""
+    """Sizes, such as `96x96`, of the images or videos of a stage with an output of kind `image` or
+    `video`; the first one is the default."""
     input_images: Annotated[int, Meta(ge=0)] = 0
     """Limit on the images that a request gives to a stage that edits images."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shared.protocol.images import SizeRule
+from shared.protocol.videos import VideoSpec
 
 
 class Component(NamedTuple):
@@ -39,7 +40,7 @@ class ImageFamily(NamedTuple):
     float32: frozenset[str]
     """Parts that are loaded in float32 if the model is served in a type of 16 bits."""
     sizes: tuple[str, ...]
-    """Sizes of images, in pixels; the first one is the default."""
+    """Sizes of images or videos, in pixels; the first one is the default."""
     size_rule: SizeRule
     """Further sizes, which the networks compute without having been trained with them."""
     steps: int
@@ -56,6 +57,8 @@ class ImageFamily(NamedTuple):
     without: tuple[str, str] | None = None
     """A part and a setting of it which is false or missing in the folders of this family, and true
     in folders of another family with the same pipeline."""
+    video: VideoSpec | None = None
+    """Lengths of the videos; None for a family that paints images."""
     module: str = ""
     """Name of the module with the computation, which is by default the name of the declaration's
     module."""

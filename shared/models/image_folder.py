@@ -20,6 +20,8 @@ from shared.vision.weight_files import read_header, read_index
 MODEL_INDEX = "model_index.json"
 EXTRA = "diffusers"
 """Extra of the package that serving such folders needs."""
+VIDEO_EXTRA = "video"
+"""Extra that folders of models for videos need as well."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LIBRARIES = ("diffusers", "transformers")
 # Names of types in safetensors.
@@ -41,6 +43,8 @@ class ImageFolder(NamedTuple):
     family: ImageFamily
     parts: Mapping[str, Part]
     """Parts with weights, by subfolder."""
+    settings: Mapping[str, Any]
+    """Content of `model_index.json`."""
 
     @property
     def dtype(self) -> str:
@@ -86,12 +90,13 @@ def read_image_folder(folder: Path) -> ImageFolder:
     family = check_classes(folder)
     for file in list_missing_files(folder):
         raise _refusal(folder, f"lacks {file}")
+    index = _read(folder, MODEL_INDEX)
     parts = {
         name: _read_part(folder, name, component.weights)
-        for name, component in _components_of(family, _read(folder, MODEL_INDEX)).items()
+        for name, component in _components_of(family, index).items()
         if component.weights is not None
     }
-    return ImageFolder(folder, family, parts)
+    return ImageFolder(folder, family, parts, index)
 
 
 def check_classes(folder: Path) -> ImageFamily:
@@ -120,6 +125,8 @@ def check_classes(folder: Path) -> ImageFamily:
     for package in _list_packages(folder, family):
         if not _is_installed(package):
             raise _refusal(folder, f"needs {package}: pip install 'pagemill[{EXTRA}]'")
+    if family.video is not None and not _is_installed("av"):
+        raise _refusal(folder, f"needs PyAV for its videos: pip install 'pagemill[{VIDEO_EXTRA}]'")
     return family
 
 

@@ -55,12 +55,16 @@ class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     partial_images: NumPreviews | None = None
     """Number of previews of each image, at equal distances of steps; by default none."""
     input_images: Annotated[InputImages, since(3)] = ()
+    frames: Annotated[int | None, since(3)] = None
+    """Number of frames of a video; None for images."""
+    fps: Annotated[int | None, since(3)] = None
+    """Frames per second of a video; None for images."""
     """`media:` URLs of stored JPEG, PNG or WEBP files: the images to edit, for a model that edits
     images."""
 
 
 class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Parameters of a request's images, with all defaults resolved."""
+    """Parameters of a request's images, or of its video, with all defaults resolved."""
 
     size: Annotated[str, Meta(pattern=f"^({AUTO}|{_SIDES})$")]
     """Width and height in pixels, or `auto` for about the aspect ratio of the last image to
@@ -72,6 +76,10 @@ class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     seed: Seed | None = None
     partial_images: NumPreviews = 0
     input_images: Annotated[InputImages, since(3)] = ()
+    frames: Annotated[int | None, since(3)] = None
+    """Number of frames of a video; None for images."""
+    fps: Annotated[int | None, since(3)] = None
+    """Frames per second of a video; None for images."""
 
     def preview_steps(self) -> set[int]:
         """Numbers of steps after which there is a preview."""
@@ -116,7 +124,7 @@ def check_size(size: str, sizes: Sequence[str], rule: SizeRule | None, field: st
     """Raise InvalidRequest, which names `field`, for a size that a stage does not paint."""
     if size in sizes or (rule is not None and rule.allows(size)):
         return
-    available = ", ".join(sizes) + ("" if rule is None else f", and {rule}")
+    available = ", ".join(dict.fromkeys(sizes)) + ("" if rule is None else f", and {rule}")
     message = f"{field}: {size!r} is not available; available: {available}"
     raise InvalidRequest(message, field=field)
 
@@ -142,10 +150,24 @@ def resolve_image(
     InvalidRequest for a size that the stage does not paint, for images that it does not edit, and
     if it edits images and there are none.
     """
-    values = {} if requested is None else msgspec.to_builtins(requested)
     size = AUTO if input_images else sizes[0]
-    params = msgspec.convert({"size": size, **defaults, **values}, PaintParams)
+    params = resolve_params("image.", requested, {"size": size, **defaults}, [size, *sizes], rule)
     check_input_images(len(params.input_images), input_images, "image.input_images")
-    if params.size != size:
-        check_size(params.size, sizes, rule, "image.size")
+    return params
+
+
+def resolve_params(
+    prefix: str,
+    requested: Struct | None,
+    defaults: Mapping[str, Any],
+    sizes: Sequence[str],
+    rule: SizeRule | None = None,
+) -> PaintParams:
+    """Return the parameters of images or videos, which errors name with a prefix.
+
+    Raises InvalidRequest for another size.
+    """
+    values = {} if requested is None else msgspec.to_builtins(requested)
+    params = msgspec.convert({**defaults, **values}, PaintParams)
+    check_size(params.size, sizes, rule, f"{prefix}size")
     return params

@@ -15,6 +15,7 @@ any worker → any client       AttemptRecord                pm.attempt.<job id>
 gateway → gateways            RequestRecord                pm.job.<id>              JSON
 client, renderer → renderer   MediaHead                    pm.media.<sha256>        JSON
 client, renderer → renderer   (bytes)                      pm.media.<sha256>.<number>
+gateway → gateways            VideoJob                     pm.media.videos.<tenant>.<id>  JSON
 renderer → renderer           MediaPin                     pm.pin.<id>.<sequence>   msgpack
 any worker → any client       Heartbeat, StartReport       bucket pm_workers        JSON
 coordinator → any worker      ExceededShares               bucket pm_workers        JSON
@@ -152,6 +153,22 @@ class MediaHead(Versioned, frozen=True):
     expires_s: int | None = None
     """Time from which the input file of a batch is not stored any more, in Unix seconds of the
     broker's clock; None for any other file, which each request that names it keeps."""
+
+
+class VideoJob(Versioned, frozen=True):
+    """A video that a client of a gateway has ordered. It exists until it is deleted or expires."""
+
+    model: str
+    prompt: str
+    output: str
+    """Name of the output with the video."""
+    size: str
+    frames: int
+    fps: int
+    created_s: int
+    """Unix seconds."""
+    timeout_s: float
+    """Time after which an accepted request has ended."""
 
 
 class PinnedPart(Struct, frozen=True, array_like=True):
@@ -336,5 +353,6 @@ decode_scale_orders = or_none(msgspec.json.Decoder(ScaleOrders).decode)
 decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
 decode_common_settings = or_none(msgspec.json.Decoder(CommonSettings).decode)
 decode_media_head = or_none(msgspec.json.Decoder(MediaHead).decode)
+decode_video_job = or_none(msgspec.json.Decoder(VideoJob).decode)
 decode_cached_images = or_none(msgspec.msgpack.Decoder(CachedImages).decode)
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

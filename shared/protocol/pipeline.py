@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import SizeRule
+from shared.protocol.videos import VideoSpec
 
 REQUEST = "request"
 """The source of the edges that begin at the client's request."""
@@ -46,6 +47,8 @@ AUDIO: OutputKind = "audio"
 """Sound."""
 IMAGE_KIND: OutputKind = "image"
 """Painted images."""
+VIDEO_KIND: OutputKind = "video"
+"""A video."""
 ANSWER = "answer"
 """Edge function for a stage that speaks a text and also reads the prompt of the text."""
 EdgeMode = Literal["task", "stream", "fan_out", "detour"]
@@ -80,7 +83,7 @@ class StageSpec(Struct, frozen=True):
     frames_per_character: float | None = None
     """Mean number of frames for a character of spoken text, if it is known."""
     sizes: list[str] = []
-    """Sizes of the images that the stage paints; the first one is the default."""
+    """Sizes of the images or videos that the stage makes; the first one is the default."""
     size_rule: SizeRule | None = None
     """Further sizes; None if there are none but `sizes`."""
     input_images: int = 0
@@ -90,6 +93,8 @@ class StageSpec(Struct, frozen=True):
     max_wait_s: float = 300.0
     """Limit on the age of the oldest waiting task. Beyond it, requests for the stage's output are
     refused. The stage that writes the request's text has no such limit."""
+    video: VideoSpec | None = None
+    """Lengths of the videos that the stage makes; None for other stages."""
 
     @property
     def queue_slots(self) -> list[int | None]:
@@ -204,8 +209,16 @@ class Pipeline(Struct, frozen=True, dict=True):
     @property
     def painter(self) -> StageSpec | None:
         """Stage that paints images, if there is one."""
+        return self._writer_of(IMAGE_KIND)
+
+    @property
+    def video_maker(self) -> StageSpec | None:
+        """Stage that makes videos, if there is one."""
+        return self._writer_of(VIDEO_KIND)
+
+    def _writer_of(self, kind: OutputKind) -> StageSpec | None:
         outputs = self.outputs.values()
-        return next((s for s in outputs if s.output and s.output.kind == IMAGE_KIND), None)
+        return next((s for s in outputs if s.output and s.output.kind == kind), None)
 
     def part_for(self, outputs: Collection[str], *, text_given: bool = False) -> "Pipeline":
         """Return the part that runs for a request with these outputs.

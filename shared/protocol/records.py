@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from shared import errors
 from shared.errors import PagemillError, RequestError, ServerError
-from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND
+from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, VIDEO_KIND
 
 
 class StageSpan(Struct, frozen=True, array_like=True):
@@ -173,12 +173,12 @@ class AudioChunk(Struct, frozen=True, tag=AUDIO, omit_defaults=True):
 
 
 class StepState(Struct, frozen=True, tag="step", omit_defaults=True):
-    """Progress of an image. For each image, only the last record with `state` counts."""
+    """Progress of an image or a video. For each, only the last record with `state` counts."""
 
     index: int
     attempt: int
     number: int
-    """Number of the image in the request, from 0."""
+    """Number of the image in the request, from 0; 0 for a video."""
     step: int
     """Number of completed steps."""
     steps: int
@@ -204,6 +204,21 @@ class ImageRecord(Struct, frozen=True, tag=IMAGE_KIND):
     """Seed of the noise, together with the number."""
 
 
+class VideoRecord(Struct, frozen=True, tag=VIDEO_KIND):
+    """Finished video."""
+
+    index: int
+    attempt: int
+    media: str
+    """`media:<sha256>` of the MP4 file."""
+    width: int
+    height: int
+    frames: int
+    fps: int
+    seed: int
+    """Seed of the noise."""
+
+
 class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
     """Last record in the separate log of an output."""
 
@@ -214,7 +229,9 @@ class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
     """Whether the request ended before the output was complete."""
 
 
-OutputRecord = MediaChunk | CodeChunk | AudioChunk | StepState | ImageRecord | OutputEnd
+OutputRecord = (
+    MediaChunk | CodeChunk | AudioChunk | StepState | ImageRecord | VideoRecord | OutputEnd
+)
 """Records of the log of an output that is not text."""
 
 

@@ -13,6 +13,7 @@ from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, FrameSampling, Modal
 from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.sampling import SamplingParams, TokenId
 from shared.protocol.versions import needed_for, needed_version, since
+from shared.protocol.videos import VideoParams
 
 TENANT_HEADER = "Pagemill-Tenant"
 """Header with the tenant of a stored message or of a call of renderers, a name like a request id.
@@ -285,6 +286,8 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     complete by the deadline: `fail`, or `text` to end it with the text alone if it is complete."""
     image: ImageParams | None = None
     """Parameters of images that are painted from `prompt`; only for a model that paints."""
+    video: Annotated[VideoParams | None, since(3)] = None
+    """Parameters of a video that is made from `prompt`; only for a model that makes videos."""
     embedding: EmbeddingParams | None = None
     """Return an embedding of the prompt instead of an answer; not with `sampling_params`."""
 

@@ -431,6 +431,14 @@ def media_upload(tenant: str, name: str) -> str:
     return f"pm.media.uploads.{_tenant_token(tenant)}.{name}"
 
 
+def video_job(tenant: str, request_id: str) -> str:
+    """Subject of a video that a gateway has ordered. With `*`, all videos of a tenant.
+
+    `request_id` has no tenant. The stream is the one of the file, so that both expire.
+    """
+    return f"pm.media.videos.{_tenant_token(tenant)}.{request_id}"
+
+
 def _tenant_token(tenant: str) -> str:
     return hashlib.blake2s(tenant.encode(), digest_size=16).hexdigest()
 

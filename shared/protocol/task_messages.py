@@ -72,7 +72,7 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     on_late: OnLate = "fail"
     """As in the request."""
     image: PaintParams | None = None
-    """Parameters of images; None if no stage of the request paints."""
+    """Parameters of images or of a video; None if no stage of the request makes them."""
     expires_ms: float = 0.0
     """Time after which no request waits for the result of an item task, by the broker's clock."""
     version: int = 1
@@ -167,7 +167,7 @@ class SpeechBody(TaskBody, frozen=True, omit_defaults=True):
 
 
 class PaintBody(TaskBody, frozen=True):
-    """Task body for a stage that paints images from a text."""
+    """Task body for a stage that paints images, or makes a video, from a text."""
 
     text: str
 

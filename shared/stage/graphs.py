@@ -23,6 +23,7 @@ from shared.protocol.pipeline import (
     IMAGE_KIND,
     REQUEST,
     TEXT,
+    VIDEO_KIND,
     Edge,
     OutputSpec,
     StageSpec,
@@ -78,13 +79,15 @@ def _find_painter(graph: Graph | None) -> StageSpec | None:
     family = next((family for family in list_image_families() if family.name == graph), None)
     if family is None:
         return None
+    kind = IMAGE_KIND if family.video is None else VIDEO_KIND
     return StageSpec(
         DIT,
         "generator",
         sampling_defaults={"steps": family.steps, "guidance": family.guidance},
-        output=OutputSpec(IMAGE_KIND, IMAGE_KIND),
+        output=OutputSpec(kind, kind),
         sizes=list(family.sizes),
         size_rule=family.size_rule,
+        video=family.video,
         input_images=family.input_images,
     )
 

@@ -18,6 +18,7 @@ from shared.protocol.pipeline import (
     IMAGE_KIND,
     REQUEST,
     TEXT,
+    VIDEO_KIND,
     Edge,
     Fault,
     OutputSpec,
@@ -27,6 +28,7 @@ from shared.protocol.pipeline import (
 from shared.protocol.pipeline_faults import faults
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, stage_consumer
+from shared.protocol.videos import VideoParams
 from shared.stage import (
     edge_functions,  # noqa: F401 - registers the functions that edges name
     graphs,
@@ -35,6 +37,13 @@ from shared.stage import (
 RENDERER, ENCODER, PREFILL, ENGINE = "renderer", "encoder", "prefill", "engine"
 FORWARDERS = (RENDERER, PREFILL)
 """Roles that forward every task and write no output."""
+
+
+_PARAMS_OF_KIND: dict[str, type[msgspec.Struct]] = {
+    IMAGE_KIND: ImageParams,
+    VIDEO_KIND: VideoParams,
+}
+"""Types of the sampling parameters of stages, by the kind of their output."""
 
 
 def pipelines_of(config: Config) -> dict[str, Pipeline]:
@@ -147,9 +156,10 @@ def _faults_of_chunks(pipeline: Pipeline) -> Iterator[Fault]:
 
 def _faults_of_defaults(pipeline: Pipeline) -> Iterator[Fault]:
     for stage in pipeline.stages:
-        paints = stage.output is not None and stage.output.kind == IMAGE_KIND
+        kind = "" if stage.output is None else stage.output.kind
         try:
-            msgspec.convert(stage.sampling_defaults, ImageParams if paints else SamplingParams)
+            params = _PARAMS_OF_KIND.get(kind, SamplingParams)
+            msgspec.convert(stage.sampling_defaults, params)
         except msgspec.ValidationError as error:
             reason, path = split_validation_error(error)
             yield Fault(f"stages.{stage.name}.sampling_defaults.{path}".rstrip("."), reason)
@@ -157,12 +167,19 @@ def _faults_of_defaults(pipeline: Pipeline) -> Iterator[Fault]:
 
 def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:
     for stage in pipeline.stages:
-        paints = stage.output is not None and stage.output.kind == IMAGE_KIND
+        kind = "" if stage.output is None else stage.output.kind
+        paints = kind in (IMAGE_KIND, VIDEO_KIND)
         default = stage.sampling_defaults.get("size", "")
         if paints != bool(stage.sizes):
-            message = f"a stage has sizes if and only if its output is of kind {IMAGE_KIND!r}"
+            message = (
+                f"a stage has sizes if and only if its output is of kind {IMAGE_KIND!r} or"
+                f" {VIDEO_KIND!r}"
+            )
             yield Fault(f"stages.{stage.name}.sizes", message)
-        elif stage.input_images and not paints:
+        elif (kind == VIDEO_KIND) != (stage.video is not None):
+            message = f"only the stage of a built-in graph has an output of kind {VIDEO_KIND!r}"
+            yield Fault(f"stages.{stage.name}.output", message)
+        elif stage.input_images and kind != IMAGE_KIND:
             message = f"only a stage with an output of kind {IMAGE_KIND!r} edits images"
             yield Fault(f"stages.{stage.name}.input_images", message)
         elif paints and default and default not in stage.sizes:
@@ -239,4 +256,5 @@ def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSp
         # Only engines pull from slots.
         base.slots if role == ENGINE else 1,
         changes.max_wait_s,
+        base.video,
     )

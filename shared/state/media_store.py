@@ -52,14 +52,16 @@ def storage_name(name: str, tenant: str) -> str:
     return hashlib.sha256(f"{tenant}:{name}".encode()).hexdigest() if tenant else name
 
 
-async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
+async def store(bus: Bus, name: str, data: bytes, tenant: str = "", place: str = "") -> None:
     """Store `data` for longer than any request that begins now may take.
 
-    A recently stored file is not written again. Raises Unavailable.
+    A recently stored file is not written again. A file with a place replaces the file that was
+    there before, which then counts as missing. Raises Unavailable.
     """
     stored_name = storage_name(name, tenant)
+    chunks = storage_name(place, tenant or "place") if place else stored_name
     stored = await _find_head(bus, stored_name)
-    if stored is not None:
+    if stored is not None and not place:
         head, stored_ms = stored
         is_recent = bus.now_ms() - stored_ms < 1000 * MEDIA_REUSE_S
         if is_recent and head.num_bytes == len(data):
@@ -70,12 +72,12 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     async def publish(number: int, start: int) -> None:
         async with credit:
             chunk = data[start : start + CHUNK_BYTES]
-            subject = subjects.media_chunk(stored_name, number)
+            subject = subjects.media_chunk(chunks, number)
             await bus.publish_without_id(subject, chunk, tenant_header(tenant))
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
-    head = MediaHead(len(data), len(starts))
-    if stored is not None:
+    head = MediaHead(len(data), len(starts), chunks if place else None)
+    if stored is not None and not place:
         head = replace(stored[0], num_bytes=len(data), num_chunks=len(starts), chunks=None)
     await bus.publish_without_id(subjects.media(stored_name), to_json(head), tenant_header(tenant))
     if head.filename is not None:

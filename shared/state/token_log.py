@@ -37,6 +37,7 @@ from shared.protocol.records import (
     StepState,
     TokenChunk,
     TokenLogprobs,
+    VideoRecord,
     error_info,
 )
 from shared.protocol.stored_size import log_headers, stored_bytes
@@ -195,6 +196,13 @@ class LogWriter:
     async def image(self, number: int, media: str, size: tuple[int, int], seed: int) -> None:
         """Append a finished image; see ImageRecord for the arguments."""
         await self._append(ImageRecord(self._next_index, self._attempt, number, media, *size, seed))
+
+    async def video(
+        self, media: str, size: tuple[int, int], frames: int, fps: int, seed: int
+    ) -> None:
+        """Append a finished video; see VideoRecord for the arguments."""
+        record = VideoRecord(self._next_index, self._attempt, media, *size, frames, fps, seed)
+        await self._append(record)
 
     async def finish(self, summary: OutputSummary, outputs: dict[str, OutputSummary]) -> None:
         """Append the record that ends the request. `outputs` are its outputs other than text."""

@@ -20,7 +20,7 @@ from shared.protocol.requests import GenerateRequest, tenant_of
 from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipeline_of
 from workers.coordinator import admission
-from workers.coordinator.admission import Admitted, admit
+from workers.coordinator.admission import Admitted, admit, most_tokens
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
 PIPELINES = {name: pipeline_of(model) for name, model in MODELS.items()}
@@ -319,5 +319,45 @@ def test_an_image_that_cannot_be_painted_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
         admit_image(**fields)
+    assert refused.value.field == field
+    assert message in refused.value.message
+
+
+def admit_video(model: str = "film", **fields: Any) -> Admitted:
+    models = {"film": ModelConfig("x", graph="wan"), "painter": PAINTERS["painter"]}
+    data = json.dumps({"model": model, "prompt": "a star", **fields}).encode()
+    pipelines = {name: pipeline_of(config) for name, config in models.items()}
+    return admit(f"pm.request.{model}.r1", "r1", data, models, pipelines)
+
+
+def test_a_video_is_made_as_asked_and_else_as_the_model_was_trained() -> None:
+    admitted = admit_video()
+    assert admitted.outputs == ["video"]
+    assert admitted.image == PaintParams("832x480", 1, 50, 5.0, frames=81, fps=16)
+    assert most_tokens(admitted) == 0
+    options = {"size": "480x832", "frames": 49, "fps": 24, "steps": 20, "guidance": 1, "seed": 7}
+    expected = PaintParams("480x832", 1, 20, 1.0, "", 7, frames=49, fps=24)
+    assert admit_video(video=options).image == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"video": {"size": "96x96"}}, "video.size", "available: 832x480, 480x832, 1280x720"),
+        ({"video": {"frames": 48}}, "video.frames", "such as 45 or 49, not 48"),
+        ({"video": {"frames": 165}}, "video.frames", "over the model's limit of 161"),
+        ({"video": {"fps": 0}}, "video.fps", ">= 1"),
+        ({"video": {"n": 2}}, "video.n", "unknown field"),
+        ({"prompt": " "}, "prompt", "a video needs a prompt with a text"),
+        ({"sampling_params": {"seed": 1}}, "sampling_params", "a video has no tokens"),
+        ({"image": {}}, "image", "these outputs have no images"),
+        ({"model": "painter", "video": {}}, "video", "these outputs have no video"),
+    ],
+)
+def test_a_video_that_cannot_be_made_is_refused(
+    fields: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        admit_video(**fields)
     assert refused.value.field == field
     assert message in refused.value.message

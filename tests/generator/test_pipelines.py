@@ -26,6 +26,7 @@ from tests.generator.pipelines import (
     qwen_image_edit,
     qwen_image_edit_plus,
     stable_diffusion_3,
+    wan,
     z_image,
 )
 from tests.generator.pipelines.input_images import pixels_of
@@ -38,6 +39,7 @@ from workers.generator.core.denoising import (
     check_guidance,
     negative_of,
     noise_of,
+    noise_shape_of,
     size_of,
 )
 from workers.generator.core.painting import decode_state, encode_state
@@ -54,6 +56,7 @@ MODULES = (
     stable_diffusion_3,
     z_image,
     pixart_sigma,
+    wan,
 )
 SPECS: dict[str, PipelineSpec] = {module.SPEC.name: module.SPEC for module in MODULES}
 ARRIVALS = (0, 1, 1, 2, 2, 3)
@@ -134,7 +137,7 @@ def begin(model: Any, prompt: str, params: PaintParams, number: int = 0) -> Canv
     negative = negative_of(model, params)
     texts = [prompt] if negative is None else [prompt, negative]
     encoded = model.encode_edit(texts, images) if images else model.encode(texts)
-    noise = noise_of(params.seed, number, model.noise_shape(size))
+    noise = noise_of(params.seed, number, noise_shape_of(model, size, params.frames))
     begun = model.begin(size, noise)
     return Canvas(model, params, encoded[0], (*encoded[1:], None)[0], begun, size)
 
@@ -172,7 +175,7 @@ def paint_together(model: Any, spec: PipelineSpec) -> tuple[list[Canvas], list[i
 
 
 def difference(canvas: Canvas, whole: Any) -> float:
-    return float((canvas.decode().permute(1, 2, 0) - torch.from_numpy(whole)).abs().max())
+    return float((canvas.decode().movedim(0, -1) - torch.from_numpy(whole)).abs().max())
 
 
 def test_images_equal_the_pipelines(exact: Any, spec: PipelineSpec) -> None:
@@ -327,7 +330,7 @@ def test_settings_that_are_not_computed_are_refused(
 
 def test_an_overflow_is_an_error_instead_of_a_black_image(exact: Any, spec: PipelineSpec) -> None:
     size = parse_size(spec.sizes[0])
-    noise = np.full(exact.noise_shape(size), np.nan)
+    noise = np.full(noise_shape_of(exact, size, spec.requests[0][1].frames), np.nan)
     with pytest.raises(WorkerFailure, match=r"not finite: .* overflow in torch.float64"):
         exact.pixels(exact.begin(size, noise).latents, size)
 

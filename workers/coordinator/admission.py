@@ -16,6 +16,7 @@ from shared.protocol.pipeline import REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.videos import resolve_video
 
 # Content parts of the OpenAI API that no stage accepts yet. Their error differs from that for an
 # unknown type, because the request is valid for other servers.
@@ -46,7 +47,7 @@ class Admitted(NamedTuple):
     voice: str | None
     """Voice of the stage that speaks, if there is one."""
     image: PaintParams | None
-    """Parameters of the stage that paints, if there is one."""
+    """Parameters of the stage that paints or makes a video, if there is one."""
 
 
 def admit(
@@ -164,21 +165,32 @@ def _voice_of(request: GenerateRequest, part: Pipeline, sampling: SamplingParams
 def _image_of(
     request: GenerateRequest, part: Pipeline, params: Mapping[str, Any]
 ) -> PaintParams | None:
-    """Return the parameters of a request's images.
+    """Return the parameters of a request's images or of its video.
 
-    Raises InvalidRequest for a field without effect, a size that the model does not paint, or
+    Raises InvalidRequest for a field without effect, a value that the model does not support, or
     images that it does not edit.
     """
-    painter = part.painter
+    if request.image is not None and part.painter is None:
+        raise InvalidRequest("image: these outputs have no images", field="image")
+    if request.video is not None and part.video_maker is None:
+        raise InvalidRequest("video: these outputs have no video", field="video")
+    painter = part.painter or part.video_maker
     if painter is None:
-        if request.image is not None:
-            raise InvalidRequest("image: these outputs have no images", field="image")
         return None
+    noun = "an image" if painter.video is None else "a video"
     takes_prompt = any(edge.source == REQUEST for edge in part.edges_into(painter.name))
     if takes_prompt and not (request.prompt or "").strip():
-        raise InvalidRequest("prompt: an image needs a prompt with a text", field="prompt")
+        raise InvalidRequest(f"prompt: {noun} needs a prompt with a text", field="prompt")
     if params and TEXT not in part.outputs:
-        raise InvalidRequest("sampling_params: an image has no tokens", field="sampling_params")
+        raise InvalidRequest(f"sampling_params: {noun} has no tokens", field="sampling_params")
+    if painter.video is not None:
+        return resolve_video(
+            request.video,
+            painter.sampling_defaults,
+            painter.sizes,
+            painter.video,
+            painter.size_rule,
+        )
     return resolve_image(
         request.image,
         painter.sampling_defaults,
@@ -191,7 +203,7 @@ def _image_of(
 def most_tokens(admitted: Admitted) -> int:
     """Return the maximum number of tokens that a request may write.
 
-    It is 0 for a given text, an embedding, and an image.
+    It is 0 for a given text, an embedding, an image, and a video.
     """
     request = admitted.request
     if request.embedding is not None or request.given_text is not None or admitted.image:

@@ -118,11 +118,12 @@ class Call:
         """The client's names of fields, for errors that renderers report to the planner."""
 
     async def read_form(
-        self, body_type: type[T], unsupported: frozenset[str], file_field: str
+        self, body_type: type[T], unsupported: frozenset[str], file_field: str = ""
     ) -> tuple[T, list[bytes]]:
-        """Return the fields of a form and the files in one field. There is at least one file.
+        """Return the fields of a form and the files in one field, at least one.
 
-        The names of lists may end with `[]`. Raises a RequestError that names the wrong field.
+        Without `file_field`, the form has no files. The names of lists may end with `[]`. Raises a
+        RequestError that names the wrong field.
         """
         content_type = check_form(self.request)
         body = await self.context.bodies.read(self.request)
@@ -135,7 +136,7 @@ class Call:
                 raise errors.UnsupportedParameter(f"{name} is not supported", field=name)
             else:
                 raise InvalidRequest(f"{name} must not be a file", field=name)
-        if not files:
+        if file_field and not files:
             raise InvalidRequest(f"{file_field} is missing", field=file_field)
         try:
             return msgspec.convert(_single(values), body_type, strict=False), files

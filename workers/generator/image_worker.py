@@ -1,8 +1,9 @@
-"""Image generator: paints images from a text, by denoising steps.
+"""Image generator: paints images, or makes a video, from a text, by denoising steps.
 
 The log of the images has everything that another generator needs to continue: the finished images,
 and references to the stored states of unfinished images. Without a state, an image begins again
-from its noise. The noise is a function of the seed, so the pixels are the same.
+from its noise. The noise is a function of the seed, so the pixels are the same. A video is
+treated as one image with frames.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from shared.config.schema import RendererConfig
 from shared.decoding.image_reader import read_image
 from shared.protocol import subjects
 from shared.protocol.images import AUTO, PaintParams, parse_size
+from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND
 from shared.protocol.records import OutputSummary
 from shared.protocol.sampling import seed_of
 from shared.protocol.task_messages import PaintBody, Task, TaskHeader
@@ -45,6 +47,7 @@ from workers.generator.core.denoising import (
     check_guidance,
     negative_of,
     noise_of,
+    noise_shape_of,
     size_of,
 )
 from workers.generator.core.painting import Painting, decode_state, encode_state
@@ -133,10 +136,11 @@ class ImageWorker(GeneratorWorker):
             request_id=request_id,
             attempt=job.delivery.attempt,
             images=params.n,
+            frames=params.frames,
             ms=round(self._context.bus.now_ms() - job.received_ms, 1),
         )
         units: dict[str, float] = {
-            "images": params.n,
+            "images" if params.frames is None else "frames": params.frames or params.n,
             "steps": params.n * params.steps,
             "prompt_tokens": request.num_tokens,
         }
@@ -155,10 +159,11 @@ class ImageWorker(GeneratorWorker):
         lag_s = 0.0 if header.lane == subjects.LANES[0] else BATCH_LAG_S
         params = header.image
         check_guidance(model, params)
+        kind = IMAGE_KIND if params.frames is None else VIDEO_KIND
         # A text may be as long as a message. A thread keeps the event loop free for other requests.
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
-        await asyncio.to_thread(model.check_text, negative, "image.negative_prompt")
+        await asyncio.to_thread(model.check_text, negative, f"{kind}.negative_prompt")
         images = await self._read_images(params, header.ticket.tenant)
         return _Open(
             header,
@@ -248,9 +253,7 @@ class ImageWorker(GeneratorWorker):
         for number, (name, data) in files.items():
             # Storing the file again renews its lifetime.
             await media_store.store(bus, name, data, request.tenant)
-            url = media_store.media_url(name)
-            await request.log.image(number, url, request.size, request.seed)
-            request.painting.images[number] = url
+            await self._append_file(request, number, media_store.media_url(name))
         return True
 
     async def _paint_all(self, request: _Open) -> bool:
@@ -285,16 +288,26 @@ class ImageWorker(GeneratorWorker):
                 await self._note(request, number, step, state=state, preview=preview)
             if is_due:
                 stored, stored_s = step, time.monotonic()
-        png = await self._stored_png(request, number, progress.latents)
+        file = await self._stored_file(request, number, progress.latents)
         async with request.appending:
-            await request.log.image(number, png, request.size, request.seed)
-        request.painting.images[number] = png
+            await self._append_file(request, number, file)
         return True
+
+    async def _append_file(self, request: _Open, number: int, file: str) -> None:
+        """Append the record of a finished image or video."""
+        params, size = request.params, request.size
+        if params.frames is None or params.fps is None:
+            await request.log.image(number, file, size, request.seed)
+        else:
+            await request.log.video(file, size, params.frames, params.fps, request.seed)
+        request.painting.images[number] = file
 
     async def _begin(self, request: _Open, number: int) -> tuple[int, Progress]:
         """Return the number of completed steps of an image, and the image after them."""
         model, state = self._image_model, request.painting.state_of(number)
-        noise = noise_of(request.seed, number, model.noise_shape(request.size))
+        noise = noise_of(
+            request.seed, number, noise_shape_of(model, request.size, request.params.frames)
+        )
         initial = model.begin(request.size, noise)
         name = None if state is None else media_store.parse_media_url(state.state)
         if state is not None and name is not None:
@@ -359,22 +372,30 @@ class ImageWorker(GeneratorWorker):
         """Store the state after a step, a preview of the image, or both."""
         state_url = preview_url = ""
         if state is not None:
-            state_url = await self._stored(request, encode_state(state, step))
+            place = f"{request.header.request_id} {number} {request.painting.next_place(number)}"
+            state_url = await self._stored(request, encode_state(state, step), place)
         if preview is not None:
-            preview_url = await self._stored_png(request, number, preview)
+            preview_url = await self._stored_file(request, number, preview)
         steps = request.params.steps
         async with request.appending:
             await request.log.step(number, step, steps, state=state_url, preview=preview_url)
+        if state is not None:
+            request.painting.count_state(number)
 
-    async def _stored_png(self, request: _Open, number: int, latents: TensorData) -> str:
+    async def _stored_file(self, request: _Open, number: int, latents: TensorData) -> str:
         pixels = await self._thread.decode(
             request.header.request_id, number, latents, request.size, request.due_s
         )
-        return await self._stored(request, await asyncio.to_thread(to_png, pixels))
+        if (fps := request.params.fps) is None:
+            return await self._stored(request, await asyncio.to_thread(to_png, pixels))
+        # Without videos, PyAV need not be installed.
+        from workers.generator.video_file import to_mp4
 
-    async def _stored(self, request: _Open, data: bytes) -> str:
+        return await self._stored(request, await asyncio.to_thread(to_mp4, pixels, fps))
+
+    async def _stored(self, request: _Open, data: bytes, place: str = "") -> str:
         name = await media_store.hash_media(data)
-        await media_store.store(self._context.bus, name, data, request.tenant)
+        await media_store.store(self._context.bus, name, data, request.tenant, place)
         return media_store.media_url(name)
 
     def _cancel(self, request_id: str) -> None:

@@ -1,11 +1,11 @@
-"""Generator: converts the codec frames of another stage to sound, or paints images."""
+"""Generator: converts the codec frames of another stage to sound, or paints images or videos."""
 
 import asyncio
 from pathlib import Path
 
 from shared.errors import ConfigError
 from shared.helpers.heap import keep_freed_memory
-from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, StageSpec
+from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, VIDEO_KIND, StageSpec
 from shared.stage.runtime import Context
 
 
@@ -18,12 +18,12 @@ async def main(context: Context) -> None:
     kind = None if stage is None or stage.output is None else stage.output.kind
     if stage is not None and kind == AUDIO and stage.chunks is not None:
         await _serve_sound(context, name, stage, key)
-    elif stage is not None and kind == IMAGE_KIND:
+    elif stage is not None and kind in (IMAGE_KIND, VIDEO_KIND):
         await _serve_images(context, name, stage, key)
     else:
         message = (
             f"a generator needs an input {CODES!r} and an output of kind {AUDIO!r}, or an output of"
-            f" kind {IMAGE_KIND!r}"
+            f" kind {IMAGE_KIND!r} or {VIDEO_KIND!r}"
         )
         raise ConfigError(f"{key}: {message}", field=key)
 

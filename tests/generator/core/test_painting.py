@@ -5,8 +5,10 @@ import pytest
 
 from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
+from shared.protocol.images import PaintParams
+from shared.protocol.records import StepState
 from workers.generator.core.denoising import Progress
-from workers.generator.core.painting import decode_state, encode_state
+from workers.generator.core.painting import Painting, decode_state, encode_state
 
 LATENTS = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
 INITIAL = Progress(from_numpy(np.zeros_like(LATENTS)), {})
@@ -45,3 +47,11 @@ def test_latents_of_a_type_that_numpy_does_not_have_are_stored() -> None:
 )
 def test_a_state_of_another_step_model_dtype_or_version_is_not_used(data: bytes, step: int) -> None:
     assert decode_state(data, step, INITIAL) is None
+
+
+def test_each_state_has_the_place_of_the_last_but_one() -> None:
+    params = PaintParams("16x16", 2)
+    painting = Painting(params, [StepState(0, 0, 0, 1, 9, "media:a"), StepState(1, 0, 1, 1, 9)])
+    assert [painting.next_place(number) for number in (0, 1)] == [1, 0]
+    painting.count_state(0)
+    assert painting.next_place(0) == 0

@@ -23,7 +23,7 @@ class PaintWhole(Protocol):
         number: int = 0,
         dtype: torch.dtype = torch.float64,
     ) -> Any:
-        """Return pixels from 0 to 1, [height, width, 3]."""
+        """Return pixels from 0 to 1, [height, width, 3], of a video [frames, height, width, 3]."""
 
 
 class Write(Protocol):
@@ -68,5 +68,5 @@ class PipelineSpec(NamedTuple):
 
 
 def to_file(pixels: Any) -> Any:
-    """Return the 8-bit pixels that a pipeline writes, [height, width, 3]."""
+    """Return the 8-bit pixels that a pipeline writes, in the shape of `pixels`."""
     return (pixels.astype(np.float32) * 255).round().astype(np.uint8)

@@ -43,6 +43,18 @@ async def test_a_recent_image_is_not_written_again(bus: Bus) -> None:
     assert await newest(bus) == before
 
 
+async def test_a_file_replaces_the_one_in_its_place(bus: Bus) -> None:
+    files = [secrets.token_bytes(2 * CHUNK_BYTES) for _ in range(3)]
+    names = [await media_store.hash_media(data) for data in files]
+    for name, data, place in zip(names, files, ("p 0", "p 1", "p 0"), strict=True):
+        await media_store.store(bus, name, data, "t", place)
+    found = [await media_store.find(bus, name, LIMIT, "t") for name in names]
+    assert found == [None, *files[1:]]
+    # The first file may be computed again.
+    await media_store.store(bus, names[0], files[0], "t", "p 0")
+    assert await media_store.find(bus, names[0], LIMIT, "t") == files[0]
+
+
 async def test_an_image_that_expires_too_soon_is_replaced(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

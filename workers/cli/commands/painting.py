@@ -1,8 +1,8 @@
-"""The command `pagemill draw`."""
+"""The command `pagemill draw`, which saves images or a video."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from cyclopts import Parameter
@@ -14,8 +14,10 @@ from shared.errors import InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import IMAGE
-from shared.protocol.records import Finish, ImageRecord, LogRecord
+from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND, OutputSpec
+from shared.protocol.records import Finish, ImageRecord, LogRecord, VideoRecord
 from shared.protocol.requests import GenerateRequest
+from shared.protocol.videos import VideoParams
 from shared.stage.pipelines import pipeline_of
 from workers import settings
 from workers.cli.ask import print_answer, read_media
@@ -23,12 +25,15 @@ from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
 
+FIELDS = ("size", "n", "steps", "guidance", "negative_prompt", "seed", "frames", "fps")
+Params = TypeVar("Params", ImageParams, VideoParams)
+
 
 async def draw(
     prompt: str,
     /,
     *,
-    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("image.png"),
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     image: list[Path] | None = None,
     size: str | None = None,
     n: int | None = None,
@@ -36,6 +41,8 @@ async def draw(
     steps: int | None = None,
     guidance: float | None = None,
     negative: str | None = None,
+    frames: int | None = None,
+    fps: int | None = None,
     model: ModelName = None,
     timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
     json: bool = False,
@@ -43,20 +50,20 @@ async def draw(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Generate or edit images by a text, and write PNG files. Ctrl-C cancels the request.
+    """Generate or edit images, or make a video, by a text. Ctrl-C cancels the request.
 
     Parameters
     ----------
     prompt
         Description of the images, or of the change.
     output
-        The PNG file. With several images, their numbers are appended to its name.
+        The file, by default image.png or video.mp4; numbers follow the names of several images.
     image
         File of an image to edit. May be given several times.
     size
         Width and height in pixels, such as 120x120; by default as the model decides.
     n
-        Number of images.
+        Number of images; not for a video.
     seed
         Seed of the noise from which the images are made; by default a random one.
     steps
@@ -65,6 +72,10 @@ async def draw(
         Scale of the guidance by the prompt, 1 or 0 for none; by default as configured.
     negative
         Description of what the images must not show.
+    frames
+        Number of frames of a video; by default as the model was trained.
+    fps
+        Frames per second of a video; by default as the model was trained.
     timeout_s
         Maximum seconds from acceptance to the last image; by default as configured.
     json
@@ -73,62 +84,103 @@ async def draw(
         Id of the request; with the id of an earlier request, the command saves its images.
     """
     loaded = load(config)
-    model, name = _find_painter(loaded, model)
-    params = _params(size, n, steps, guidance, negative, seed)
-    request_id = request_id or client.new_request_id()
+    values = (size, n, steps, guidance, negative, seed, frames, fps)
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
-        images = [await client.pin_media(bus, read_media(file, IMAGE)) for file in image or []]
-        params = msgspec.structs.replace(params, input_images=tuple(images))
-        request = GenerateRequest(
-            model, prompt=prompt, image=params, outputs=[name], timeout_s=timeout_s
-        )
-        saved = _while_saving(bus, client.ask(bus, request, request_id), request_id, name, output)
-        return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
+        request = await _request_of(bus, loaded, model, prompt, values, image, timeout_s)
+        return await _answer(bus, request, request_id, output, as_json=json)
 
 
-def _params(*values: Any) -> ImageParams:
-    """Return parameters from values in the order of ImageParams. Raises InvalidRequest."""
-    fields = dict(zip(ImageParams.__struct_fields__, values, strict=False))
+async def _request_of(
+    bus: Bus,
+    config: Config,
+    model: str | None,
+    prompt: str,
+    values: Sequence[Any],
+    images: Sequence[Path] | None,
+    timeout_s: float | None,
+) -> GenerateRequest:
+    """Return the request for images or a video, with `values` in the order of FIELDS.
+
+    Images to edit are stored. Raises InvalidRequest.
+    """
+    model, output = _find_painter(config, model)
+    given = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
+    if images:
+        given["input_images"] = [await client.pin_media(bus, read_media(f, IMAGE)) for f in images]
+    is_video = output.kind == VIDEO_KIND
+    return GenerateRequest(
+        model,
+        prompt=prompt,
+        image=None if is_video else _params(given, ImageParams),
+        video=_params(given, VideoParams) if is_video else None,
+        outputs=[output.name],
+        timeout_s=timeout_s,
+    )
+
+
+def _params(values: Mapping[str, Any], kind: type[Params]) -> Params:
+    """Return the parameters with these values. Raises InvalidRequest."""
     try:
-        return msgspec.convert(fields, ImageParams)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise invalid_request(error) from error
 
 
-def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
-    """Return a model that paints, by default the first one, and the name of its image output.
+def _find_painter(config: Config, model: str | None) -> tuple[str, OutputSpec]:
+    """Return a model that paints or makes videos, by default the first one, and its output.
 
     Raises InvalidRequest if there is none.
     """
     for name in config.models if model is None else [model]:
-        painter = pipeline_of(config.models[name]).painter if name in config.models else None
-        if painter is not None and painter.output is not None:
-            return name, painter.output.name
+        if name in config.models:
+            pipeline = pipeline_of(config.models[name])
+            output = pipeline.output_of(IMAGE_KIND) or pipeline.output_of(VIDEO_KIND)
+            if output is not None:
+                return name, output
     owner = "no configured model" if model is None else model
-    raise InvalidRequest(f"{owner} has no output of images; see `pagemill check`", field="model")
+    raise InvalidRequest(
+        f"{owner} has no output of images or videos; see `pagemill check`", field="model"
+    )
+
+
+async def _answer(
+    bus: Bus, request: GenerateRequest, request_id: str | None, file: Path | None, *, as_json: bool
+) -> int:
+    """Print the records of a request, and save its files."""
+    request_id = request_id or client.new_request_id()
+    records = client.ask(bus, request, request_id)
+    saved = _while_saving(bus, records, request_id, request.outputs[0], file)
+    return await print_answer(bus, request_id, saved, as_json=as_json, has_text=False)
 
 
 async def _while_saving(
-    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
+    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path | None
 ) -> AsyncIterator[LogRecord]:
-    """Yield the records of a request, and write its images to files if it ends without an error."""
+    """Yield the records of a request, and write its files if it ends without an error."""
     async for record in records:
         yield record
         if isinstance(record, Finish):
             await _save(bus, request_id, output, file)
 
 
-async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
-    images = [
-        record
-        async for record in client.follow_output(bus, request_id, output)
-        if isinstance(record, ImageRecord)
-    ]
+async def _save(bus: Bus, request_id: str, output: str, file: Path | None) -> None:
+    records = [record async for record in client.follow_output(bus, request_id, output)]
+    images = [record for record in records if isinstance(record, ImageRecord)]
+    png = file or Path("image.png")
     for image in sorted(images, key=lambda image: image.number):
-        numbered = file.with_stem(f"{file.stem}-{image.number + 1}") if len(images) > 1 else file
-        data = await client.read_media(bus, image.media)
-        try:
-            numbered.write_bytes(data)
-        except OSError as error:
-            raise InvalidRequest(f"{numbered}: {error.strerror}", field="output") from error
+        numbered = png.with_stem(f"{png.stem}-{image.number + 1}") if len(images) > 1 else png
+        _write(numbered, await client.read_media(bus, image.media))
         print_note(f"{numbered}: {image.width} x {image.height} pixels, seed {image.seed}")
+    for video in records:
+        if isinstance(video, VideoRecord):
+            mp4 = file or Path("video.mp4")
+            _write(mp4, await client.read_media(bus, video.media))
+            length = f"{video.frames} frames at {video.fps} per second"
+            print_note(f"{mp4}: {video.width} x {video.height} pixels, {length}, seed {video.seed}")
+
+
+def _write(file: Path, data: bytes) -> None:
+    try:
+        file.write_bytes(data)
+    except OSError as error:
+        raise InvalidRequest(f"{file}: {error.strerror}", field="output") from error

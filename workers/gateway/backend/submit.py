@@ -49,7 +49,7 @@ LARGE_BYTES = 2**16
 """The texts of larger bodies are checked before they are published."""
 # Fields that are newer than the digest, with their defaults. A request without them has the same
 # digest at a gateway that does not know them, as in a rolling upgrade.
-_NEWER_FIELDS = {"on_late": "fail", "image": None}
+_NEWER_FIELDS = {"on_late": "fail", "image": None, "video": None}
 
 
 async def submit(
@@ -65,6 +65,53 @@ async def submit(
 
     A request with the name of an earlier one gets the answer of the earlier one. `refuse` makes the
     responses for errors.
+    """
+    start = read_start(request, plan.options.num_logs)
+    active, requests = await _register(context, request, caller, kind, plan)
+    logs = await _open_logs(context, active, requests, plan, is_named=_is_named(request))
+    return await _respond(context, request, active, logs, start, refuse, plan)
+
+
+async def accept(
+    context: AppContext,
+    request: Request,
+    caller: Caller,
+    kind: AnswerKind[Options],
+    plan: SubmitPlan[Options],
+) -> ActiveRequest:
+    """Publish a durable request whose client does not wait for its answer.
+
+    A request with the name of an earlier one is not published again. Raises Overloaded, Unavailable
+    or DiskFull, and the other errors of `submit`.
+    """
+    active, requests = await _register(context, request, caller, kind, plan)
+    assert active.registration is not None
+    await active.registration
+    for part in await _missing_parts(context, active, is_named=_is_named(request)):
+        try:
+            await client.publish_request(context.bus, requests[part], active.parts[part])
+        except PagemillError:
+            active.withdraw()
+            raise
+    return active
+
+
+def _is_named(request: Request) -> bool:
+    """Return whether the client has chosen the id of a registered request."""
+    is_named: bool = request.scope["request_id"][1]
+    return is_named
+
+
+async def _register(
+    context: AppContext,
+    request: Request,
+    caller: Caller,
+    kind: AnswerKind[Options],
+    plan: SubmitPlan[Options],
+) -> tuple[ActiveRequest, list[GenerateRequest]]:
+    """Check and record a request, and return it with its parts for the bus.
+
+    The record of a request without a name is stored while its parts are published.
     """
     if context.shutting_down.is_set():
         raise Unavailable("the gateway is shutting down")
@@ -82,7 +129,6 @@ async def submit(
     record = await _record_of(context, kind, caller, plan)
     if plan.delivery is Delivery.WHOLE:
         await _reserve_answer(context, request, kind, plan, record)
-    start = read_start(request, plan.options.num_logs)
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
@@ -109,8 +155,7 @@ async def submit(
         raise errors.ReusedId(
             "this id belongs to an earlier request with different content", field="X-Request-Id"
         )
-    logs = await _open_logs(context, active, requests, plan, is_named=is_named)
-    return await _respond(context, request, active, logs, start, refuse, plan)
+    return active, requests
 
 
 async def _check_text_lens(
@@ -228,7 +273,17 @@ async def _open_logs(
     *,
     is_named: bool,
 ) -> list[AsyncGenerator[AnyRecord, None]]:
-    """Return the logs of the answer, and publish the parts that have no log yet.
+    """Return the logs of the answer, and publish the parts that have no log yet."""
+    logs = active.follow_logs()
+    for part in await _missing_parts(context, active, is_named=is_named):
+        logs[part] = _publish(context, active, part, requests[part], plan.sampling)
+    return [_once_recorded(active, log) for log in logs]
+
+
+async def _missing_parts(
+    context: AppContext, active: ActiveRequest, *, is_named: bool
+) -> list[int]:
+    """Return the numbers of the parts that have no log yet. Raises DiskFull and QuotaExceeded.
 
     A named request may have been sent before. Its parts with a log are only followed, but a part
     without one may never have been published.
@@ -245,11 +300,7 @@ async def _open_logs(
         except (DiskFull, QuotaExceeded):
             active.withdraw()
             raise
-    logs = active.follow_logs()
-    for part, (request, last) in enumerate(zip(requests, last_records, strict=True)):
-        if last is None:
-            logs[part] = _publish(context, active, part, request, plan.sampling)
-    return [_once_recorded(active, log) for log in logs]
+    return [part for part, last in enumerate(last_records) if last is None]
 
 
 async def _respond(

@@ -6,7 +6,7 @@ from msgspec import Raw, Struct
 
 from shared.protocol.encoding import to_json
 from shared.protocol.records import AnyRecord, TokenChunk
-from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler
+from workers.gateway.core.assembler import Answering, AnswerOptions, Assembler, Options
 from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
 
 # The record and the JSON of the answer.
@@ -24,10 +24,10 @@ class RecordList(Struct, frozen=True):
     object: str = "list"
 
 
-class LogAssembler(Assembler[LogOptions]):
-    """Assembler of the records of one log. The event of each record is the record itself."""
+class LogAssembler(Assembler[Options]):
+    """Assembler of the records of all logs. The event of each record is the record itself."""
 
-    def __init__(self, request: Answering[LogOptions]) -> None:
+    def __init__(self, request: Answering[Options]) -> None:
         super().__init__(request)
         self._records: list[Raw] = []
 

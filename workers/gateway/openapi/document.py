@@ -31,6 +31,7 @@ from workers.gateway.routes import (
     speech,
     tokenize,
     transcription,
+    videos,
 )
 
 JSON = "application/json"
@@ -51,6 +52,7 @@ TABLES = (
     files.ROUTES,
     batches.ROUTES,
     images.ROUTES,
+    videos.ROUTES,
     responses.ROUTES,
     requests.ROUTES,
     render.ROUTES,

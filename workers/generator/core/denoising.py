@@ -1,7 +1,8 @@
-"""Denoising steps of images: noise, and the interface of image models.
+"""Denoising steps of images and videos: noise, and the interface of their models.
 
 A model encodes texts once. An image begins as noise, each step moves its latents towards the
-finished image, and the decoder turns the last latents into pixels.
+finished image, and the decoder turns the last latents into pixels. So does a video, with latents
+that have frames as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,11 @@ from shared.errors import ConfigError, ContextTooLong, InvalidRequest
 from shared.protocol.images import PaintParams, parse_size
 
 Noise = NDArray[np.float64]
-"""Noise that an image begins with, in the shape of the model."""
+"""Noise that an image or a video begins with, in the shape of the model."""
 Pixels = NDArray[np.uint8]
-"""A finished image, [height, width, 3]."""
+"""A finished image, [height, width, 3], or a finished video, [frames, height, width, 3]."""
 Size = tuple[int, int]
-"""Width and height of an image, in pixels."""
+"""Width and height of an image or a video, in pixels."""
 
 
 class InputImage(NamedTuple):
@@ -80,7 +81,7 @@ class Stepped:
 
 
 class ImageModel(Protocol):
-    """Model that paints images from a text. It keeps no state of an image."""
+    """Model that paints images or videos from a text. It keeps no state of an image."""
 
     @property
     def empty_negative(self) -> str | None:
@@ -116,6 +117,22 @@ class ImageModel(Protocol):
 
     def pixels(self, latents: TensorData, size: Size) -> Pixels:
         """Return the image of finished latents."""
+
+
+@runtime_checkable
+class VideoModel(Protocol):
+    """Method that models of videos have in place of `noise_shape`."""
+
+    def video_shape(self, size: Size, frames: int) -> tuple[int, ...]:
+        """Return the shape of the noise of a video."""
+
+
+def noise_shape_of(model: ImageModel, size: Size, frames: int | None) -> tuple[int, ...]:
+    """Return the shape of the noise of an image, or of a video with a number of frames."""
+    if frames is None:
+        return model.noise_shape(size)
+    assert isinstance(model, VideoModel)
+    return model.video_shape(size, frames)
 
 
 @runtime_checkable
@@ -157,7 +174,8 @@ def negative_of(model: ImageModel, params: PaintParams) -> str | None:
 
 def check_guidance(model: ImageModel, params: PaintParams) -> None:
     """Raise InvalidRequest for a guidance without meaning, or a negative prompt without effect."""
-    guidance, negative = "image.guidance", "image.negative_prompt"
+    prefix = "image." if params.frames is None else "video."
+    guidance, negative = f"{prefix}guidance", f"{prefix}negative_prompt"
     if params.guidance < model.min_guidance:
         raise InvalidRequest(
             f"{guidance}: {params.guidance:g} is less than {model.min_guidance:g}, with which this"

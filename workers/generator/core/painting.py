@@ -1,9 +1,10 @@
-"""Progress of the images of one request: the records in the log of its images, and stored states.
+"""Progress of the images or the video of one request: records in their log, and stored states.
 
 A stored state is an envelope with the latents, the tensors of the solver and the number of
 completed steps.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -11,7 +12,7 @@ from msgspec import Struct
 from shared.codec import envelope
 from shared.errors import DecodeError, UnsupportedVersion
 from shared.protocol.images import PaintParams
-from shared.protocol.records import AnyRecord, ImageRecord, StepState
+from shared.protocol.records import AnyRecord, ImageRecord, StepState, VideoRecord
 from workers.generator.core.denoising import Progress
 
 
@@ -21,18 +22,22 @@ class Painting:
     def __init__(self, params: PaintParams, records: Sequence[AnyRecord]) -> None:
         self._params = params
         self._states: dict[int, StepState] = {}
+        self._num_states: Counter[int] = Counter()
         self._previews: set[tuple[int, int]] = set()
         self.images: dict[int, str] = {}
-        """`media:` URLs of the images in the log, by number."""
+        """`media:` URLs of the images in the log, by number; a video has the number 0."""
         for record in records:
             match record:
                 case StepState(number=number, step=step):
                     if record.state:
                         self._states[number] = record
+                        self._num_states[number] += 1
                     if record.preview:
                         self._previews.add((number, step))
                 case ImageRecord(number=number):
                     self.images[number] = record.media
+                case VideoRecord():
+                    self.images[0] = record.media
 
     @property
     def unfinished(self) -> list[int]:
@@ -42,6 +47,14 @@ class Painting:
     def state_of(self, number: int) -> StepState | None:
         """Return the record of the last stored latents of an image."""
         return self._states.get(number)
+
+    def next_place(self, number: int) -> int:
+        """Return the place of the next state of an image. The last one is in the other place."""
+        return self._num_states[number] % 2
+
+    def count_state(self, number: int) -> None:
+        """Count a state of an image that was appended to the log."""
+        self._num_states[number] += 1
 
     def lacks_preview(self, number: int, step: int) -> bool:
         """Return whether a preview after `step` steps is requested and not in the log."""

@@ -159,4 +159,7 @@ def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str)
             f" {list(required)}",
             field="models.path",
         )
+    if dtype == torch.float64:
+        # diffusers keeps some layers in float32, with results that depend on the batch.
+        model = model.to(dtype)
     return model.to(device).eval().requires_grad_(False)

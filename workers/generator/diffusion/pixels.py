@@ -41,6 +41,6 @@ def to_unit(decoded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_pixels(image: Tensor) -> Pixels:
-    """Return 8-bit pixels, [height, width, 3], of values from 0 to 1, [3, height, width]."""
-    values = image.permute(1, 2, 0).cpu().float().numpy()
+    """Return 8-bit pixels, [..., 3], of values from 0 to 1, [3, ...]."""
+    values = image.movedim(0, -1).cpu().float().numpy()
     return np.asarray((values * 255).round(), np.uint8)
