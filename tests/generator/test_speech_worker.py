@@ -182,7 +182,7 @@ async def test_codes_that_the_vocoder_does_not_have_end_the_request(bus: Bus, mo
     "changes",
     [
         {"output": None},
-        {"output": {"name": "audio", "kind": "video"}},
+        {"output": {"name": "audio", "kind": "text"}},
         {"inputs": {"prompt": STAGES["talker"]["inputs"]["prompt"]}, "chunks": None},
     ],
 )
