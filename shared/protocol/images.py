@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ ImageSize = Annotated[str, Meta(pattern=f"^{_SIDES}$")]
 """Width and height in pixels, such as `96x96`."""
 
 
+Side = Annotated[int, Meta(ge=1, le=99_999)]
 NumImages = Annotated[int, Meta(ge=1, le=MAX_IMAGES)]
 NumSteps = Annotated[int, Meta(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Meta(ge=0.0, le=50.0)]
@@ -55,12 +57,24 @@ class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     partial_images: NumPreviews | None = None
     """Number of previews of each image, at equal distances of steps; by default none."""
     input_images: Annotated[InputImages, since(3)] = ()
-    frames: Annotated[int | None, since(3)] = None
-    """Number of frames of a video; None for images."""
-    fps: Annotated[int | None, since(3)] = None
-    """Frames per second of a video; None for images."""
     """`media:` URLs of stored JPEG, PNG or WEBP files: the images to edit, for a model that edits
     images."""
+
+    # Names of diffusers. Two names of one value must agree.
+    width: Annotated[Side | None, since(3)] = None
+    """Width in pixels. With `height`, another form of `size`."""
+    height: Annotated[Side | None, since(3)] = None
+    """Height in pixels. With `width`, another form of `size`."""
+    num_images_per_prompt: Annotated[NumImages | None, since(3)] = None
+    """Another name of `n`."""
+    num_inference_steps: Annotated[NumSteps | None, since(3)] = None
+    """Another name of `steps`."""
+    guidance_scale: Annotated[Guidance | None, since(3)] = None
+    """Another name of `guidance`."""
+    true_cfg_scale: Annotated[Guidance | None, since(3)] = None
+    """Another name of `guidance`."""
+    cfg_scale: Annotated[Guidance | None, since(3)] = None
+    """Another name of `guidance`."""
 
 
 class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -85,6 +99,72 @@ class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         """Numbers of steps after which there is a preview."""
         parts = self.partial_images + 1
         return {self.steps * part // parts for part in range(1, parts)} - {0, self.steps}
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "n": ("n", "num_images_per_prompt"),
+    "steps": ("steps", "num_inference_steps"),
+    "guidance": ("guidance", "guidance_scale", "true_cfg_scale", "cfg_scale"),
+}
+"""Names of each value of ImageParams; a client may use any."""
+OTHER_NAMES = frozenset({"width", "height", *chain(*(names[1:] for names in NAMES.values()))})
+"""Names that only requests have."""
+
+
+def agreed(values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> tuple[str, Any]:
+    """Return the value of fields that are names of one value, and the name that the client used.
+
+    The value is None if all are omitted. Raises InvalidRequest if two of them differ.
+    """
+    used = {name: value for name in names if (value := values.get(name)) is not None}
+    for name, value in used.items():
+        first = next(iter(used))
+        if value != used[first]:
+            raise _contradiction(prefix, name, value, first, used[first])
+    return next(iter(used.items()), (names[0], None))
+
+
+def agreed_size(values: Mapping[str, Any], prefix: str = "") -> tuple[str, str | None]:
+    """Return the size in `size`, or in `width` and `height`, and the name of the field with it.
+
+    Raises InvalidRequest if they differ, or if one of the sides is missing.
+    """
+    size, width, height = (values.get(name) for name in ("size", "width", "height"))
+    if (width is None) != (height is None):
+        name, other = ("height", "width") if width is None else ("width", "height")
+        field = f"{prefix}{other}"
+        raise InvalidRequest(f"{field}: required with {name}", field=field)
+    if size == AUTO:
+        size = None
+    if width is None:
+        return "size", size
+    sides = f"{width}x{height}"
+    if size not in (None, sides):
+        raise _contradiction(prefix, "width", sides, "size", size)
+    return "size" if size else "width", sides
+
+
+def _contradiction(
+    prefix: str, name: str, value: object, other: str, other_value: object
+) -> InvalidRequest:
+    field = f"{prefix}{name}"
+    return InvalidRequest(
+        f"{field}: {value} contradicts {other}, {other_value}: send one of them", field=field
+    )
+
+
+def canonical(params: Struct | None, prefix: str) -> dict[str, Any]:
+    """Return the values of ImageParams or VideoParams by their first names.
+
+    Raises InvalidRequest if two names of one value differ.
+    """
+    values = {} if params is None else msgspec.to_builtins(params)
+    _, size = agreed_size(values, prefix)
+    found = {"size": size}
+    for name, names in NAMES.items():
+        _, found[name] = agreed(values, names, prefix)
+    rest = {name: value for name, value in values.items() if name not in OTHER_NAMES}
+    return rest | {name: value for name, value in found.items() if value is not None}
 
 
 def parse_size(size: str) -> tuple[int, int]:
@@ -167,7 +247,7 @@ def resolve_params(
 
     Raises InvalidRequest for another size.
     """
-    values = {} if requested is None else msgspec.to_builtins(requested)
+    values = canonical(requested, prefix)
     params = msgspec.convert({**defaults, **values}, PaintParams)
     check_size(params.size, sizes, rule, f"{prefix}size")
     return params

@@ -10,7 +10,7 @@ from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
 from shared.helpers.validation import split_validation_error
 from shared.protocol.chunks import ChunkSpec
-from shared.protocol.images import ImageParams
+from shared.protocol.images import OTHER_NAMES, ImageParams
 from shared.protocol.multimodal import Modality
 from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.pipeline import (
@@ -163,6 +163,9 @@ def _faults_of_defaults(pipeline: Pipeline) -> Iterator[Fault]:
         except msgspec.ValidationError as error:
             reason, path = split_validation_error(error)
             yield Fault(f"stages.{stage.name}.sampling_defaults.{path}".rstrip("."), reason)
+        for name in OTHER_NAMES & stage.sampling_defaults.keys():
+            message = "only requests have this name of diffusers"
+            yield Fault(f"stages.{stage.name}.sampling_defaults.{name}", message)
 
 
 def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:

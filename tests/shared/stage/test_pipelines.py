@@ -166,6 +166,11 @@ REFUSED = [
         {"dit": PAINTER | {"sampling_defaults": {"steps": 0}}},
     ),
     (
+        "stages.dit.sampling_defaults.cfg_scale",
+        "only requests have this name",
+        {"dit": PAINTER | {"sampling_defaults": {"cfg_scale": 2}}},
+    ),
+    (
         "stages.engine.sampling_defaults",
         "unknown field `steps`",
         {"engine": {"sampling_defaults": {"steps": 2}}},

@@ -6,10 +6,19 @@ Pure.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from shared.errors import InvalidRequest
-from shared.protocol.images import AUTO, ImageParams, check_input_images, check_size
+from shared.protocol.images import (
+    AUTO,
+    NAMES,
+    ImageParams,
+    agreed,
+    agreed_size,
+    check_input_images,
+    check_size,
+)
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import StageSpec
 from shared.protocol.records import AnyRecord, ImageRecord, OutputEnd, StepState
@@ -75,9 +84,10 @@ def plan_images(
     Raises InvalidRequest naming the field.
     """
     painter = _checked(painter, request.model, len(input_images), image_field)
-    size_field, size = _size_of(request)
-    num_field, num_images = _agreed(request, "n", "num_images_per_prompt")
-    guidance_field, guidance = _agreed(request, "guidance_scale", "true_cfg_scale", "cfg_scale")
+    values = msgspec.structs.asdict(request)
+    size_field, size = agreed_size(values)
+    num_field, num_images = agreed(values, NAMES["n"])
+    guidance_field, guidance = agreed(values, NAMES["guidance"][1:])
     fields = {
         "image.size": size_field,
         "image.n": num_field,
@@ -101,12 +111,9 @@ def plan_images(
         tuple(input_images),
     )
     assert painter.output is not None
+    outputs, timeout_s = [painter.output.name], request.timeout_s
     generate_request = GenerateRequest(
-        request.model,
-        prompt=request.prompt,
-        image=params,
-        outputs=[painter.output.name],
-        timeout_s=request.timeout_s,
+        request.model, prompt=request.prompt, image=params, outputs=outputs, timeout_s=timeout_s
     )
     first = AUTO if input_images else painter.sizes[0]
     options = PaintedOptions(
@@ -136,41 +143,6 @@ def _checked(
         raise InvalidRequest(message, field="model")
     check_input_images(num_input_images, painter.input_images, image_field)
     return painter
-
-
-def _agreed(request: ImagesRequest, *names: str) -> tuple[str, Any]:
-    """Return the value of fields that are names of one value, and the name that the client used.
-
-    The value is None if all are omitted. Raises InvalidRequest if two of them differ.
-    """
-    values = {name: value for name in names if (value := getattr(request, name)) is not None}
-    for name, value in values.items():
-        first = next(iter(values))
-        if value != values[first]:
-            raise _contradiction(name, value, first, values[first])
-    return next(iter(values.items()), (names[0], None))
-
-
-def _size_of(request: ImagesRequest) -> tuple[str, str | None]:
-    """Return the size of the images, or None, and the name of the field with it."""
-    size, width, height = request.size, request.width, request.height
-    if (width is None) != (height is None):
-        field, other = ("height", "width") if width is None else ("width", "height")
-        raise InvalidRequest(f"{other}: required with {field}", field=other)
-    if size == AUTO:
-        size = None
-    if width is None:
-        return "size", size
-    sides = f"{width}x{height}"
-    if size not in (None, sides):
-        raise _contradiction("width", sides, "size", size)
-    return "size" if size else "width", sides
-
-
-def _contradiction(name: str, value: object, other: str, other_value: object) -> InvalidRequest:
-    return InvalidRequest(
-        f"{name}: {value} contradicts {other}, {other_value}: send one of them", field=name
-    )
 
 
 def _check(request: ImagesRequest, num_field: str, num_images: int | None) -> None:

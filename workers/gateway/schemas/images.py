@@ -13,6 +13,7 @@ from shared.protocol.images import (
     NumPreviews,
     NumSteps,
     Seed,
+    Side,
 )
 
 UNSUPPORTED = frozenset(
@@ -20,8 +21,6 @@ UNSUPPORTED = frozenset(
 )
 PNG = "png"
 B64_JSON, URL = "b64_json", "url"
-
-Side = Annotated[int, Meta(ge=1, le=99_999)]
 
 
 class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
