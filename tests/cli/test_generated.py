@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import yaml
 from huggingface_hub import constants
+from huggingface_hub.utils import _cache_manager
 from rich.filesize import decimal
 
 from ops.harness import qwen_images
@@ -185,7 +186,8 @@ def test_orpheus_speaks_with_the_codec_of_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for module in (constants, _cache_manager):  # The second one has the name from its import.
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hub"))
     orpheus.write(tmp_path / "voice")
     models = find_models([str(tmp_path / "voice")])
     with pytest.raises(ConfigError) as refused:
