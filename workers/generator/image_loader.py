@@ -9,7 +9,7 @@ from shared.errors import ConfigError
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.protocol.images import SizeRule
 from workers.generator import diffusion
-from workers.generator.core.denoising import ImageModel
+from workers.generator.core.denoising import ImageModel, VideoModel, noise_shape_of
 from workers.generator.painter_model import load_painter
 
 
@@ -39,10 +39,16 @@ def load_image_model(
             raise
         message = error.message.removeprefix("models.path: ")
         raise ConfigError(f"{key}.path: {message}", field=f"{key}.path") from error
-    if rule is not None and 0 in model.noise_shape((rule.multiple, rule.multiple)):
+    if rule is not None and _has_larger_patches(model, rule.multiple):
         raise ConfigError(
             f"{key}.sizes: the sizes of this model are multiples of more than {rule.multiple}:"
             f" name them here",
             field=f"{key}.sizes",
         )
     return model
+
+
+def _has_larger_patches(model: ImageModel, side: int) -> bool:
+    """Return whether an image with sides of this length has no patch."""
+    frames = 1 if isinstance(model, VideoModel) else None
+    return 0 in noise_shape_of(model, (side, side), frames)
