@@ -23,6 +23,7 @@ from shared.protocol.images import PaintParams
 from shared.protocol.records import Finish, OutputEnd, StepState, VideoRecord
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.videos import VideoParams
+from shared.state import media_store
 from shared.state.log_records import decode_record
 from tests import preloaded
 from tests.cluster.processes import Processes, running, until_nothing_is_left
@@ -116,7 +117,9 @@ async def test_a_video_is_the_same_after_two_kills(processes: Processes, bus: Bu
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-async def test_the_client_of_openai_makes_lists_reads_and_deletes_videos(api: AsyncOpenAI) -> None:
+async def test_the_client_of_openai_makes_lists_reads_and_deletes_videos(
+    api: AsyncOpenAI, bus: Bus
+) -> None:
     form = FORM | {"size": "32x16", "seconds": "0", "frames": 1}
     first = await api.videos.create(model="wan", prompt=PROMPT, extra_body=form)
     assert first.status in ("queued", "in_progress")
@@ -146,6 +149,15 @@ async def test_the_client_of_openai_makes_lists_reads_and_deletes_videos(api: As
     for call in (api.videos.retrieve, api.videos.delete, api.videos.download_content):
         with pytest.raises(openai.NotFoundError):
             await call(first.id)
+    # An equal video has the same file, which stays until the last of them is deleted.
+    third = await api.videos.create_and_poll(
+        model="wan", prompt=PROMPT, poll_interval_ms=100, extra_body=FORM
+    )
+    name = await media_store.hash_media(file)
+    await api.videos.delete(third.id)
+    assert (await api.videos.download_content(second.id)).content == file
+    await api.videos.delete(second.id)
+    assert await media_store.look_up(bus, name, "") is None
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")

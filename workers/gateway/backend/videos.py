@@ -7,6 +7,7 @@ logs do not have. The list of a tenant's videos is read from these messages.
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from shared import client
@@ -167,12 +168,25 @@ async def delete(context: AppContext, video: Video) -> None:
     bus = context.bus
     if not isinstance(await last_record(bus, video.bus_id), Finish | Failure):
         await client.cancel(bus, video.bus_id)
-    file = await _stored_file(context, video, await _record_of(context, video))
-    if file is not None:
+    record = await _record_of(context, video)
+    file = await _stored_file(context, video, record)
+    if record is not None and file is not None and not await _is_shared(context, video, record):
         await media_store.remove(bus, file, video.tenant)
     for log in (subjects.tokens(video.bus_id), subjects.logs_beside_text(video.bus_id)):
         await bus.purge(subjects.TOKENS_STREAM, log)
     await bus.purge(subjects.MEDIA_STREAM, subjects.video_job(video.tenant, video.id))
+
+
+async def _is_shared(context: AppContext, video: Video, file: VideoRecord) -> bool:
+    """Return whether another video of the tenant has the same file, as videos with one seed do."""
+    job = video.job
+    async for other in iterate(context, video.tenant, None, newest_first=True):
+        same = replace(other.job, created_s=job.created_s, timeout_s=job.timeout_s) == job
+        if same and other.id != video.id:
+            record = await _record_of(context, other)
+            if record is not None and record.media == file.media:
+                return True
+    return False
 
 
 async def _read(context: AppContext, tenant: str, video_id: str) -> StoredMessage | None:
