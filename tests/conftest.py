@@ -87,12 +87,10 @@ GROUPS = (
     (
         "tests/cluster/test_redelivery.py",
         "tests/cluster/test_chat.py",
-        "tests/cluster/test_guarantees.py",
         "tests/cluster/test_lost_tasks.py",
         "tests/cluster/test_read_again.py",
         "tests/cluster/test_request.py",
         "tests/cluster/test_tenant_ids.py",
-        "tests/cluster/test_videos.py",
     ),
 )
 

@@ -71,7 +71,7 @@ async def filled(broker: EmbeddedServer, bus: Bus) -> Bus:
         await registered(bus, f"waiting-{RUN}")
         await registered(bus, f"two-{RUN}", parts=2)
         await finish(bus, f"two-{RUN}~1")
-        await attempt(bus, "item_abc", "encoder")
+        await attempt(bus, f"item_{RUN}", "encoder")
         await attempt(bus, names.job_id("response", f"resp-{RUN}", ""), "agent")
         await attempt(bus, names.job_id("batch", f"batch-{RUN}", "acme"), "batcher")
         await attempt(bus, f"direct-{RUN}", "coordinator")
@@ -110,7 +110,10 @@ async def test_parts_stand_for_their_request_and_other_jobs_are_none(filled: Bus
     rows = await listed(filled)
     assert f"two-{RUN}" not in rows
     assert rows[f"two-{RUN}~1"].model == MODEL
-    assert not [name for name in rows if "item_" in name or "resp-" in name or "batch-" in name]
+    assert not {f"item_{RUN}", f"resp-{RUN}", f"batch-{RUN}"} & {
+        name.partition("@")[0] for name in rows
+    }
+    assert not [name for name in rows if name.startswith(("response:", "batch:"))]
 
 
 async def test_requests_of_tenants_are_listed_with_their_tokens(filled: Bus) -> None:

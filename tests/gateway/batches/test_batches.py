@@ -296,7 +296,7 @@ async def test_a_killed_batcher_is_replaced_in_the_middle_of_lines(
     client: AsyncOpenAI, rig: BatchRig, batcher: Process, batch_bus: Bus
 ) -> None:
     batch = await begin(client, jsonl([chat_line(n) for n in range(MANY)]))
-    for number in (50, 150, 250):
+    for number in (30, 90, 150):
         await until(partial(has_results, client, batch.id, number))
         rig.kill_batcher()
         rig.start_batcher()

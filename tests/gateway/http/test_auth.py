@@ -273,6 +273,7 @@ async def test_only_costly_endpoints_count_for_the_limit(another: Start) -> None
         "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
         "/v1/files", "/v1/files/{file_id}/content",
         "/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel", "/v1/batches/{id}/results",
+        "/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/content",
     }  # fmt: skip
 
 
