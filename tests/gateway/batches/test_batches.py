@@ -296,8 +296,14 @@ async def test_a_killed_batcher_is_replaced_in_the_middle_of_lines(
     client: AsyncOpenAI, rig: BatchRig, batcher: Process, batch_bus: Bus
 ) -> None:
     batch = await begin(client, jsonl([chat_line(n) for n in range(MANY)]))
-    for number in (30, 90, 150):
-        await until(partial(has_results, client, batch.id, number))
+
+    async def is_claimed(times: int) -> bool:
+        records = await records_of(batch_bus, batch.id)
+        return sum(isinstance(record, Claimed) for record in records) == times
+
+    for number in range(1, 4):
+        await until(partial(is_claimed, number))
+        await until(partial(has_results, client, batch.id, 50 * number))
         rig.kill_batcher()
         rig.start_batcher()
     batch = await ended(client, batch.id)
