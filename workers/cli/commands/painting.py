@@ -18,7 +18,7 @@ from shared.protocol.records import Finish, ImageRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.stage.pipelines import pipeline_of
 from workers import settings
-from workers.cli.ask import print_answer, read_media
+from workers.cli.ask import check_output, print_answer, read_media
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
@@ -74,6 +74,7 @@ async def draw(
     """
     loaded = load(config)
     model, name = _find_painter(loaded, model)
+    check_output(output)
     params = _params(size, n, steps, guidance, negative, seed)
     request_id = request_id or client.new_request_id()
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
