@@ -1,6 +1,6 @@
 """The command `pagemill draw`."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,8 +78,7 @@ async def draw(
     params = _params(size, n, steps, guidance, negative, seed)
     request_id = request_id or client.new_request_id()
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
-        images = [await client.pin_media(bus, read_media(file, IMAGE)) for file in image or []]
-        params = msgspec.structs.replace(params, input_images=tuple(images))
+        params = await _with_images(bus, params, image or [])
         request = GenerateRequest(
             model, prompt=prompt, image=params, outputs=[name], timeout_s=timeout_s
         )
@@ -94,6 +93,12 @@ def _params(*values: Any) -> ImageParams:
         return msgspec.convert(fields, ImageParams)
     except msgspec.ValidationError as error:
         raise invalid_request(error) from error
+
+
+async def _with_images(bus: Bus, params: ImageParams, files: Sequence[Path]) -> ImageParams:
+    """Store the files of images to edit, and return parameters with their URLs."""
+    images = [await client.pin_media(bus, read_media(file, IMAGE)) for file in files]
+    return msgspec.structs.replace(params, input_images=tuple(images))
 
 
 def _find_painter(config: Config, model: str | None) -> tuple[str, str]:
