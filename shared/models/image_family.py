@@ -28,6 +28,19 @@ class Component(NamedTuple):
     """Names of other classes that published folders have for the same part."""
 
 
+class Fit(NamedTuple):
+    """Setting of the transformer that must be the sum of other parts' settings, times a number.
+
+    It is checked if the files of the parts have all of these settings.
+    """
+
+    setting: str
+    """Setting of the transformer."""
+    others: tuple[tuple[str, str], ...]
+    """Other parts, and a setting of each."""
+    times: int = 1
+
+
 class ImageFamily(NamedTuple):
     """Declaration of everything that is specific to a kind of pipeline, except its computation."""
 
@@ -51,6 +64,8 @@ class ImageFamily(NamedTuple):
     """Text that images without a negative prompt are guided away from; None for models without
     negative prompts."""
     max_prompt_tokens: int
+    fits: tuple[Fit, ...] = ()
+    """Widths of parts, which read what other parts compute."""
     input_images: int = 0
     """Limit on the images that a request gives to edit; 0 for a model that edits none. A model that
     edits images paints none without."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import ConfigError
-from shared.models.image_family import Component, ImageFamily
+from shared.models.image_family import Component, Fit, ImageFamily
 from shared.models.image_registry import list_image_families
 from shared.vision.quantized import read_quantized
 from shared.vision.weight_files import read_header, read_index
@@ -23,6 +23,10 @@ EXTRA = "diffusers"
 VIDEO_EXTRA = "video"
 """Extra that folders of models for videos need as well."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+TOKENIZER_CONFIG = "tokenizer_config.json"
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))
+"""Files with the vocabulary of a tokenizer, any of which is enough. Without one, transformers loads
+a tokenizer that reads all texts alike."""
 LIBRARIES = ("diffusers", "transformers")
 # Names of types in safetensors.
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -91,6 +95,9 @@ def read_image_folder(folder: Path) -> ImageFolder:
     for file in list_missing_files(folder):
         raise _refusal(folder, f"lacks {file}")
     index = _read(folder, MODEL_INDEX)
+    for name in family.components:
+        if (folder / name / VOCABULARIES[0][0]).exists():
+            _read(folder, f"{name}/{VOCABULARIES[0][0]}")
     parts = {
         name: _read_part(folder, name, component.weights)
         for name, component in _components_of(family, index).items()
@@ -122,6 +129,8 @@ def check_classes(folder: Path) -> ImageFamily:
         if tokenizer in family.components and tokenizer not in components:
             raise _refusal(folder, f"has a part {name!r} without {tokenizer!r}")
         _check_class(folder, name, component, index)
+    for fit in family.fits:
+        _check_fit(folder, fit, components)
     for package in _list_packages(folder, family):
         if not _is_installed(package):
             raise _refusal(folder, f"needs {package}: pip install 'pagemill[{EXTRA}]'")
@@ -164,6 +173,10 @@ def _lacks(folder: Path, name: str, setting: str) -> bool:
 def _missing_of(part: Path, component: Component) -> Iterator[str]:
     if not (part / component.config).is_file():
         yield component.config
+    if component.config == TOKENIZER_CONFIG and not any(
+        all((part / file).is_file() for file in files) for files in VOCABULARIES
+    ):
+        yield VOCABULARIES[0][0]
     if component.weights is None:
         return
     try:
@@ -227,6 +240,33 @@ def _check_class(folder: Path, name: str, component: Component, index: Mapping[s
     quantized = None if component.weights is None else read_quantized(folder / name)
     if quantized is not None:
         raise _refusal(folder, f"has quantized weights in {name} ({quantized.label})")
+
+
+def _check_fit(folder: Path, fit: Fit, components: Mapping[str, Component]) -> None:
+    """Raise ConfigError if the transformer has another width than the parts that it reads."""
+    if not all(name in components for name, _ in fit.others):
+        return
+    width = _read_setting(folder, "transformer", fit.setting)
+    widths = [_read_setting(folder, name, setting) for name, setting in fit.others]
+    numbers = [value for value in (width, *widths) if isinstance(value, int)]
+    if len(numbers) == 1 + len(widths) and width != fit.times * sum(numbers[1:]):
+        others = " and ".join(
+            f"{setting} of {value} in {name}"
+            for (name, setting), value in zip(fit.others, widths, strict=True)
+        )
+        raise _refusal(
+            folder,
+            f"has parts that do not fit: {fit.setting} of {width} in transformer needs"
+            f" {fit.times * sum(numbers[1:])}, because of {others}",
+        )
+
+
+def _read_setting(folder: Path, name: str, setting: str) -> Any:
+    """Return a setting of a part or of its language model; None if its file does not have it."""
+    config = _read(folder, f"{name}/config.json")
+    text_config = config.get("text_config")
+    nested = text_config if isinstance(text_config, dict) else {}
+    return config.get(setting, nested.get(setting))
 
 
 def _read_part(folder: Path, name: str, weights: str) -> Part:

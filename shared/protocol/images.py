@@ -214,7 +214,8 @@ def check_input_images(count: int, limit: int, field: str) -> None:
     if count and not limit:
         raise InvalidRequest(f"{field}: the model edits no images", field=field)
     if limit and not 1 <= count <= limit:
-        raise InvalidRequest(f"{field}: {count} images: the limits are 1 and {limit}", field=field)
+        images = "one image" if limit == 1 else f"1 to {limit} images"
+        raise InvalidRequest(f"{field}: the model edits {images}, not {count}", field=field)
 
 
 def resolve_image(

@@ -163,8 +163,8 @@ async def test_previews_come_before_the_edited_image(api: AsyncOpenAI) -> None:
         ({"image": b"hello"}, "image", "not a readable JPEG, PNG or WEBP image"),
         ({"image": FILES[WIDE][:-30]}, "image", "the image is damaged or incomplete"),
         ({"image": file_of(draw((404, 4)))}, "image", "an image of 404 x 4 is too narrow"),
-        ({"image": [FILES[WIDE]] * 2}, "image", "2 images: the limits are 1 and 1"),
-        ({"image": [FILES[WIDE]] * 17}, "image", "17 images: the limits are 1 and 1"),
+        ({"image": [FILES[WIDE]] * 2}, "image", "the model edits one image, not 2"),
+        ({"image": [FILES[WIDE]] * 17}, "image", "the model edits one image, not 17"),
         ({"mask": FILES[WIDE]}, "mask", "mask is not supported"),
         ({"model": "painter"}, "image", "image: the model edits no images"),
         ({"size": "64x64"}, "size", "available: 48x48, 96x48"),
@@ -189,7 +189,7 @@ async def test_a_model_that_edits_paints_nothing_without_an_image(
     with pytest.raises(openai.BadRequestError, match="edit only edits images: send them to"):
         await api.images.generate(**FORM)
     for options, message in (
-        (None, "image.input_images: 0 images: the limits are 1 and 1"),
+        (None, "image.input_images: the model edits one image, not 0"),
         (ImageParams(input_images=("media:" + "0" * 64,)), "no file with this name is stored"),
     ):
         request = GenerateRequest(MODEL, prompt=PROMPT, image=options)

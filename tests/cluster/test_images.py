@@ -380,12 +380,12 @@ async def test_the_command_line_saves_images(
         (["--model", "demo"], "demo has no output of images"),
         (["--size", "1x1"], "available: 16x16, 12x8"),
         (["--steps", "0"], "steps"),
+        (["-o", str(tmp_path)], "Is a directory"),
     ):
-        refused = await asyncio.to_thread(
-            preloaded.run, "draw", PROMPT, "-o", str(file), *more, *options
-        )
+        refused = await asyncio.to_thread(preloaded.run, "draw", PROMPT, *more, *options)
         assert refused.returncode == 1
-        assert message in refused.stderr
+        assert message in " ".join(refused.stderr.split())
+    assert "request req-" not in refused.stderr, "the file is checked before the request is sent"
 
 
 # -- as responses ---------------------------------------------------------------------------------

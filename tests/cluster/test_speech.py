@@ -464,6 +464,7 @@ async def test_the_command_line_saves_what_is_said(
     lost = await asyncio.to_thread(preloaded.run, "say", "A", "-o", str(missing), *options)
     assert lost.returncode == 1
     assert "No such file or directory" in " ".join(lost.stderr.split())
+    assert "request req-" not in lost.stderr, "the file is checked before the request is sent"
     refused = await asyncio.to_thread(preloaded.run, "say", "A", "--model", "mute", *options)
     assert refused.returncode == 1
     assert "mute has no output of sound" in refused.stderr

@@ -310,6 +310,11 @@ def test_images_are_painted_as_asked_and_else_as_the_stage_is_configured() -> No
         ({"image": {"guidance": -1}}, "image.guidance", ">= 0"),
         ({"image": {"style": "vivid"}}, "image.style", "unknown field"),
         ({"prompt": " "}, "prompt", "a text"),
+        (
+            {"prompt": None, "messages": GOOD["messages"]},
+            "model",
+            "painter answers no messages: it generates images from a prompt",
+        ),
         ({"sampling_params": {"seed": 1}}, "sampling_params", "no tokens"),
         ({"model": "demo", "image": {}}, "image", "these outputs have no images"),
     ],

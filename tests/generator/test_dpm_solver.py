@@ -9,7 +9,7 @@ from diffusers import DPMSolverMultistepScheduler
 from shared.codec.tensors import from_torch, to_torch
 from workers.generator.core.denoising import Progress
 from workers.generator.core.painting import decode_state, encode_state
-from workers.generator.diffusion.dpm_solver import begin, check_settings, make_schedule, stepped
+from workers.generator.diffusion.dpm_solver import begin, check_scheduler, make_schedule, stepped
 
 FLOW = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
 SETTINGS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def test_latents_equal_the_schedulers_after_each_step(
     settings: dict[str, Any], dtype: torch.dtype, steps: int
 ) -> None:
     scheduler = DPMSolverMultistepScheduler(**settings)
-    check_settings(scheduler.config)
+    check_scheduler(scheduler)
     schedule = make_schedule(scheduler, steps)
     scheduler.set_timesteps(steps)
     latents = torch.randn((2, 3, 4), generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -77,8 +77,10 @@ def test_the_second_order_depends_on_the_step_before() -> None:
         ({"prediction_type": "sample"}, "prediction_type 'sample' is not supported"),
         ({"thresholding": True}, "thresholding True is not supported; supported: False"),
         ({"variance_type": "learned"}, "variance_type 'learned' is not supported"),
+        ({"timestep_spacing": "x"}, "x is not supported"),
+        ({"beta_end": float("nan")}, "noise levels that are not finite"),
     ],
 )
 def test_other_algorithms_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_settings(DPMSolverMultistepScheduler(**settings).config)
+        check_scheduler(DPMSolverMultistepScheduler(**settings))

@@ -328,6 +328,20 @@ def test_settings_that_are_not_computed_are_refused(
         assert message in refused.value.message
 
 
+def test_parts_of_another_width_are_refused_before_anything_is_loaded(
+    folder: Path, spec: PipelineSpec, tmp_path: Path
+) -> None:
+    fits = read_image_folder(folder).family.fits
+    assert fits
+    for fit in fits:
+        changed = copy_of(folder, tmp_path / fit.setting)
+        file = changed / "transformer" / "config.json"
+        edit(file, **{fit.setting: json.loads(file.read_text())[fit.setting] + fit.times})
+        with pytest.raises(ConfigError) as refused:
+            read_image_folder(changed)
+        assert f"has parts that do not fit: {fit.setting} of " in refused.value.message
+
+
 def test_an_overflow_is_an_error_instead_of_a_black_image(exact: Any, spec: PipelineSpec) -> None:
     size = parse_size(spec.sizes[0])
     noise = np.full(noise_shape_of(exact, size, spec.requests[0][1].frames), np.nan)

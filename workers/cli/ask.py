@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import errno
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from rich.markup import escape
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.errors import InvalidMedia
+from shared.errors import InvalidMedia, InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol.multimodal import AUDIO, VIDEO
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
@@ -139,6 +141,22 @@ async def media_parts(
         *[VideoPart(VideoURL(await _file_url(bus, path, VIDEO))) for path in videos or []],
         *[AudioPart(AudioURL(await _file_url(bus, path, AUDIO))) for path in sounds or []],
     ]
+
+
+def check_output(file: Path) -> None:
+    """Raise InvalidRequest for a file that an answer could not be written to.
+
+    It is checked before the request is sent, because its answer may take minutes.
+    """
+    if not file.parent.is_dir():
+        code = errno.ENOENT
+    elif file.is_dir():
+        code = errno.EISDIR
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        code = errno.EACCES
+    else:
+        return
+    raise InvalidRequest(f"{file}: {os.strerror(code)}", field="output")
 
 
 def data_url(path: Path) -> str:

@@ -179,6 +179,9 @@ def _image_of(
         return None
     noun = "an image" if painter.video is None else "a video"
     takes_prompt = any(edge.source == REQUEST for edge in part.edges_into(painter.name))
+    if takes_prompt and request.messages and TEXT not in part.outputs:
+        message = f"{request.model} answers no messages: it generates images from a prompt"
+        raise InvalidRequest(message, field="model")
     if takes_prompt and not (request.prompt or "").strip():
         raise InvalidRequest(f"prompt: {noun} needs a prompt with a text", field="prompt")
     if params and TEXT not in part.outputs:

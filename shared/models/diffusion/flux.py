@@ -1,6 +1,6 @@
 """FLUX.1 [dev]: images from a text, by a transformer that reads the guidance as a number."""
 
-from shared.models.image_family import Component, ImageFamily
+from shared.models.image_family import Component, Fit, ImageFamily
 from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
@@ -33,4 +33,10 @@ FAMILY = ImageFamily(
     # The transformer learned guidance from a model with two predictions, and has one itself.
     empty_negative=None,
     max_prompt_tokens=512,
+    fits=(
+        Fit("joint_attention_dim", (("text_encoder_2", "d_model"),)),
+        Fit("pooled_projection_dim", (("text_encoder", "hidden_size"),)),
+        # Patches of four latents.
+        Fit("in_channels", (("vae", "latent_channels"),), 4),
+    ),
 )

@@ -1,6 +1,6 @@
 """PixArt-Sigma: images from a text, by a transformer over patches that reads T5's states."""
 
-from shared.models.image_family import Component, ImageFamily
+from shared.models.image_family import Component, Fit, ImageFamily
 from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
@@ -34,4 +34,8 @@ FAMILY = ImageFamily(
     guidance=4.5,
     empty_negative="",
     max_prompt_tokens=300,
+    fits=(
+        Fit("caption_channels", (("text_encoder", "d_model"),)),
+        Fit("in_channels", (("vae", "latent_channels"),)),
+    ),
 )

@@ -1,6 +1,6 @@
 """Qwen-Image: images from a text, by a transformer over the tokens of a text and patches."""
 
-from shared.models.image_family import Component, ImageFamily
+from shared.models.image_family import Component, Fit, ImageFamily
 from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
@@ -31,4 +31,9 @@ FAMILY = ImageFamily(
     # In diffusers, guidance has no effect without a negative prompt.
     empty_negative=" ",
     max_prompt_tokens=1024,
+    fits=(
+        Fit("joint_attention_dim", (("text_encoder", "hidden_size"),)),
+        # Patches of four latents.
+        Fit("in_channels", (("vae", "z_dim"),), 4),
+    ),
 )

@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5: images from a text that three encoders read."""
 
-from shared.models.image_family import Component, ImageFamily
+from shared.models.image_family import Component, Fit, ImageFamily
 from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
@@ -37,4 +37,12 @@ FAMILY = ImageFamily(
     guidance=7.0,
     empty_negative="",
     max_prompt_tokens=256,
+    fits=(
+        Fit("joint_attention_dim", (("text_encoder_3", "d_model"),)),
+        Fit(
+            "pooled_projection_dim",
+            (("text_encoder", "projection_dim"), ("text_encoder_2", "projection_dim")),
+        ),
+        Fit("in_channels", (("vae", "latent_channels"),)),
+    ),
 )

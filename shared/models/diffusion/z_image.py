@@ -1,6 +1,6 @@
 """Z-Image: images from a text, by a transformer over one sequence of patches and tokens."""
 
-from shared.models.image_family import Component, ImageFamily
+from shared.models.image_family import Component, Fit, ImageFamily
 from shared.protocol.images import SizeRule
 
 FAMILY = ImageFamily(
@@ -35,4 +35,8 @@ FAMILY = ImageFamily(
     empty_negative="",
     # The tokens of the chat template count.
     max_prompt_tokens=512,
+    fits=(
+        Fit("cap_feat_dim", (("text_encoder", "hidden_size"),)),
+        Fit("in_channels", (("vae", "latent_channels"),)),
+    ),
 )

@@ -72,7 +72,7 @@ def test_edits_have_the_size_and_the_events_of_their_images() -> None:
     ("painter", "urls", "field", "message"),
     [
         (PAINTER, URLS, "images", "images: the model edits no images"),
-        (EDITOR, [*URLS, *URLS], "images", "images: 4 images: the limits are 1 and 2"),
+        (EDITOR, [*URLS, *URLS], "images", "images: the model edits 1 to 2 images, not 4"),
         (EDITOR, [], "model", "m only edits images: send them to /v1/images/edits"),
     ],
 )

@@ -51,6 +51,13 @@ def edit(name: str, **values: Any) -> Callable[[Path], None]:
     return change
 
 
+def write(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
 def remove(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / name
@@ -106,8 +113,10 @@ def test_a_folder_is_described_without_torch(folder: Path) -> None:
         (remove(SHARD), f"lacks {SHARD}"),
         (remove("scheduler"), "lacks scheduler/scheduler_config.json"),
         (retype("int8"), "type I8"),
-        (lambda folder: (folder / "model_index.json").write_text("{"), "cannot be read"),
-        (lambda folder: (folder / "vae" / "config.json").write_text("[]"), "cannot be read"),
+        (remove("tokenizer/tokenizer.json"), "lacks tokenizer/tokenizer.json"),
+        (write("tokenizer/tokenizer.json", ""), "a tokenizer/tokenizer.json that cannot be read"),
+        (write("model_index.json", "{"), "cannot be read"),
+        (write("vae/config.json", "[]"), "cannot be read"),
     ],
 )
 def test_other_folders_are_refused_by_what_is_wrong(
@@ -123,6 +132,29 @@ def test_other_folders_are_refused_by_what_is_wrong(
         load_image_model(folder, "float32", ["48x48"], "models.painter.stages.dit")
     assert message in refused.value.message
     assert refused.value.field == "models.painter.stages.dit.path"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("text_encoder/config.json", {"text_config": {"rms_norm_eps": "x"}}, "'rms_norm_eps'"),
+        ("text_encoder/config.json", {"text_config": {"hidden_act": "x"}}, "'x'"),
+        ("text_encoder/config.json", {"text_config": {"num_attention_heads": 0}}, "zero"),
+        ("scheduler/scheduler_config.json", {"max_shift": "x"}, "max_shift must be a number, no"),
+        ("scheduler/scheduler_config.json", {"max_shift": float("nan")}, "that are not finite"),
+        ("scheduler/scheduler_config.json", {"max_image_seq_len": 4}, "must be different"),
+    ],
+)
+def test_settings_that_the_libraries_cannot_read_are_refused_in_one_sentence(
+    folder: Path, name: str, values: dict[str, Any], message: str
+) -> None:
+    edit(name, **values)(folder)
+    with pytest.raises(ConfigError) as refused:
+        load_image_model(folder, "float32", ["48x48"], "models.painter.stages.dit")
+    start = f"models.painter.stages.dit.path: {folder / name.partition('/')[0]}: "
+    assert refused.value.message.startswith(start)
+    assert message in refused.value.message
+    assert "\n" not in refused.value.message
 
 
 def test_missing_files_are_listed(folder: Path) -> None:

@@ -20,7 +20,7 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.videos import VideoParams
 from shared.stage.pipelines import pipeline_of
 from workers import settings
-from workers.cli.ask import print_answer, read_media
+from workers.cli.ask import check_output, print_answer, read_media
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.terminal import print_note
@@ -85,6 +85,8 @@ async def draw(
     """
     loaded = load(config)
     values = (size, n, steps, guidance, negative, seed, frames, fps)
+    if output is not None:
+        check_output(output)
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
         request = await _request_of(bus, loaded, model, prompt, values, image, timeout_s)
         return await _answer(bus, request, request_id, output, as_json=json)

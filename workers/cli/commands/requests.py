@@ -20,7 +20,14 @@ from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
 from shared.state.response_status import FoundResponse
 from workers import settings
-from workers.cli.ask import build_request, media_parts, print_answer, print_records, with_media
+from workers.cli.ask import (
+    build_request,
+    check_output,
+    media_parts,
+    print_answer,
+    print_records,
+    with_media,
+)
 from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import (
@@ -122,6 +129,7 @@ async def ask(
     request = build_request(model, question, image or [], params, timeout_s, adapter)
     if speech.speak:
         spoken = find_audio(loaded, model)
+        check_output(speech.output)
         outputs, on_late = [TEXT, spoken], speech.on_late
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from shared import client
 from shared.protocol.requests import GenerateRequest
 from workers import settings
-from workers.cli.ask import print_answer
+from workers.cli.ask import check_output, print_answer
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
 from workers.cli.sound import find_audio, while_saving
@@ -47,6 +47,7 @@ async def say(
     loaded = load(config)
     model = model or next(iter(loaded.models))
     audio = find_audio(loaded, model, text_given=True)
+    check_output(output)
     request = GenerateRequest(
         model, given_text=text, voice=voice, outputs=[audio], timeout_s=timeout_s
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.codec.tensors import from_torch, to_torch
 from workers.generator.core.denoising import Progress, Step, Stepped
-from workers.generator.diffusion.flow_match import Schedule
+from workers.generator.diffusion.flow_match import Schedule, check_levels
 
 PREVIOUS = "previous"
 """Name of the finished image that the step before predicted, of the latents' shape and dtype."""
@@ -59,12 +59,14 @@ class DpmSolver:
         ]
 
 
-def check_settings(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a scheduler with another algorithm."""
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ValueError for another algorithm, and for settings without finite noise levels."""
     for name, values in SUPPORTED.items():
-        if config[name] not in values:
+        value = scheduler.config[name]
+        if value not in values:
             supported = ", ".join(repr(value) for value in values)
-            raise ValueError(f"{name} {config[name]!r} is not supported; supported: {supported}")
+            raise ValueError(f"{name} {value!r} is not supported; supported: {supported}")
+    check_levels(make_schedule(scheduler, 2))
 
 
 def make_schedule(scheduler: Any, steps: int) -> Schedule:

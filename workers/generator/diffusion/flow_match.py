@@ -17,6 +17,10 @@ Levels = NDArray[np.float32]
 """Noise levels of the steps of an image, [steps]."""
 
 
+NUMBERS = ("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+"""Settings of a scheduler that levels are computed from."""
+
+
 class Schedule(NamedTuple):
     """Noise levels of an image."""
 
@@ -57,6 +61,26 @@ class FlowMatch:
     def _make_schedule(self, steps: int, num_patches: int) -> Schedule:
         shift = shift_of(self._scheduler, num_patches)
         return make_schedule(self._scheduler, steps, shift, self._make_levels(steps))
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ValueError if a scheduler is stochastic, or has settings without finite levels."""
+    config = scheduler.config
+    if config.stochastic_sampling:
+        raise ValueError("stochastic_sampling is not supported")
+    for name in NUMBERS:
+        value = config.get(name, 1)
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, not {value!r}")
+    if config.base_image_seq_len == config.max_image_seq_len:
+        raise ValueError("base_image_seq_len and max_image_seq_len must be different")
+    check_levels(make_schedule(scheduler, 2, shift_of(scheduler, 1), linear_levels(2)))
+
+
+def check_levels(schedule: Schedule) -> None:
+    """Raise ValueError if a schedule has numbers that are not finite."""
+    if not (schedule.sigmas.isfinite().all() and schedule.times.isfinite().all()):
+        raise ValueError("the settings lead to noise levels that are not finite")
 
 
 def linear_levels(steps: int) -> Levels:

@@ -11,10 +11,10 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.utils.logging import disable_progress_bar
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, first_sentence
 from shared.models.image_folder import ImageFolder
 from shared.vision.weights import load_weights
-from workers.generator.diffusion import dpm_solver
+from workers.generator.diffusion import dpm_solver, flow_match
 from workers.generator.diffusion.text_encoders import FixedTokenizer
 
 MAX_TOKENS = 4096
@@ -37,7 +37,8 @@ class PartLoader:
 
     def load_text_encoder(self, model_class: Any, name: str, without: Sequence[str] = ()) -> Any:
         """Load a network of transformers, without these submodules."""
-        return load_weights(model_class, *self._announce(name), without=without)
+        with refusing(self._folder.folder / name):
+            return load_weights(model_class, *self._announce(name), without=without)
 
     def load_tokenizer(self, tokenizer_class: Any, name: str) -> Any:
         """Load a tokenizer as `tokenizers.Tokenizer`, which any thread may call."""
@@ -74,8 +75,7 @@ class PartLoader:
             scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
                 folder, local_files_only=True
             )
-            if scheduler.config.stochastic_sampling:
-                raise ValueError("stochastic_sampling is not supported")
+            flow_match.check_scheduler(scheduler)
         return scheduler
 
     def load_dpm_solver(self) -> Any:
@@ -83,7 +83,7 @@ class PartLoader:
         folder = self._folder.folder / "scheduler"
         with refusing(folder):
             scheduler = DPMSolverMultistepScheduler.from_pretrained(folder, local_files_only=True)
-            dpm_solver.check_settings(scheduler.config)
+            dpm_solver.check_scheduler(scheduler)
         return scheduler
 
     def read_settings(self, model_class: Any, name: str) -> dict[str, Any]:
@@ -130,7 +130,8 @@ def refusing(folder: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # Unusable folders make the libraries raise exceptions of any type.
-        raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
+        message = f"models.path: {folder}: {first_sentence(error)}"
+        raise ConfigError(message, field="models.path") from error
 
 
 def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str) -> Any:
