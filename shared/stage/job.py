@@ -78,7 +78,8 @@ class Job:
         """Records of earlier attempts, and of this one."""
         self.history = history
         self.suspect = False
-        """A worker died while it ran this job, which may be the cause."""
+        """A worker died while it ran this job, which may be the cause. The job has begun again, and
+        has had no progress since."""
         self.waiting = False
         """The job waits for its work to begin, or for a turn. Progress of other jobs counts as
         progress of this one."""
@@ -308,14 +309,18 @@ class ClaimedJobs:
     def may_begin(self, job: Job) -> bool:
         """Return whether the job may run now.
 
-        A worker runs one suspect at a time. If it dies, this suspect is known to be the cause.
+        A worker runs one job at a time that workers died with before it had any progress. If it
+        dies, this job is known to be the cause. A job that had progress may be the cause too, so
+        such jobs run together, but not at the same time as the others.
         """
-        if job.history.suspect:
-            job.suspect = not any(
-                other.suspect for other in self._jobs.values() if other is not job
-            )
-            return job.suspect
-        return True
+        suspects = [other for other in self._jobs.values() if other.suspect and other is not job]
+        if job.history.deaths:
+            job.suspect = not suspects
+        elif job.history.is_resumed:
+            job.suspect = not any(other.history.deaths for other in suspects)
+        else:
+            return True
+        return job.suspect
 
     async def record_attempt(self, job: Job, log_len: int) -> None:
         number, now_ms = job.delivery.attempt, self._bus.now_ms()

@@ -82,11 +82,9 @@ class History:
     """Attempts that failed or have no recorded end, and added nothing to the log."""
     deaths: int
     """Dead workers among the workers of such attempts."""
-
-    @property
-    def suspect(self) -> bool:
-        """Whether a worker has died of this request, or of another one that it had at that time."""
-        return self.deaths > 0
+    is_resumed: bool = False
+    """Whether the last attempt added to the log, and its worker has died. Attempts that were
+    requeued and added nothing are not counted."""
 
 
 NO_HISTORY = History(0, 0)
@@ -116,14 +114,21 @@ def recount(
     """
     attempts = latest_records(records, stage)
     lengths = [a.log_len for a in attempts] + [log_len]
-    stuck = [
-        attempt
-        for attempt, (before, after) in zip(attempts, pairwise(lengths), strict=True)
-        if after <= before and attempt.outcome != "requeued"
+    advanced = [after > before for before, after in pairwise(lengths)]
+    # An attempt that was requeued and added nothing says nothing about the request.
+    counted = [
+        (attempt, has_advanced)
+        for attempt, has_advanced in zip(attempts, advanced, strict=True)
+        if has_advanced or attempt.outcome != "requeued"
     ]
+    stuck = [attempt for attempt, has_advanced in counted if not has_advanced]
     # A worker may have had the request twice, but has died once.
     deaths = len({a.worker for a in stuck if a.outcome == "open"} & set(dead))
-    return History(failures=len(stuck), deaths=deaths)
+    last, has_advanced = counted[-1] if counted else (None, False)
+    is_resumed = (
+        last is not None and has_advanced and last.outcome == "open" and last.worker in dead
+    )
+    return History(len(stuck), deaths, is_resumed)
 
 
 def verdict(history: History, policy: DeliveryConfig) -> PagemillError | None:

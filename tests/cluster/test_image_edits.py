@@ -23,6 +23,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.images import AUTO, ImageParams, PaintParams
+from shared.protocol.names import scoped_id
 from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
@@ -113,6 +114,31 @@ async def test_the_generator_is_killed_after_each_step(processes: Processes, bus
     # Steps in the log are not computed again.
     assert [state.step for state in await steps_of(bus, "killed")] == [1, 2]
     await until_nothing_is_left(bus)
+
+
+async def test_equal_edits_are_computed_once_for_each_tenant_and_image(bus: Bus) -> None:
+    groups = {"a": ("ann", SQUARE), "b": ("bob", SQUARE), "c": ("ann", WIDE)}
+    asking = []
+    for name, (tenant, url) in groups.items():
+        await client.pin_media(bus, FILES[url], tenant)
+        options = ImageParams("48x48", 1, 2, 1.0, seed=9, input_images=(url,))
+        # Lanes share no images, and a tenant with many requests may be moved to the batch lane.
+        request = GenerateRequest(MODEL, prompt=PROMPT, image=options, lane="batch")
+        asking += [last_of(bus, request, scoped_id(f"{name}{n}", tenant)) for n in range(3)]
+    assert all(isinstance(last, Finish) for last in await asyncio.gather(*asking))
+    for name, (tenant, url) in groups.items():
+        ids = [scoped_id(f"{name}{n}", tenant) for n in range(3)]
+        begun = [request_id for request_id in ids if await steps_of(bus, request_id)]
+        assert len(begun) == 1
+        for request_id in ids:
+            records = [record async for record in client.follow_output(bus, request_id, "image")]
+            (image,) = [record for record in records if isinstance(record, ImageRecord)]
+            file = await client.read_media(bus, image.media, tenant)
+            assert_edited(file, PaintParams("48x48", 1, 2, 1.0, "", 9, 0, (url,)))
+
+
+async def last_of(bus: Bus, request: GenerateRequest, request_id: str) -> Any:
+    return [record async for record in client.ask(bus, request, request_id)][-1]
 
 
 async def test_the_client_of_openai_edits_images(api: AsyncOpenAI) -> None:

@@ -104,8 +104,18 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
             History(2, 1),
         ),
         # It got further before it died.
-        ([attempt("a")], 3, {"a"}, History(0, 0)),
+        ([attempt("a")], 3, {"a"}, History(0, 0, is_resumed=True)),
+        ([attempt("a")], 3, set(), History(0, 0)),
+        (
+            [attempt("a"), attempt("b", 3, outcome="requeued")],
+            3,
+            {"a"},
+            History(0, 0, is_resumed=True),
+        ),
+        ([attempt("a"), attempt("b", 3, outcome="requeued")], 4, {"a"}, History(0, 0)),
+        ([attempt("a", outcome="requeued")], 3, {"a"}, History(0, 0)),
         ([attempt("a", 0), attempt("b", 3)], 3, {"a", "b"}, History(1, 1)),
+        ([attempt("a", 0), attempt("b", 0)], 3, {"a", "b"}, History(1, 1, is_resumed=True)),
         # Another stage's.
         ([attempt("r", stage="renderer")], 0, {"r"}, History(0, 0)),
     ],

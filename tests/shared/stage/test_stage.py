@@ -419,6 +419,35 @@ async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model:
     await second.finish(waiting)
 
 
+async def test_suspects_wait_for_requests_that_had_progress_before_their_worker_died(
+    bus: Bus, model: str
+) -> None:
+    """Such a request may have killed the worker too, and would end the suspects with it."""
+    inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
+    first, second = make_stage(bus, "renderer-one"), make_stage(bus, "renderer-two")
+    for number in range(3):
+        await put(bus, model, f"{number}-{model}")
+        job = await next_job(first, inbox)
+        log = await first.claim(job)
+        assert log is not None
+        if number > 0:
+            await log.step(0, 1, 2)
+        job.delivery.abandon()
+    jobs = {job.request_id: job for job in [await next_job(second, inbox) for _ in range(3)]}
+    stuck, *resumed = [jobs[f"{number}-{model}"] for number in range(3)]
+    for job in resumed:
+        assert await second.claim(job) is not None
+    assert await second.claim(stuck) is None
+    for job in resumed:
+        job.suspect = False  # it has progress
+    stuck = await next_job(second, inbox)
+    assert await second.claim(stuck) is not None
+    # Nor does such a request begin at the same time as a suspect.
+    assert not second.claims.may_begin(resumed[0])
+    for job in (stuck, *resumed):
+        await second.finish(job)
+
+
 async def test_another_delivery_of_a_running_job_replaces_the_old_one(
     bus: Bus, model: str, request_id: str
 ) -> None:
