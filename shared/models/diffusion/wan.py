@@ -3,7 +3,7 @@
 Wan 2.2 has two transformers, which take turns: the second one computes the steps with less noise.
 """
 
-from shared.models.image_family import Component, ImageFamily
+from shared.models.image_family import Component, Fit, ImageFamily
 from shared.protocol.images import SizeRule
 from shared.protocol.videos import VideoSpec
 
@@ -30,4 +30,8 @@ FAMILY = ImageFamily(
     max_prompt_tokens=512,
     # Wan is trained with 81 frames, which are 5 seconds.
     video=VideoSpec(frames=81, fps=16, multiple=4, max_frames=161),
+    fits=(
+        Fit("text_dim", (("text_encoder", "d_model"),)),
+        Fit("in_channels", (("vae", "z_dim"),)),
+    ),
 )

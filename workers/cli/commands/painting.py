@@ -85,8 +85,6 @@ async def draw(
     """
     loaded = load(config)
     values = (size, n, steps, guidance, negative, seed, frames, fps)
-    if output is not None:
-        check_output(output)
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
         request = await _request_of(bus, loaded, model, prompt, values, image, timeout_s)
         return await _answer(bus, request, request_id, output, as_json=json)
@@ -148,7 +146,9 @@ def _find_painter(config: Config, model: str | None) -> tuple[str, OutputSpec]:
 async def _answer(
     bus: Bus, request: GenerateRequest, request_id: str | None, file: Path | None, *, as_json: bool
 ) -> int:
-    """Print the records of a request, and save its files."""
+    """Send a request, print its records, and save its files. Raises InvalidRequest."""
+    if file is not None:
+        check_output(file)
     request_id = request_id or client.new_request_id()
     records = client.ask(bus, request, request_id)
     saved = _while_saving(bus, records, request_id, request.outputs[0], file)
