@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import msgspec
+import pytest
 from safetensors.torch import load_file, save_file
 
+from shared.errors import InvalidRequest
 from tests.generator.pipelines.qwen_image import SPEC
 from tests.generator.test_pipelines import difference, edit, load, paint
 
@@ -29,3 +32,14 @@ def test_files_as_they_were_published_are_read(tmp_path: Path) -> None:
     prompt, params = SPEC.requests[1]
     canvas = paint(load(tmp_path, SPEC, "float64"), prompt, params)
     assert difference(canvas, SPEC.paint_whole(prompt, params)) == 0.0
+
+
+def test_a_single_step_is_refused_by_a_scheduler_that_ends_above_zero(tmp_path: Path) -> None:
+    SPEC.write(tmp_path)
+    prompt, params = SPEC.requests[0]
+    model = load(tmp_path, SPEC, "float32")
+    with pytest.raises(InvalidRequest) as refused:
+        paint(model, prompt, msgspec.structs.replace(params, steps=1))
+    assert refused.value.field == "image.steps"
+    assert "1 is too few" in refused.value.message
+    assert paint(model, prompt, msgspec.structs.replace(params, steps=2)).decode().isfinite().all()

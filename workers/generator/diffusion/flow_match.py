@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.codec.tensors import from_torch
+from shared.errors import InvalidRequest
 from workers.generator.core.denoising import Progress, Step, Stepped
 
 Levels = NDArray[np.float32]
@@ -39,7 +40,10 @@ class FlowMatch:
         self._schedule = lru_cache(256)(self._make_schedule)
 
     def times(self, steps: Sequence[Step], num_patches: int) -> Tensor:
-        """Return the times of images with this number of patches, float32 [images]."""
+        """Return the times of images with this number of patches, float32 [images].
+
+        Raises InvalidRequest for a number of steps that the scheduler does not have.
+        """
         schedules = [self._schedule(step.steps, num_patches) for step in steps]
         return torch.stack(
             [schedule.times[step.number] for step, schedule in zip(steps, schedules, strict=True)]
@@ -60,7 +64,14 @@ class FlowMatch:
 
     def _make_schedule(self, steps: int, num_patches: int) -> Schedule:
         shift = shift_of(self._scheduler, num_patches)
-        return make_schedule(self._scheduler, steps, shift, self._make_levels(steps))
+        # A scheduler that ends above 0 stretches the levels between the first and the last step.
+        with np.errstate(invalid="ignore"):
+            schedule = make_schedule(self._scheduler, steps, shift, self._make_levels(steps))
+        if not schedule.sigmas.isfinite().all():
+            raise InvalidRequest(
+                f"image.steps: {steps} is too few for this model's scheduler", field="image.steps"
+            )
+        return schedule
 
 
 def check_scheduler(scheduler: Any) -> None:
