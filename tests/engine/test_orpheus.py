@@ -127,6 +127,10 @@ async def test_a_long_text_is_spoken_in_pieces(speaker: Speaker) -> None:
     assert speaker.output.logged(unfinished, 1) == [LoggedChoice(tokens, finished=False)]
 
 
+async def test_a_text_in_one_piece_keeps_its_spaces(speaker: Speaker) -> None:
+    assert await speaker.prompt(" a cat\n", "tara") == speaker.plain.prompt(" a cat\n", "tara")
+
+
 async def test_a_text_that_the_context_has_no_room_for_is_refused(speaker: Speaker) -> None:
     small = replace(speaker.output, max_prompt_tokens=30)
     with pytest.raises(ContextTooLong, match="the text has 26 tokens") as refused:

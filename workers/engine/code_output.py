@@ -76,7 +76,9 @@ class CodeOutput:
             answer = await _whole_answer(self.bus, header, progress)
             text, spoken = answer.text, self._spoken_of(answer)
         pieces, piece = next_piece(text, self._max_characters, records)
-        prompts = [await self._prompt_of(each.strip() or each, task) for each in pieces]
+        # A text that is spoken as a whole keeps its spaces.
+        spoken_pieces = [text] if len(pieces) == 1 else [each.strip() or each for each in pieces]
+        prompts = [await self._prompt_of(each, task) for each in spoken_pieces]
         own = replace(header, sampling=self.sampling, adapter=None)
         return Rendered(
             Task(own, EngineBody(prompts[piece.number], [])),
