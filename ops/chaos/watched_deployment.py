@@ -231,7 +231,7 @@ class WatchedDeployment:
             consumers_before=consumers_before,
             beats=beats,
             before=before,
-            after=await self.pool.take_snapshots(),
+            after=await self.pool.take_least_snapshots(),
             shm_before=shm_before,
             shm_after=[name for name in shm_entries() if "faketime" not in name],
             sockets=arena_sockets(),

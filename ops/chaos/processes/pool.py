@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ops.chaos.history import (
     Fault,
     Journal,
@@ -34,6 +36,7 @@ from workers.supervisor.supervisor import Process
 # Engines with a model import torch first, which takes long on a busy machine.
 READY_TIMEOUT_S = 180.0
 WATCH_S = 0.1
+NUM_SNAPSHOTS, SNAPSHOT_PAUSE_S = 3, 0.4
 MEMORY_S = 2.0
 # One fault in this many may hit a process that is not ready yet.
 STARTING_TOO = 8
@@ -288,6 +291,21 @@ class Pool:
                     if isinstance(event, Snapshot) and event.t >= began:
                         snapshots[pid] = event
         return list(snapshots.values())
+
+    async def take_least_snapshots(self) -> list[Snapshot]:
+        """Return the fewest tasks of each worker in several snapshots, with its last snapshot.
+
+        Work that a worker does at intervals has tasks, too, and is no leak.
+        """
+        snapshots = await self.take_snapshots()
+        for _ in range(NUM_SNAPSHOTS - 1):
+            fewest = {snapshot.pid: snapshot.tasks for snapshot in snapshots}
+            await asyncio.sleep(SNAPSHOT_PAUSE_S)
+            snapshots = [
+                replace(latest, tasks=min(latest.tasks, fewest.get(latest.pid, latest.tasks)))
+                for latest in await self.take_snapshots()
+            ]
+        return snapshots
 
     async def stop(self) -> None:
         """Drain all processes, then stop the brokers; exit codes are in the journal."""
