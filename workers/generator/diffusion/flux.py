@@ -20,9 +20,6 @@ from shared.codec.tensors import from_torch, to_torch
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
-    Noise,
-    Pixels,
-    Progress,
     Size,
     Step,
     Stepped,
@@ -31,16 +28,14 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.flow_match import FlowMatch, linear_levels
-from workers.generator.diffusion.packing import PATCH, pack, unpack
+from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents
+from workers.generator.diffusion.packing import PATCH, unpack
 from workers.generator.diffusion.parts import PartLoader
-from workers.generator.diffusion.pixels import to_pixels, to_unit
+from workers.generator.diffusion.pixels import to_unit
 from workers.generator.diffusion.text_encoders import TextEncoder
 
-# 2048x2048 pixels of the published models. One image must not take all the memory.
-MAX_PATCHES = 16_384
 
-
-class Flux:
+class Flux(PackedLatents):
     """The four networks of FLUX.1 with their tokenizers and scheduler. Latents are packed.
 
     The guidance is the number that the transformer reads, which is `guidance_scale` in the
@@ -61,28 +56,14 @@ class Flux:
         vae: Any,
         scheduler: Any,
     ) -> None:
+        super().__init__(transformer, vae, PATCH * autoencoder_kl.scale_of(vae))
         self._clip, self._t5 = clip, t5
-        self._transformer, self._vae = transformer, vae
         self._flow = FlowMatch(scheduler, linear_levels)
-        self._multiple = PATCH * autoencoder_kl.scale_of(vae)
         self.no_guidance = None if transformer.config.guidance_embeds else 0.0
 
     def check_text(self, text: str, field: str) -> int:
         tokenizer = self._t5.tokenizer
         return check_num_tokens(tokenizer.count(text), tokenizer.length, field)
-
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        return [self._encode(text) for text in texts]
-
-    def noise_shape(self, size: Size) -> tuple[int, int, int]:
-        channels = self._transformer.config.in_channels // PATCH**2
-        rows, columns = self._grid(size)
-        return channels, PATCH * rows, PATCH * columns
-
-    def begin(self, size: Size, noise: Noise) -> Progress:
-        packed = pack(noise, *self._grid(size))
-        return Progress(from_torch(packed.to(self._transformer.dtype)), {})
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
@@ -105,22 +86,10 @@ class Flux:
         )[0]
         return self._flow.move(steps, num_patches, images, list(velocities))
 
-    def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        return to_pixels(self.decode(latents, size))
-
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
-        """Return the image of finished latents, [3, height, width], with values from 0 to 1.
-
-        Raises WorkerFailure for values that are not finite.
-        """
         unpacked = unpack(to_torch(latents), *self._grid(size))
         return to_unit(autoencoder_kl.decode(self._vae, unpacked, size), self._transformer.dtype)
-
-    def _grid(self, size: Size) -> tuple[int, int]:
-        """Return the number of rows and columns of patches."""
-        width, height = size
-        return height // self._multiple, width // self._multiple
 
     def _encode(self, text: str) -> Condition:
         pooled = self._clip.encode(text).pooler_output[0]

@@ -12,13 +12,11 @@ from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5EncoderModel
 from transformers.models.t5.tokenization_t5 import T5Tokenizer
 
-from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
     Noise,
-    Pixels,
     Progress,
     Size,
     Step,
@@ -28,14 +26,11 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl, dpm_solver
 from workers.generator.diffusion.dpm_solver import DpmSolver
+from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents
 from workers.generator.diffusion.parts import PartLoader
-from workers.generator.diffusion.pixels import to_pixels, to_unit
-
-# 2048x2048 pixels of the published model. One image must not take all the memory.
-MAX_PATCHES = 16_384
 
 
-class PixArtSigma:
+class PixArtSigma(SpatialLatents):
     """The three networks of PixArt-Sigma with their tokenizer and scheduler.
 
     Latents are [channels, rows, columns]. Texts are changed to lower case, as in the pipeline
@@ -53,23 +48,14 @@ class PixArtSigma:
         vae: Any,
         scheduler: Any,
     ) -> None:
+        super().__init__(transformer, vae)
         self.empty_negative = folder.family.empty_negative
         self._max_tokens = folder.family.max_prompt_tokens
         self._tokenizer, self._text_encoder = tokenizer, text_encoder
-        self._transformer, self._vae = transformer, vae
-        self._scale = autoencoder_kl.scale_of(vae)
         self._solver = DpmSolver(scheduler)
 
     def check_text(self, text: str, field: str) -> int:
         return check_num_tokens(self._tokenizer.count(_clean(text)), self._max_tokens, field)
-
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        return [self._encode(text) for text in texts]
-
-    def noise_shape(self, size: Size) -> tuple[int, int, int]:
-        width, height = size
-        return self._transformer.config.in_channels, height // self._scale, width // self._scale
 
     def begin(self, size: Size, noise: Noise) -> Progress:
         return dpm_solver.begin(torch.from_numpy(noise).to(self._transformer.dtype))
@@ -87,18 +73,6 @@ class PixArtSigma:
         for n, negative in zip(guided, negatives, strict=True):
             positives[n] = negative + steps[n].guidance * (positives[n] - negative)
         return self._solver.move(steps, positives)
-
-    def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        return to_pixels(self.decode(latents, size))
-
-    @torch.inference_mode()
-    def decode(self, latents: TensorData, size: Size) -> Tensor:
-        """Return the image of finished latents, [3, height, width], with values from 0 to 1.
-
-        Raises WorkerFailure for values that are not finite.
-        """
-        decoded = autoencoder_kl.decode(self._vae, to_torch(latents), size)
-        return to_unit(decoded, self._transformer.dtype)
 
     def _encode(self, text: str) -> Condition:
         # The transformer reads texts of one length, with a mask.

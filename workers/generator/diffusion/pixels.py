@@ -1,5 +1,6 @@
 """Pixels of decoded images."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,26 @@ def decode_latents(vae: Any, latents: Tensor, size: Size) -> Tensor:
         vae.disable_tiling()
     decoded: Tensor = vae.decode(latents, return_dict=False)[0]
     return decoded
+
+
+def denormalized(latents: Tensor, config: Any) -> Tensor:
+    """Return latents, [1, channels, frames, rows, columns], in the scale of a VAE.
+
+    `config` has their mean and standard deviation for each channel.
+    """
+    # The order of the operations is the pipelines', or the last bits would differ.
+    inverse = 1.0 / _per_channel(config.latents_std, latents)
+    return latents / inverse + _per_channel(config.latents_mean, latents)
+
+
+def normalized(latents: Tensor, config: Any) -> Tensor:
+    """Return latents in the scale of a transformer; the inverse of `denormalized`."""
+    centered = latents - _per_channel(config.latents_mean, latents)
+    return centered / _per_channel(config.latents_std, latents)
+
+
+def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
+    return torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
 
 
 def to_unit(decoded: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,9 +17,6 @@ from shared.models.image_family import ImageFamily
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
-    Noise,
-    Pixels,
-    Progress,
     Size,
     Step,
     Stepped,
@@ -27,9 +24,10 @@ from workers.generator.core.denoising import (
     check_sizes,
 )
 from workers.generator.diffusion.flow_match import FlowMatch, linear_levels
-from workers.generator.diffusion.packing import PATCH, pack, unpack
+from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents
+from workers.generator.diffusion.packing import PATCH, unpack
 from workers.generator.diffusion.parts import PartLoader
-from workers.generator.diffusion.pixels import decode_latents, to_pixels, to_unit
+from workers.generator.diffusion.pixels import decode_latents, denormalized, to_unit
 
 TEMPLATE = (
     "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -42,8 +40,6 @@ INSTRUCTION = (
 OTHER_INPUTS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 INPUT = "input"
 """Name of the packed latents of the images to edit."""
-# 2048x2048 pixels of the published model. One image must not take all the memory.
-MAX_PATCHES = 16_384
 
 
 class Networks(NamedTuple):
@@ -55,7 +51,7 @@ class Networks(NamedTuple):
     scheduler: Any
 
 
-class QwenImage:
+class QwenImage(PackedLatents):
     """The networks of Qwen-Image with their tokenizer.
 
     Latents are packed: [patches, channels], where a patch is 2x2 latents.
@@ -67,30 +63,16 @@ class QwenImage:
     """Tokens before the text. The network does not read their states."""
 
     def __init__(self, family: ImageFamily, tokenizer: Any, networks: Networks) -> None:
+        super().__init__(networks.transformer, networks.vae, _multiple_of(networks.vae))
         self.empty_negative = family.empty_negative
         self._max_tokens = family.max_prompt_tokens
         self._tokenizer = tokenizer
-        self._text_encoder, self._transformer, self._vae, scheduler = networks
-        self._flow = FlowMatch(scheduler, linear_levels)
-        self._multiple = _multiple_of(self._vae)
+        self._text_encoder = networks.text_encoder
+        self._flow = FlowMatch(networks.scheduler, linear_levels)
 
     def check_text(self, text: str, field: str) -> int:
         num_tokens = len(self._tokenize(text)) - self.num_template_tokens
         return check_num_tokens(num_tokens, self._max_tokens, field)
-
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        prompts = [self._encode(self._tokenize(text)) for text in texts]
-        return [Condition({"prompt": from_torch(prompt)}, len(prompt)) for prompt in prompts]
-
-    def noise_shape(self, size: Size) -> tuple[int, int, int]:
-        channels = self._transformer.config.in_channels // PATCH**2
-        rows, columns = self._grid(size)
-        return channels, PATCH * rows, PATCH * columns
-
-    def begin(self, size: Size, noise: Noise) -> Progress:
-        packed = pack(noise, *self._grid(size))
-        return Progress(from_torch(packed.to(self._transformer.dtype)), {})
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
@@ -112,33 +94,22 @@ class QwenImage:
                 velocities[n] = _guided(velocities[n], negative, steps[n].guidance)
         return self._flow.move(steps, num_patches, images, velocities)
 
-    def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        return to_pixels(self.decode(latents, size))
-
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
-        """Return the image of finished latents, [3, height, width], with values from 0 to 1.
-
-        Raises WorkerFailure for values that are not finite.
-        """
-        config, unpacked = self._vae.config, unpack(to_torch(latents), *self._grid(size))
+        unpacked = unpack(to_torch(latents), *self._grid(size))
         image = unpacked[None, :, None].to(self._vae.device, self._vae.dtype)
-        # The order of the operations is the pipeline's, or the last bits would differ.
-        inverse = 1.0 / per_channel(config.latents_std, image)
-        image = image / inverse + per_channel(config.latents_mean, image)
-        decoded = decode_latents(self._vae, image, size)[0, :, 0]
+        decoded = decode_latents(self._vae, denormalized(image, self._vae.config), size)[0, :, 0]
         return to_unit(decoded, self._transformer.dtype)
-
-    def _grid(self, size: Size) -> tuple[int, int]:
-        """Return the number of rows and columns of patches."""
-        width, height = size
-        return height // self._multiple, width // self._multiple
 
     def _tokenize(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(TEMPLATE.format(self.instruction, text)).ids
         return token_ids
 
-    def _encode(self, token_ids: Sequence[int], **images: Tensor) -> Tensor:
+    def _encode(self, text: str) -> Condition:
+        states = self._states(self._tokenize(text))
+        return Condition({"prompt": from_torch(states)}, len(states))
+
+    def _states(self, token_ids: Sequence[int], **images: Tensor) -> Tensor:
         """Return the states of a text, [tokens, width], without the tokens before it."""
         ids = torch.tensor([token_ids], device=self._text_encoder.device)
         # A mask of ones, because without one transformers reuses positions of the last text.
@@ -194,11 +165,6 @@ def _guided(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
     norms = [torch.norm(value, dim=-1, keepdim=True) for value in (positive, combined)]
     guided: Tensor = combined * (norms[0] / norms[1])
     return guided
-
-
-def per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
-    """Return a value for each channel, for latents [1, channels, frames, height, width]."""
-    return torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
 
 
 def load(

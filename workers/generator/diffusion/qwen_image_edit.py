@@ -21,13 +21,13 @@ from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import Condition, InputImage, Pixels, Size, size_of
 from workers.generator.diffusion.packing import pack
 from workers.generator.diffusion.parts import PartLoader
+from workers.generator.diffusion.pixels import normalized
 from workers.generator.diffusion.qwen_image import (
     INPUT,
     OTHER_INPUTS,
     Networks,
     QwenImage,
     load_networks,
-    per_channel,
 )
 
 INSTRUCTION = (
@@ -90,13 +90,13 @@ class QwenImageEdit(QwenImage):
     def encode_edit(self, texts: Sequence[str], images: Sequence[InputImage]) -> list[Condition]:
         latents = from_torch(torch.cat([self._latents(image.for_latents) for image in images]))
         sizes = tuple(size_of(image.for_latents) for image in images)
-        seen = self._image_processor(
+        inputs = self._image_processor(
             images=[Image.fromarray(image.for_text) for image in images], return_tensors="pt"
         ).to(self._text_encoder.device)
         conditions = []
         for text in texts:
-            token_ids = self._expanded(self.marks(len(images)) + text, seen["image_grid_thw"])
-            prompt = self._encode(token_ids, **seen)
+            token_ids = self._expanded(self.marks(len(images)) + text, inputs["image_grid_thw"])
+            prompt = self._states(token_ids, **inputs)
             arrays = {"prompt": from_torch(prompt), INPUT: latents}
             conditions.append(Condition(arrays, len(prompt), sizes))
         return conditions
@@ -124,9 +124,7 @@ class QwenImageEdit(QwenImage):
         values = self._vae_processor.preprocess(Image.fromarray(image), height, width)
         values = values.unsqueeze(2).to(self._vae.device, self._vae.dtype)
         latents = self._vae.encode(values).latent_dist.mode()
-        config = self._vae.config
-        latents = latents - per_channel(config.latents_mean, latents)
-        latents = (latents / per_channel(config.latents_std, latents))[0, :, 0]
+        latents = normalized(latents, self._vae.config)[0, :, 0]
         return pack(latents, *self._grid(size)).to(self._transformer.dtype)
 
 

@@ -14,13 +14,11 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.models.t5.modeling_t5 import T5EncoderModel
 from transformers.models.t5.tokenization_t5 import T5Tokenizer
 
-from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
     Noise,
-    Pixels,
     Progress,
     Size,
     Step,
@@ -30,16 +28,14 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.flow_match import FlowMatch
+from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents
 from workers.generator.diffusion.parts import PartLoader
-from workers.generator.diffusion.pixels import to_pixels, to_unit
 from workers.generator.diffusion.text_encoders import TextEncoder
 
-# 2048x2048 pixels of the published models. One image must not take all the memory.
-MAX_PATCHES = 16_384
 T5 = "text_encoder_3"
 
 
-class StableDiffusion3:
+class StableDiffusion3(SpatialLatents):
     """The networks of Stable Diffusion 3 with their tokenizers and scheduler.
 
     Latents are [channels, rows, columns]. Without T5, its states are zeros, and texts are as long
@@ -57,24 +53,15 @@ class StableDiffusion3:
         vae: Any,
         scheduler: Any,
     ) -> None:
+        super().__init__(transformer, vae)
         self.empty_negative = folder.family.empty_negative
         self._t5_len = folder.family.max_prompt_tokens
         self._clips, self._t5 = clips, t5
-        self._transformer, self._vae = transformer, vae
         self._flow = FlowMatch(scheduler, lambda steps: None)
-        self._scale = autoencoder_kl.scale_of(vae)
 
     def check_text(self, text: str, field: str) -> int:
         tokenizer = (self._t5 or self._clips[0]).tokenizer
         return check_num_tokens(tokenizer.count(text), tokenizer.length, field)
-
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        return [self._encode(text) for text in texts]
-
-    def noise_shape(self, size: Size) -> tuple[int, int, int]:
-        width, height = size
-        return self._transformer.config.in_channels, height // self._scale, width // self._scale
 
     def begin(self, size: Size, noise: Noise) -> Progress:
         return Progress(from_torch(torch.from_numpy(noise).to(self._transformer.dtype)), {})
@@ -93,18 +80,6 @@ class StableDiffusion3:
         for n, negative in zip(guided, predictions, strict=False):
             velocities[n] = negative + steps[n].guidance * (velocities[n] - negative)
         return self._flow.move(steps, num_patches, images, velocities)
-
-    def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        return to_pixels(self.decode(latents, size))
-
-    @torch.inference_mode()
-    def decode(self, latents: TensorData, size: Size) -> Tensor:
-        """Return the image of finished latents, [3, height, width], with values from 0 to 1.
-
-        Raises WorkerFailure for values that are not finite.
-        """
-        decoded = autoencoder_kl.decode(self._vae, to_torch(latents), size)
-        return to_unit(decoded, self._transformer.dtype)
 
     def _encode(self, text: str) -> Condition:
         """Return the states of all encoders, one after another, and the pooled outputs of CLIP."""

@@ -21,7 +21,6 @@ from shared.models.image_folder import MODEL_INDEX, ImageFolder
 from workers.generator.core.denoising import (
     Condition,
     Noise,
-    Pixels,
     Progress,
     Size,
     Step,
@@ -29,8 +28,9 @@ from workers.generator.core.denoising import (
     check_num_tokens,
     check_sizes,
 )
+from workers.generator.diffusion.latents import DiffusersModel
 from workers.generator.diffusion.parts import PartLoader, refusing
-from workers.generator.diffusion.pixels import to_pixels, to_unit
+from workers.generator.diffusion.pixels import denormalized, to_unit
 from workers.generator.diffusion.uni_pc import (
     Schedule,
     begin,
@@ -47,15 +47,14 @@ PAD = 0
 MAX_PATCHES = 8_160
 
 
-class Wan:
+class Wan(DiffusersModel):
     """The networks of Wan with their tokenizer and scheduler.
 
     Latents are float32 [channels, frames, rows, columns]. Except for the first frame, each frame of
     latents is several frames of the video.
     """
 
-    min_guidance = 1.0
-    no_guidance = 1.0
+    min_guidance = no_guidance = 1.0
 
     def __init__(
         self,
@@ -80,10 +79,6 @@ class Wan:
 
     def check_text(self, text: str, field: str) -> int:
         return check_num_tokens(len(self._tokenize(text)), self._max_tokens, field)
-
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        return [self._encode(text) for text in texts]
 
     def video_shape(self, size: Size, frames: int) -> tuple[int, int, int, int]:
         config, (width, height) = self._vae.config, size
@@ -114,20 +109,10 @@ class Wan:
             for row, step in enumerate(steps)
         ]
 
-    def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        return to_pixels(self.decode(latents, size))
-
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
-        """Return the video of finished latents, [3, frames, height, width], from 0 to 1.
-
-        Raises WorkerFailure for values that are not finite.
-        """
-        config = self._vae.config
         video = to_torch(latents)[None].to(self._vae.device, self._vae.dtype)
-        # The order of the operations is the pipeline's, or the last bits would differ.
-        inverse = 1.0 / _per_channel(config.latents_std, video)
-        video = video / inverse + _per_channel(config.latents_mean, video)
+        video = denormalized(video, self._vae.config)
         # The decoder computes the frames of latents one after another.
         decoded: Tensor = self._vae.decode(video, return_dict=False)[0][0]
         return to_unit(decoded, self._transformers[0].dtype)
@@ -192,10 +177,6 @@ class Wan:
             return_dict=False,
         )[0]
         return list(predicted)
-
-
-def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
-    return torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
 
 
 def load(

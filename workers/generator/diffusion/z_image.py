@@ -12,13 +12,11 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
     Noise,
-    Pixels,
     Progress,
     Size,
     Step,
@@ -28,19 +26,17 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.flow_match import FlowMatch, Levels
+from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents
 from workers.generator.diffusion.parts import PartLoader
-from workers.generator.diffusion.pixels import to_pixels, to_unit
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PATCH = 2
 """Side of a patch in latents."""
-# 2048x2048 pixels of the published model. One image must not take all the memory.
-MAX_PATCHES = 16_384
 MAX_SIDE = 512
 """Positions that the published transformer has for the patches of a side."""
 
 
-class ZImage:
+class ZImage(SpatialLatents):
     """The three networks of Z-Image with their tokenizer and scheduler.
 
     Latents are [channels, rows, columns] in float32, for networks of any dtype. The guidance is the
@@ -59,23 +55,14 @@ class ZImage:
         vae: Any,
         scheduler: Any,
     ) -> None:
+        super().__init__(transformer, vae)
         self.empty_negative = folder.family.empty_negative
         self._max_tokens = folder.family.max_prompt_tokens
         self._tokenizer, self._text_encoder = tokenizer, text_encoder
-        self._transformer, self._vae = transformer, vae
-        self._scale = autoencoder_kl.scale_of(vae)
         self._flow = FlowMatch(scheduler, _levels)
 
     def check_text(self, text: str, field: str) -> int:
         return check_num_tokens(len(self._tokenize(text)), self._max_tokens, field)
-
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        return [self._encode(text) for text in texts]
-
-    def noise_shape(self, size: Size) -> tuple[int, int, int]:
-        width, height = size
-        return self._transformer.config.in_channels, height // self._scale, width // self._scale
 
     def begin(self, size: Size, noise: Noise) -> Progress:
         return Progress(from_torch(torch.from_numpy(noise).to(torch.float32)), {})
@@ -94,18 +81,6 @@ class ZImage:
             predictions[n] = predictions[n] + steps[n].guidance * (predictions[n] - negative)
         velocities = [-prediction for prediction in predictions[: len(steps)]]
         return self._flow.move(steps, num_patches, images, velocities)
-
-    def pixels(self, latents: TensorData, size: Size) -> Pixels:
-        return to_pixels(self.decode(latents, size))
-
-    @torch.inference_mode()
-    def decode(self, latents: TensorData, size: Size) -> Tensor:
-        """Return the image of finished latents, [3, height, width], with values from 0 to 1.
-
-        Raises WorkerFailure for values that are not finite.
-        """
-        decoded = autoencoder_kl.decode(self._vae, to_torch(latents), size)
-        return to_unit(decoded, self._transformer.dtype)
 
     def _tokenize(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(TEMPLATE.format(text)).ids
