@@ -160,11 +160,11 @@ def canonical(params: Struct | None, prefix: str) -> dict[str, Any]:
     """
     values = {} if params is None else msgspec.to_builtins(params)
     _, size = agreed_size(values, prefix)
-    found = {"size": size}
+    values_by_name = {"size": size}
     for name, names in NAMES.items():
-        _, found[name] = agreed(values, names, prefix)
+        _, values_by_name[name] = agreed(values, names, prefix)
     rest = {name: value for name, value in values.items() if name not in OTHER_NAMES}
-    return rest | {name: value for name, value in found.items() if value is not None}
+    return rest | {name: value for name, value in values_by_name.items() if value is not None}
 
 
 def parse_size(size: str) -> tuple[int, int]:

@@ -122,10 +122,10 @@ class ImageThread(UnitThread[Work, UnitResult]):
         if missing:
             encoded = self._encode_texts([*missing.values()], work.images)
             conditions.update(zip(missing, encoded, strict=True))
-        found = [condition for key in keys if (condition := conditions[key]) is not None]
-        for key, condition in zip(keys, found, strict=True):
+        results = [condition for key in keys if (condition := conditions[key]) is not None]
+        for key, condition in zip(keys, results, strict=True):
             self._texts.put(key, condition, condition.num_bytes)
-        return found
+        return results
 
     def _encode_texts(self, texts: Sequence[str], images: Sequence[InputImage]) -> list[Condition]:
         if not images:

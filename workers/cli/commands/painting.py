@@ -104,15 +104,15 @@ async def _request_of(
     Images to edit are stored. Raises InvalidRequest.
     """
     model, output = _find_painter(config, model)
-    given = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
+    fields = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
     if images:
-        given["input_images"] = [await client.pin_media(bus, read_media(f, IMAGE)) for f in images]
+        fields["input_images"] = [await client.pin_media(bus, read_media(f, IMAGE)) for f in images]
     is_video = output.kind == VIDEO_KIND
     return GenerateRequest(
         model,
         prompt=prompt,
-        image=None if is_video else _params(given, ImageParams),
-        video=_params(given, VideoParams) if is_video else None,
+        image=None if is_video else _params(fields, ImageParams),
+        video=_params(fields, VideoParams) if is_video else None,
         outputs=[output.name],
         timeout_s=timeout_s,
     )

@@ -126,8 +126,8 @@ async def state_of(context: AppContext, video: Video) -> VideoState:
         if isinstance(record, StepState):
             progress = 100 * record.step // record.steps
         return state._replace(status="in_progress", progress=progress)
-    found = await request_status.find(context.bus, video.bus_id)
-    if found.state == "running":
+    status = await request_status.find(context.bus, video.bus_id)
+    if status.state == "running":
         return state._replace(status="in_progress")
     return state
 

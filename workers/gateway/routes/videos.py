@@ -80,8 +80,10 @@ async def list_videos(context: AppContext, request: Request, caller: Caller) -> 
     query = request.query_params
     limit, order = limit_of(query, DEFAULT_PAGE, MAX_PAGE), query.get("order", "desc")
     check_choice("order", order, ["desc", "asc"])
-    found = videos.iterate(context, caller.tenant, query.get("after"), newest_first=order == "desc")
-    page = await take(found, limit + 1)
+    listing = videos.iterate(
+        context, caller.tenant, query.get("after"), newest_first=order == "desc"
+    )
+    page = await take(listing, limit + 1)
     data = await asyncio.gather(*(_describe(context, video) for video in page[:limit]))
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return Json(
@@ -124,10 +126,10 @@ async def send_content(context: AppContext, request: Request, caller: Caller) ->
         request.headers.get("if-range", etag) == etag,
     )
     part = read_range(header, num_bytes) if is_same else None
-    sent = part or ByteRange(0, num_bytes - 1, num_bytes)
+    byte_range = part or ByteRange(0, num_bytes - 1, num_bytes)
     headers = {
         "accept-ranges": "bytes",
-        "content-length": str(sent.num_bytes),
+        "content-length": str(byte_range.num_bytes),
         "content-disposition": f'attachment; filename="{video.id}.mp4"',
         "etag": etag,
         "x-content-type-options": "nosniff",
@@ -135,7 +137,7 @@ async def send_content(context: AppContext, request: Request, caller: Caller) ->
     if part is not None:
         headers["content-range"] = part.header
     return StreamingResponse(
-        videos.read_file(context, file, video.tenant, sent),
+        videos.read_file(context, file, video.tenant, byte_range),
         200 if part is None else 206,
         headers,
         media_type=MP4,
