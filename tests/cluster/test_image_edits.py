@@ -7,7 +7,6 @@ In float64, each file equals the pixels of diffusers' own pipeline with the same
 
 import asyncio
 import base64
-import io
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
-from PIL import Image
 
 from shared import client
 from shared.bus.bus import Bus
@@ -31,7 +29,7 @@ from tests import preloaded
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator.pipelines import qwen_image_edit
 from tests.generator.pipelines.input_images import FILES, SQUARE, TALL, WIDE, draw, file_of
-from tests.generator.pipelines.spec import to_file
+from tests.generator.pipelines.spec import read_png, to_file
 from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
 from workers.generator.diffusion.qwen_image_edit import QwenImageEdit
@@ -74,13 +72,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield started
 
 
-def pixels_of(file: bytes) -> Any:
-    return np.asarray(Image.open(io.BytesIO(file)))
-
-
 def assert_edited(file: bytes, params: PaintParams, number: int = 0, prompt: str = PROMPT) -> None:
     whole = qwen_image_edit.paint_whole(prompt, params, number)
-    np.testing.assert_array_equal(pixels_of(file), to_file(whole))
+    np.testing.assert_array_equal(read_png(file), to_file(whole))
 
 
 async def steps_of(bus: Bus, request_id: str) -> list[StepState]:

@@ -7,7 +7,6 @@ In float64, each file equals the pixels of diffusers' own pipeline with the same
 
 import asyncio
 import base64
-import io
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
-from PIL import Image
 
 from ops.harness import qwen_images
 from shared import client
@@ -30,7 +28,7 @@ from shared.state.log_records import decode_record
 from tests import preloaded
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator.pipelines import qwen_image
-from tests.generator.pipelines.spec import to_file
+from tests.generator.pipelines.spec import read_png, to_file
 from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
 from workers.generator.diffusion.qwen_image import QwenImage
@@ -69,13 +67,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield started
 
 
-def pixels_of(file: bytes) -> Any:
-    return np.asarray(Image.open(io.BytesIO(file)))
-
-
 def assert_painted(file: bytes, prompt: str, params: PaintParams, number: int = 0) -> None:
     np.testing.assert_array_equal(
-        pixels_of(file), to_file(qwen_image.paint_whole(prompt, params, number))
+        read_png(file), to_file(qwen_image.paint_whole(prompt, params, number))
     )
 
 
@@ -213,7 +207,7 @@ async def test_a_preview_comes_before_the_image(api: AsyncOpenAI) -> None:
     files = [base64.b64decode(event.b64_json) for event in events]
     assert_painted(files[-1], PROMPT, PaintParams("48x48", 1, 4, 4.0, "", 3))
     distances = [
-        np.abs(pixels_of(file).astype(int) - pixels_of(files[-1]).astype(int)).mean()
+        np.abs(read_png(file).astype(int) - read_png(files[-1]).astype(int)).mean()
         for file in files
     ]
     assert distances[0] > distances[1] > distances[2] == 0

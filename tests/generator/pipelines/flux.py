@@ -17,7 +17,7 @@ from tests.generator.pipelines.parts import (
     build_t5_tokenizer,
     build_vae,
 )
-from tests.generator.pipelines.spec import PipelineSpec
+from tests.generator.pipelines.spec import BAD_SIZES, SIZES, PipelineSpec
 from workers.generator.core.denoising import noise_of
 
 
@@ -94,7 +94,7 @@ SPEC = PipelineSpec(
     name="flux",
     write=write,
     paint_whole=paint_whole,
-    sizes=("48x48", "96x48", "48x96"),
+    sizes=SIZES,
     requests=(
         ("a red circle", PaintParams("48x48", 1, 4, 3.0, "", 1)),
         # CLIP reads only the beginning.
@@ -114,8 +114,5 @@ SPEC = PipelineSpec(
     ),
     max_tokens=512,
     batch_difference=1e-13,
-    bad_sizes=(
-        ("56x48", "56x48: width and height must be multiples of 16"),
-        ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
-    ),
+    bad_sizes=BAD_SIZES,
 )

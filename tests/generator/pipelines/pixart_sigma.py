@@ -13,7 +13,7 @@ from transformers.models.t5.tokenization_t5 import T5Tokenizer
 from ops.harness.qwen_images import SCALE, randomize
 from shared.protocol.images import PaintParams, parse_size
 from tests.generator.pipelines.parts import build_vae
-from tests.generator.pipelines.spec import PipelineSpec
+from tests.generator.pipelines.spec import BAD_SIZES, SIZES, PipelineSpec
 from workers.generator.core.denoising import noise_of
 
 
@@ -96,7 +96,7 @@ SPEC = PipelineSpec(
     name="pixart_sigma",
     write=write,
     paint_whole=paint_whole,
-    sizes=("48x48", "96x48", "48x96"),
+    sizes=SIZES,
     requests=(
         ("a red circle", PaintParams("48x48", 1, 4, 3.0, "ugly", 1)),
         ("two blue cats on a long table", PaintParams("48x48", 1, 6, 2.0, "", 2)),
@@ -115,10 +115,7 @@ SPEC = PipelineSpec(
         ("transformer/config.json", "interpolation_scale", 2),
     ),
     max_tokens=300,
-    bad_sizes=(
-        ("56x48", "56x48: width and height must be multiples of 16"),
-        ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
-    ),
+    bad_sizes=BAD_SIZES,
     refused=(
         (
             "scheduler/scheduler_config.json",

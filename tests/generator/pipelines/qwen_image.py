@@ -6,7 +6,7 @@ import torch
 
 from ops.harness.qwen_images import SCALE, build_pipeline, write
 from shared.protocol.images import PaintParams, parse_size
-from tests.generator.pipelines.spec import PipelineSpec
+from tests.generator.pipelines.spec import BAD_SIZES, SIZES, PipelineSpec
 from workers.generator.core.denoising import noise_of
 
 
@@ -42,7 +42,7 @@ SPEC = PipelineSpec(
     name="qwen_image",
     write=write,
     paint_whole=paint_whole,
-    sizes=("48x48", "96x48", "48x96"),
+    sizes=SIZES,
     requests=(
         ("a red circle", PaintParams("48x48", 1, 4, 3.0, "ugly", 1)),
         ("two blue cats on a long table", PaintParams("48x48", 1, 6, 2.0, "", 2)),
@@ -59,10 +59,7 @@ SPEC = PipelineSpec(
         ("scheduler/scheduler_config.json", "shift_terminal", None),
     ),
     max_tokens=1024,
-    bad_sizes=(
-        ("56x48", "56x48: width and height must be multiples of 16"),
-        ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
-    ),
+    bad_sizes=BAD_SIZES,
     refused=(
         (
             "scheduler/scheduler_config.json",

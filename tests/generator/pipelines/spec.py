@@ -1,16 +1,26 @@
 """What the tests of all pipelines of diffusers need of one of them."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 
 from shared.protocol.images import PaintParams
 
 Request = tuple[str, PaintParams]
 """A prompt and the parameters of its image."""
+
+
+SIZES = ("48x48", "96x48", "48x96")
+BAD_SIZES = (
+    ("56x48", "56x48: width and height must be multiples of 16"),
+    ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
+)
+"""Sizes that networks with patches of 16 pixels refuse, and the reasons."""
 
 
 class PaintWhole(Protocol):
@@ -70,3 +80,8 @@ class PipelineSpec(NamedTuple):
 def to_file(pixels: Any) -> Any:
     """Return the 8-bit pixels that a pipeline writes, in the shape of `pixels`."""
     return (pixels.astype(np.float32) * 255).round().astype(np.uint8)
+
+
+def read_png(file: bytes) -> Any:
+    """Return the pixels of a PNG file, [height, width, 3]."""
+    return np.asarray(Image.open(io.BytesIO(file)))

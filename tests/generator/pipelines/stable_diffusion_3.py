@@ -21,7 +21,7 @@ from tests.generator.pipelines.parts import (
     build_t5_tokenizer,
     build_vae,
 )
-from tests.generator.pipelines.spec import PipelineSpec
+from tests.generator.pipelines.spec import BAD_SIZES, SIZES, PipelineSpec
 from workers.generator.core.denoising import noise_of
 
 DYNAMIC = {
@@ -106,7 +106,7 @@ SPEC = PipelineSpec(
     name="stable_diffusion_3",
     write=write,
     paint_whole=paint_whole,
-    sizes=("48x48", "96x48", "48x96"),
+    sizes=SIZES,
     requests=(
         ("a red circle", PaintParams("48x48", 1, 4, 3.0, "ugly", 1)),
         # CLIP reads only the beginning.
@@ -129,8 +129,7 @@ SPEC = PipelineSpec(
     # The last layer has fewer weights than others.
     layers=("num_layers", "transformer_blocks.1.attn.to_add_out."),
     bad_sizes=(
-        ("56x48", "56x48: width and height must be multiples of 16"),
-        ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
+        *BAD_SIZES,
         ("16x208", "16x208: 13 patches of one side are over the limit of 12"),
     ),
 )

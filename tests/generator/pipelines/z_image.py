@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3Model
 from ops.harness.qwen_images import IDS, SCALE, build_tokenizer, randomize
 from shared.protocol.images import PaintParams, parse_size
 from tests.generator.pipelines.parts import build_vae
-from tests.generator.pipelines.spec import PipelineSpec
+from tests.generator.pipelines.spec import BAD_SIZES, SIZES, PipelineSpec
 from workers.generator.core.denoising import noise_of
 
 TEMPLATE = (
@@ -94,7 +94,7 @@ SPEC = PipelineSpec(
     name="z_image",
     write=write,
     paint_whole=paint_whole,
-    sizes=("48x48", "96x48", "48x96"),
+    sizes=SIZES,
     requests=(
         ("a red circle", PaintParams("48x48", 1, 4, 3.0, "ugly", 1)),
         ("two blue cats on a long table", PaintParams("48x48", 1, 6, 2.0, "", 2)),
@@ -111,8 +111,7 @@ SPEC = PipelineSpec(
     ),
     max_tokens=512,
     bad_sizes=(
-        ("56x48", "56x48: width and height must be multiples of 16"),
-        ("8192x8192", "8192x8192: 262144 patches are over the limit of 16384"),
+        *BAD_SIZES,
         ("16x8208", "16x8208: 513 patches of one side are over the limit of 512"),
     ),
     refused=(
