@@ -104,7 +104,7 @@ def test_a_sequence_whose_block_was_not_copied_begins_again() -> None:
             super().copy_blocks(copies)
 
     core = make_core(SmallCopies(BLOCK_SIZE, VOCAB_SIZE))
-    request = make_request(prompt=[1, 2, 3], n=3, max_tokens=2, ignore_eos=True)
+    request = make_request(prompt=[1, 2, 3, 4], n=3, max_tokens=2, ignore_eos=True)
     core.add(request)
     outputs = finish_all(core)
     assert answers_of(outputs, request) == answers_of(run_alone(request), request)
