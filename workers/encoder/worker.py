@@ -16,6 +16,7 @@ from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.errors import BlobLost, ConfigError, Overloaded
+from shared.gpu.allocator import limit_memory
 from shared.models.tower import load_tower
 from shared.protocol.task_messages import EncodeBody, Task
 from shared.stage.job import Job
@@ -40,6 +41,7 @@ async def main(context: Context) -> None:
     dtype = getattr(torch, model.dtype)
     context.step("loading the tower", WeightsProgress(Path(model.path)).measure)
     encoder = config.encoder
+    limit_memory(encoder)
     tower = await asyncio.to_thread(
         load_tower, Path(model.path), dtype, encoder.device, encoder.kernels
     )
