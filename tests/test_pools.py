@@ -160,15 +160,16 @@ def test_a_pool_of_engines_has_the_settings_of_all_engines_and_its_own() -> None
 
 def test_a_worker_of_a_pool_has_its_settings_as_those_of_engines() -> None:
     config = parse_config(DIVIDED, {}, "test")
-    assert of_pool(config, "a", True, "small").engine.max_num_seqs == 4
-    assert of_pool(config, "a", False, None) is of_pool(config, "b", True, None) is config
+    assert of_pool(config, WorkerSpec("engine", "a", pool="small")).engine.max_num_seqs == 4
+    for worker in (WorkerSpec("engine", "a", "talker"), WorkerSpec("engine", "b")):
+        assert of_pool(config, worker) is config
     for model, pool, reason in (
         ("a", None, "the worker needs the name of a pool of its model; there are: large, small"),
         ("a", "big", "'a' has no pool 'big' of engines; there are: large, small"),
         ("b", "small", "'b' has no pool 'small' of engines; there are: none"),
     ):
         with pytest.raises(ConfigError, match=f"^--pool: {reason}$"):
-            of_pool(config, model, True, pool)
+            of_pool(config, WorkerSpec("engine", model, pool=pool))
 
 
 @pytest.mark.parametrize(

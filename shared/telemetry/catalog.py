@@ -280,6 +280,20 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "start_time_seconds": "Start of the worker: Unix time of the broker's clock.",
         "info{version}": "Always 1.",
     },
+    ("gauge", "workers on GPUs", ()): {
+        "gpu_memory_used_bytes{gpu}": (
+            "Memory in use on the worker's GPU, by all programs. The label `gpu` is its UUID."
+        ),
+        "gpu_memory_total_bytes{gpu}": "Memory of the worker's GPU.",
+        "gpu_utilization{gpu}": (
+            "Share of the last second in which the worker's GPU computed, 0 to 1. Instances of MIG"
+            " do not report it, the power or the throttling."
+        ),
+        "gpu_power_watts{gpu}": "Power of the worker's GPU.",
+        "gpu_throttled{gpu}": (
+            "1 while power, heat or the hardware keeps the clock of the worker's GPU down, else 0."
+        ),
+    },
     ("gauge", "`pagemill metrics`", ()): {
         "up": "1 for a worker that has replied, 0 for one with a heartbeat but without a reply.",
         "broker_up": "1 if the broker has replied; otherwise no other metric is reported.",

@@ -17,6 +17,7 @@ from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.errors import BlobLost, ConfigError, Overloaded
 from shared.gpu.allocator import limit_memory
+from shared.gpu.meter import measure_gpu
 from shared.models.tower import load_tower
 from shared.protocol.task_messages import EncodeBody, Task
 from shared.stage.job import Job
@@ -42,6 +43,7 @@ async def main(context: Context) -> None:
     context.step("loading the tower", WeightsProgress(Path(model.path)).measure)
     encoder = config.encoder
     limit_memory(encoder)
+    measure_gpu(encoder, context.metrics.of(name))
     tower = await asyncio.to_thread(
         load_tower, Path(model.path), dtype, encoder.device, encoder.kernels
     )

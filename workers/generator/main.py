@@ -61,6 +61,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     import torch
 
     from shared.gpu.allocator import limit_memory
+    from shared.gpu.meter import measure_gpu
     from shared.models.digest import digest_of_files
     from workers.generator.core.denoising import check_input_images
     from workers.generator.image_loader import load_image_model
@@ -75,6 +76,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
     device, report = config.generator.device, context.step
     limit_memory(config.generator)
+    measure_gpu(config.generator, context.metrics.of(model))
     painter = await asyncio.to_thread(
         load_image_model, folder, dtype, stage.sizes, key, device, report, stage.size_rule
     )

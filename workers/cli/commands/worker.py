@@ -5,6 +5,7 @@ import importlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import uvloop
@@ -15,7 +16,6 @@ from shared.errors import ConfigError
 from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
 from shared.stage.listeners import Listeners, Section
-from shared.stage.pipelines import ENGINE
 from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
@@ -61,11 +61,8 @@ def worker(
         # transformers imports the hub's library.
         check_endpoint()
         file = settings.find_config_file(config)
-        loaded = settings.load_config(file)
-        if model is None and len(loaded.models) == 1:
-            model = next(iter(loaded.models))
-        is_engine = role == ENGINE and stage in (None, ENGINE)
-        loaded = settings.of_pool(loaded, model, is_engine, pool)
+        reread = partial(settings.load_for, WorkerSpec(role, model, stage, pool), file)
+        loaded = reread()
         login = settings.login_of(loaded, role, nats)
         if role == POOL:
             settings.check_paths(loaded)
@@ -76,22 +73,24 @@ def worker(
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
+    if model is None and len(loaded.models) == 1:
+        model = next(iter(loaded.models))
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if role == POOL:
-        workers, pools = pool_worker.plan_workers(loaded, names)
-        # Forked before torch is hidden from this process.
-        preloader = preload(loaded, [*workers, *(scaled.spec for scaled in pools)])
-        processes = WorkerProcesses(file, nats, preloader=preloader)
-        main: runtime.Main = partial(load_main(role), roles=names, processes=processes)
-    else:
-        main = load_main(role)
-
-    def reread() -> Config:
-        return settings.of_pool(settings.load_config(file), model, is_engine, pool)
-
+    main = _load_pool(loaded, names, file, nats) if role == POOL else load_main(role)
     return uvloop.run(runtime.run(role, main, loaded, login, model, stage, reread, listeners))
+
+
+def _load_pool(
+    config: Config, roles: Sequence[str], file: Path | None, nats: str | None
+) -> runtime.Main:
+    """Return the `main` of a pool, which starts workers of these roles."""
+    workers, pools = pool_worker.plan_workers(config, roles)
+    # Forked before torch is hidden from this process.
+    preloader = preload(config, [*workers, *(scaled.spec for scaled in pools)])
+    processes = WorkerProcesses(file, nats, preloader=preloader)
+    return partial(load_main(POOL), roles=roles, processes=processes)
 
 
 def _bind(config: Config, role: str) -> Listeners:
