@@ -97,7 +97,7 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     def set_step(step: str) -> None:
         context.step(step, measure if step in (READING, PACKING) else None)
 
-    memory = ClaimedMemory.claim(config.engine)
+    memory = await asyncio.to_thread(ClaimedMemory.claim, config.engine)
     measure_gpu(config.engine, context.metrics.of(name))
     set_step("loading the model")
     stage = _stage_of(context, name)
