@@ -79,7 +79,8 @@ def worker(
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     main = _load_pool(loaded, names, file, nats) if role == POOL else load_main(role)
-    return uvloop.run(runtime.run(role, main, loaded, login, model, stage, reread, listeners))
+    running = runtime.run(role, main, loaded, login, model, stage, reread, listeners, pool)
+    return uvloop.run(running)
 
 
 def _load_pool(
