@@ -76,12 +76,11 @@ class EncoderWorker:
             [self._model], context.config.encoder.max_tasks, EncodeBody, self._handle
         )
         context.ready([self._model], lambda: self._load(loop))
-        background = [asyncio.create_task(work) for work in (self._tower.work(), self._watch())]
+        loop.depend_on(self._tower.work())
+        loop.depend_on(self._watch())
         try:
             await loop.run()
         finally:
-            for task in background:
-                task.cancel()
             self._tower.close()
 
     def _register_metrics(self) -> None:
@@ -116,6 +115,7 @@ class EncoderWorker:
 
     async def _handle(self, task: Task[EncodeBody], tensors: list[TensorData], job: Job) -> Outcome:
         self._in_flight.add(job)
+        job.running = True
         try:
             body = task.body
             if await self._embeddings.find_again(body.key, body.item.mm_hash):
