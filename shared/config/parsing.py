@@ -49,7 +49,13 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
     for name, model in config.models.items():
         defaults_key = f"models.{name}.sampling_defaults"
         _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
-    for check in (_faults_of_models, _faults_of_sections, _faults_of_tenants, _faults_of_gateway):
+    for check in (
+        _faults_of_models,
+        _faults_of_devices,
+        _faults_of_sections,
+        _faults_of_tenants,
+        _faults_of_gateway,
+    ):
         for fault in check(config):
             origin = overrides.variables.get(fault.key, source)
             raise ConfigError(f"{origin}: {fault.key}: {fault.message}", field=fault.key)
@@ -141,10 +147,29 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
                 yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
         if model.quantization is not None:
             key = f"models.{name}.quantization"
-            if model.dtype not in ("float32", "bfloat16"):
+            if model.dtype not in ("auto", "float32", "bfloat16"):
                 yield Fault(key, f"int8 needs dtype bfloat16 or float32, not {model.dtype}")
+            if config.engine.device == "cuda":
+                yield Fault(
+                    key,
+                    "int8 does not run on a GPU: remove the setting, or set engine.device to cpu",
+                )
             if model.adapters:
                 yield Fault(key, "int8 and LoRA adapters exclude each other")
+
+
+def _faults_of_devices(config: Config) -> Iterator[Fault]:
+    devices = {"engine.device": config.engine.device, "encoder.device": config.encoder.device}
+    for key, device in devices.items():
+        name, _, index = device.partition(":")
+        if name == "cuda" and index:
+            yield Fault(
+                key,
+                f"a process uses the first GPU that it sees: write cuda instead of {device}, and"
+                f" start the worker with CUDA_VISIBLE_DEVICES={index}",
+            )
+        elif device not in ("cpu", "cuda"):
+            yield Fault(key, f"{device!r} is not cpu or cuda")
 
 
 def _faults_of_sections(config: Config) -> Iterator[Fault]:

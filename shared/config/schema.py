@@ -99,13 +99,15 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     """Folder in Hugging Face format, relative to the configuration file."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights. With float64, an answer does not depend on other requests of its
-    batch."""
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights. `auto` is `float32` on a CPU. On a GPU it is the type in which the
+    weights were saved, and `bfloat16` for weights of more than 16 bits; `pagemill check` prints
+    it. With `float64`, an answer does not depend on other requests of its batch."""
     quantization: Literal["int8"] | None = None
     """`int8` rounds the linear layers of the decoder to 8 bits while they are read, with one scale
-    per output channel. All other weights keep `dtype`, which must be `bfloat16` or `float32`.
-    Without the C++ kernels, the matrix products are fast only with `bfloat16`."""
+    per output channel. All other weights keep `dtype`, which must be `bfloat16`, `float32` or
+    `auto`. Without the C++ kernels, the matrix products are fast only with `bfloat16`. On a GPU it
+    is refused."""
     max_model_len: Positive | None = None
     """Limit on prompt and answer together, in tokens; by default the model's own limit."""
     max_images: Annotated[int, Meta(ge=0)] = 8

@@ -92,6 +92,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "request_success_total{finished_reason}": (
             "Successful answers, by the finish reason of their last choice: `stop` or `length`."
         ),
+        "gpu_steps_total{kind}": (
+            "Steps on a GPU: `graph` for decodes that were replayed as CUDA graphs, `eager` for all"
+            " other steps."
+        ),
     },
     ("histogram", ENGINE, SIZES): {
         "iteration_tokens_total": "Tokens in one model step.",

@@ -104,6 +104,10 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     # Routers that read KV events look for prompts of the model itself.
     engine = replace(config.engine, kv_events=False) if is_own else config.engine
     core = await asyncio.to_thread(build_core, loaded, engine, items.share)
+    if (decoder := loaded.model).device.type == "cuda":
+        metrics = context.metrics.of(name)
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_graph_steps, kind="graph")
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_eager_steps, kind="eager")
     layout = None
     if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")

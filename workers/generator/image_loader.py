@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.models.dtypes import choose_dtype
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.protocol.images import SizeRule
 from workers.generator import diffusion
@@ -28,9 +29,9 @@ def load_image_model(
     ConfigError.
     """
     if not is_image_folder(folder):
-        return load_painter(folder, dtype, sizes, key)
+        return load_painter(folder, served_dtype(folder, dtype, device), sizes, key)
     try:
-        description = read_image_folder(folder)
+        dtype, description = served_dtype(folder, dtype, device), read_image_folder(folder)
         module = f"{diffusion.__name__}.{description.family.module}"
         computation: Any = importlib.import_module(module)
         model: ImageModel = computation.load(description, dtype, device, sizes, key, report)
@@ -46,6 +47,13 @@ def load_image_model(
             field=f"{key}.sizes",
         )
     return model
+
+
+def served_dtype(folder: Path, dtype: str, device: str) -> str:
+    """Return the type of a model's weights; `dtype` is the setting. Raises ConfigError."""
+    if not is_image_folder(folder):
+        return choose_dtype(dtype, None, "cpu")
+    return choose_dtype(dtype, read_image_folder(folder).dtype, device)
 
 
 def _has_larger_patches(model: ImageModel, side: int) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 from shared.helpers.heap import keep_freed_memory
+from shared.models.dtypes import choose_dtype
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, VIDEO_KIND, StageSpec
 from shared.stage.runtime import Context
 
@@ -49,7 +50,8 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
         stage.chunks,
         key,
         voices=context.pipelines[model].voices,
-        dtype=config.models[model].dtype,
+        # A vocoder is small, and its sound is better in float32.
+        dtype=choose_dtype(config.models[model].dtype, None, "cpu"),
         device=config.engine.device,
     )
     thread = VocoderThread(vocoder, context.config.generator.max_batch)
@@ -62,7 +64,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
 
     from shared.models.digest import digest_of_files
     from workers.generator.core.denoising import check_input_images
-    from workers.generator.image_loader import load_image_model
+    from workers.generator.image_loader import load_image_model, served_dtype
     from workers.generator.image_results import ImageResults
     from workers.generator.image_thread import ImageThread
     from workers.generator.image_worker import ImageWorker
@@ -82,6 +84,6 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     if config.generator.result_ttl_s:
         context.step("hashing the painter's files")
         files = await asyncio.to_thread(digest_of_files, folder)
-        weights = f"{files} {context.stage.name} {dtype}"
+        weights = f"{files} {context.stage.name} {served_dtype(folder, dtype, device)}"
         results = ImageResults(context.bus, config.generator.result_ttl_s)
     await ImageWorker(context, model, thread, painter, weights, results).serve()

@@ -40,17 +40,21 @@ class GeneratorWorker(ABC):
         self._register_metrics()
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
         await loop.add_stage(
-            [self._model], context.config.generator.max_tasks, self.body, self._handle
+            [self._model], context.config.generator.max_tasks, self.body, self._run
         )
         context.ready([self._model], lambda: self._load(loop))
-        self._background.start(units.work())
-        self._background.start(self._watch())
+        loop.depend_on(units.work())
+        loop.depend_on(self._watch())
         try:
             await loop.run()
         finally:
             for task in self._background:
                 task.cancel()
             units.close()
+
+    async def _run(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
+        job.running = True
+        return await self._handle(task, tensors, job)
 
     @abstractmethod
     def _register_metrics(self) -> None:

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from shared.config.schema import Config, ModelConfig, Right
 from shared.errors import ConfigError
+from shared.models.dtypes import choose_dtype
 from shared.models.image_folder import is_image_folder
 from shared.native import library
 from shared.native.measuring import read_records
@@ -122,10 +123,11 @@ def _describe_memory(
 ) -> str:
     keeps = can_keep_numbers(config.engine) and not model.adapters
     weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
-    num_bytes = {stage: part.num_bytes(model.dtype) for stage, part in weights.items()}
+    dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
+    num_bytes = {stage: part.num_bytes(dtype) for stage, part in weights.items()}
     sizes = [f"{stage} {decimal(size)}" for stage, size in num_bytes.items() if size]
     # The folders of diffusers have no stage with an engine.
-    return f"; weights in memory: {', '.join(sizes)}" if sizes else ""
+    return f"; weights in memory: {', '.join(sizes)} as {dtype}" if sizes else f"; as {dtype}"
 
 
 def _print_kernels() -> int:
