@@ -6,7 +6,8 @@ A module that adds a role calls `register` when it is imported, before the comma
 from dataclasses import dataclass
 from itertools import chain
 
-from shared.config.schema import Config
+from shared.config.schema import Config, DeviceConfig
+from shared.gpu.devices import DeviceNeeds
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import pipelines_of
 
@@ -180,6 +181,8 @@ class WorkerSpec:
     role: str
     model: str | None = None
     stage: str | None = None
+    device: str | None = None
+    """UUID of the GPU that the worker computes on, once it has a place there."""
 
 
 def worker_of(model: str, stage: StageSpec) -> WorkerSpec:
@@ -188,13 +191,31 @@ def worker_of(model: str, stage: StageSpec) -> WorkerSpec:
     return WorkerSpec(stage.role, model if role_of(stage.role).one_model else None, name)
 
 
+def device_settings(config: Config, worker: WorkerSpec) -> tuple[str, DeviceConfig] | None:
+    """Return the section of a worker's devices with its key, or None for a role without devices."""
+    key = role_of(worker.role).section or worker.role
+    section = getattr(config, key, None)
+    return (key, section) if isinstance(section, DeviceConfig) else None
+
+
+def device_needs(config: Config, worker: WorkerSpec) -> DeviceNeeds | None:
+    """Return the part of a GPU that a worker takes, or None if it computes on the processor."""
+    settings = device_settings(config, worker)
+    if settings is None or settings[1].device == "cpu":
+        return None
+    key, section = settings
+    return DeviceNeeds(key, tuple(section.devices), section.gpu_memory)
+
+
 def default_workers(config: Config) -> list[WorkerSpec]:
     """Return the workers of `pagemill up`: a coordinator, and the workers of all stages."""
     num_workers: dict[WorkerSpec, int] = {}
     for model, pipeline in pipelines_of(config).items():
         for stage in pipeline.stages:
             spec = worker_of(model, stage)
+            needs = device_needs(config, spec)
+            num_devices = 1 if needs is None else max(1, len(needs.names))
             # Models share workers of such a role, so the largest configured number counts.
-            num_workers[spec] = max(num_workers.get(spec, 0), stage.replicas)
+            num_workers[spec] = max(num_workers.get(spec, 0), stage.replicas * num_devices)
     specs = [[spec] * num for spec, num in num_workers.items()]
     return [WorkerSpec("coordinator"), *chain.from_iterable(specs)]

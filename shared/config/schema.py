@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from shared.config.gpu_memory import DEFAULT, GpuMemory
 from shared.native.choices import KernelSetting
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
@@ -342,11 +343,23 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The encoder: device and batches."""
+class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Devices that the workers of a role compute on."""
 
     device: str = "cpu"
-    """`cpu`, or `cuda` for an NVIDIA GPU."""
+    """`cpu`, or `cuda` for NVIDIA GPUs."""
+    devices: list[int | str] = []
+    """GPUs for the workers that `pagemill up` starts: numbers as in `nvidia-smi`, UUIDs, also of
+    MIG instances, or MIG profiles such as `mig-1g.10gb`. The `replicas` of a stage are started for
+    each entry. By default all GPUs may be used, and the `replicas` are spread over them."""
+    gpu_memory: GpuMemory = DEFAULT
+    """Memory of its GPU that a worker uses: a share, such as 0.9, or a size, such as `20 GiB`.
+    Workers share a GPU only if their parts fit into it."""
+
+
+class EncoderConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
+    """The encoder: device and batches."""
+
     threads: Annotated[int, Meta(ge=0)] = 0
     """Number of torch threads; 0 for torch's default."""
     kernels: KernelSetting = "measured"
@@ -396,11 +409,9 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     more."""
 
 
-class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """The engine: device, KV cache and batches."""
 
-    device: str = "cpu"
-    """`cpu`, or `cuda` for an NVIDIA GPU."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """Number of torch threads; 0 for torch's default."""
     kernels: KernelSetting = "measured"
@@ -448,8 +459,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 
-class GeneratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The generator: batches and limits."""
+class GeneratorConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
+    """The generator: device, batches and limits."""
 
     max_batch: Positive = 1
     """Limit on the chunks of one batch, which belong to different requests. A table vocoder takes

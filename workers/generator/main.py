@@ -52,7 +52,7 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
         voices=context.pipelines[model].voices,
         # A vocoder is small, and its sound is better in float32.
         dtype=choose_dtype(config.models[model].dtype, None, "cpu"),
-        device=config.engine.device,
+        device=config.generator.device,
     )
     thread = VocoderThread(vocoder, context.config.generator.max_batch)
     await SpeechWorker(context, model, thread, stage.chunks, vocoder).serve()
@@ -74,7 +74,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
         torch.set_num_threads(config.generator.threads)
     context.step("loading the painter")
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
-    device, report = config.engine.device, context.step
+    device, report = config.generator.device, context.step
     painter = await asyncio.to_thread(
         load_image_model, folder, dtype, stage.sizes, key, device, report, stage.size_rule
     )

@@ -75,7 +75,7 @@ def test_the_environment_overrides_any_field() -> None:
         (
             GOOD + "\nengine: {device: 'cuda:1'}",
             {},
-            ["engine.device", "first GPU that it sees", "CUDA_VISIBLE_DEVICES=1"],
+            ["engine.device", "one GPU that it sees", "devices: [1]"],
         ),
         (GOOD + "\nencoder: {device: gpu}", {}, ["encoder.device", "'gpu' is not cpu or cuda"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),

@@ -24,6 +24,7 @@ from workers.cli.models import reports
 from workers.cli.models.stage_weights import can_keep_numbers, count_weights
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
+from workers.supervisor.gpus import describe_gpus
 
 
 def key(
@@ -73,7 +74,7 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
-    models = _check_models(loaded)
+    models = [*_check_models(loaded), *describe_gpus(loaded)]
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
     sys.stdout.writelines(f"# {line}\n" for line in models)
     for name, pipeline in pipelines_of(loaded).items():

@@ -19,7 +19,7 @@ from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
 from workers.cli.terminal import print_refusal, run_app
-from workers.roles import GATEWAY, POOL, WorkerSpec, role_of
+from workers.roles import GATEWAY, POOL, WorkerSpec, device_needs, role_of
 from workers.supervisor import pool
 from workers.supervisor.preloader import Preloader, fork_preloader
 from workers.supervisor.processes import WorkerProcesses
@@ -123,9 +123,9 @@ def load_main(role: str) -> Callable[..., Awaitable[None]]:
 
 def preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
     """Return a process that has imported the modules of all roles that use torch."""
-    if {config.engine.device, config.encoder.device} != {"cpu"}:
-        return None  # A process that has initialised CUDA cannot be forked.
-    modules = sorted({role_of(spec.role).module for spec in specs if role_of(spec.role).uses_torch})
+    # Workers on GPUs are not forked.
+    roles = [role_of(spec.role) for spec in specs if device_needs(config, spec) is None]
+    modules = sorted({role.module for role in roles if role.uses_torch})
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return fork_preloader(modules, _run_forked) if modules else None
 
