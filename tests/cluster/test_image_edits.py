@@ -17,6 +17,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from ops.browser import ENTER, MISSING, browsing
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -26,6 +27,7 @@ from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from tests import preloaded
+from tests.cluster.pages import choose
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator.pipelines import qwen_image_edit
 from tests.generator.pipelines.input_images import FILES, SQUARE, TALL, WIDE, draw, file_of, url_of
@@ -189,6 +191,33 @@ async def test_a_response_is_an_edited_image_and_the_next_one_edits_it(
         assert_edited(file, PaintParams(AUTO, 1, 2, 4.0, "", seed, 0, (source,)))
         source = url_of(file)
         monkeypatch.setitem(FILES, source, file)
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+async def test_the_page_edits_an_image(url: str, tmp_path: Path) -> None:
+    (tmp_path / "wide.png").write_bytes(FILES[WIDE])
+    file = await asyncio.to_thread(edit_on_page, url, tmp_path)
+    assert_edited(file, PaintParams(AUTO, 1, 2, 4.0, "", 3, 0, (WIDE,)))
+
+
+def edit_on_page(url: str, folder: Path) -> bytes:
+    """Edit an image on the page, which refuses a question without one. Return the file."""
+    with browsing(folder) as page:
+        page.open(f"{url}/")
+        page.wait("!document.querySelector('#send').disabled")
+        choose(page, MODEL)
+        page.type("#paint-seed", "3")
+        page.type("#question", PROMPT + ENTER)
+        page.wait("document.querySelector('#notice').innerText.includes('edits one image, not 0')")
+        page.type("#file", str(folder / "wide.png"))
+        page.wait("document.querySelectorAll('#images li').length === 1")
+        page.type("#question", ENTER)
+        status = "document.querySelector('.turn .status')?.textContent"
+        page.wait(f"{status}?.startsWith('Painted')", timeout_s=60)
+        assert page.run("return document.querySelector('.turn .thumbs img').alt") == "wide.png"
+        source = page.run("return document.querySelector('.painted').src")
+        assert page.console_errors() == []
+        return base64.b64decode(source.partition(",")[2])
 
 
 async def test_previews_come_before_the_edited_image(api: AsyncOpenAI) -> None:
