@@ -91,6 +91,7 @@ def set_running_file(file: Path | None) -> None:
     link = _running_link()
     link.unlink(missing_ok=True)
     if file is not None:
+        link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(file)
 
 

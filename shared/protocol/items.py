@@ -193,7 +193,7 @@ class ImageCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="image_
     """Prompt of the image."""
     size: str | None = None
     output_format: Literal["png"] | None = None
-    action: Literal["generate"] | None = None
+    action: Literal["generate", "edit"] | None = None
     background: Literal["opaque"] | None = None
     quality: Literal["auto"] | None = None
     error: dict[str, Any] | None = None

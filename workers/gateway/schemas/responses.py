@@ -83,12 +83,15 @@ class ImageTool(Struct, frozen=True, forbid_unknown_fields=True, tag="image_gene
     model: str | None = None
     """Model that paints; by default the model of the response."""
     size: str | None = None
-    """One of the painting model's sizes; by default, and for `auto`, its default size."""
+    """One of the painting model's sizes; by default, and for `auto`, its default size, or of an
+    edited image about the aspect ratio of the last image to edit."""
     partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
     """Previews in a stream, at equal distances; by default none."""
+    action: Literal["auto", "generate", "edit"] | None = None
+    """`edit` requires a model that edits images, and `generate` one that paints without an image;
+    by default, and for `auto`, the model does what it can."""
 
     # Other values of these fields would have an effect that is not implemented.
-    action: Literal["auto", "generate"] | None = None
     background: Literal["auto", "opaque"] | None = None
     complexity: None = None
     frame_count: None = None
