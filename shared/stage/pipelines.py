@@ -215,7 +215,7 @@ def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:
 
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
     stages, edges = _writers(model) if graphs.writes_text(model.graph) else ({}, {})
-    for stage, inputs in graphs.stages_of(model.graph, ENGINE):
+    for stage, inputs in graphs.stages_of(model.graph, ENGINE, model.stages):
         stages[stage.name], edges[stage.name] = stage, inputs
     return stages, edges
 

@@ -1,6 +1,8 @@
 """Qwen-Image by real processes: killed after each step, over HTTP, and from the command line.
 
     request ──▶ dit
+    dit ══▶ text_encoder
+    dit ══▶ vae
 
 In float64, each file equals the pixels of diffusers' own pipeline with the same noise.
 """
@@ -38,14 +40,17 @@ models:
   qwen-image:
     path: qwen-image
     dtype: float64
-    stages: {dit: {sizes: [48x48, 96x48, 48x96]}}
+    stages: {dit: {sizes: [48x48, 96x48, 48x96]}, text_encoder: {}, vae: {}}
 generator: {checkpoint_s: 0, threads: 1}
 gateway: {port: 0}
 delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
 """
 WORKERS = {
     "coordinator": ["coordinator"],
-    "dit": ["generator", "--model", "qwen-image"],
+    **{
+        stage: ["generator", "--model", "qwen-image", "--stage", stage]
+        for stage in ("dit", "text_encoder", "vae")
+    },
     "gateway": ["gateway"],
 }
 MODEL = "qwen-image"
