@@ -65,6 +65,10 @@ class ImageFolder(NamedTuple):
             or (part == "vae" and needs_vae)
         )
 
+    def work_bytes(self, work: Collection[str], dtype: str) -> int:
+        """Return the bytes of the weights of a stage, in a model that is served with `dtype`."""
+        return sum(self.num_bytes(part, dtype) for part in self.parts_for(work))
+
     @property
     def dtype(self) -> str:
         """Type of the largest part's saved weights."""

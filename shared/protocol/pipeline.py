@@ -304,7 +304,7 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     @cached_property
     def required_stages(self) -> list[str]:
-        """Stages that every request needs: all except targets of detours and of fan-outs of media."""
+        """Stages that every request needs. Others are on detours, or encode media."""
         part = self.restricted_to(self.default_outputs)
         optional = (e for e in part.edges if e.mode in ("fan_out", "detour"))
         beside = {edge.target for edge in optional if edge.carries not in PAINTING}

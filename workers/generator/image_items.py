@@ -4,6 +4,8 @@ A task is named by its content, so a worker that takes over a request finds the 
 worker before it, and requests with equal texts share a task.
 """
 
+import contextlib
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -13,6 +15,7 @@ from shared.bus.bus import Bus
 from shared.client import MAX_MEDIA_BYTES
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
+from shared.errors import BlobLost, EncodingFailed
 from shared.protocol.multimodal import content_hash
 from shared.protocol.pipeline import Edge
 from shared.protocol.task_messages import ItemResult, LatentsBody, Task, TaskBody, TextsBody
@@ -27,6 +30,9 @@ from workers.generator.image_thread import Encode, ImageThread
 from workers.generator.input_images import InputImages
 from workers.generator.text_store import TextStore
 from workers.generator.worker import GeneratorWorker
+
+MAX_LOSSES = 3
+"""Limit on the results of one item task that may be lost, for one attempt at a request."""
 
 T = TypeVar("T")
 
@@ -43,7 +49,7 @@ class StageTexts:
         self._bus, self._edge, self._store, self._weights = bus, edge, store, weights
 
     async def encode(self, caller: Caller, encode: Encode) -> list[Condition]:
-        """Return the encoded texts. Raises RequestEnded, BlobLost and errors of the stage."""
+        """Return the encoded texts. Raises RequestEnded and errors of the stage."""
         texts, urls = [*encode.texts], [*encode.urls]
         key = content_hash("texts", self._weights, encode.scope, *texts, "images", *urls)
         body = TextsBody(key, texts, encode.scope, caller.tenant, urls, caller.due_s)
@@ -63,7 +69,7 @@ class StageFiles:
     ) -> str:
         """Store the image or the video of latents, and return its `media:` URL.
 
-        Raises RequestEnded, BlobLost and errors of the stage.
+        Raises RequestEnded and errors of the stage.
         """
         request_id, tenant = caller.header.request_id, caller.tenant
         # The image has one decoding at a time, so these latents replace the ones of its previews.
@@ -88,15 +94,23 @@ async def _result_of(
     body: TaskBody,
     get: Callable[[], Awaitable[T | None]],
 ) -> T:
-    """Return the result of an item task, which is published unless there is a result."""
+    """Return the result of an item task, which is published unless there is a result.
+
+    It is published again if the result is lost. Raises EncodingFailed after several losses.
+    """
 
     async def progress() -> None:
         caller.check()
 
     if (result := await get()) is not None:
         return result
-    await tasks.publish_item(bus, edge, caller.header, key, body, ())
-    return await item_results.wait(bus, key, get, progress)
+    for _ in range(MAX_LOSSES):
+        caller.check()
+        nonce = secrets.token_hex(8)
+        await tasks.publish_item(bus, edge, caller.header, key, body, (), nonce)
+        with contextlib.suppress(BlobLost):
+            return await item_results.wait(bus, key, get, progress)
+    raise EncodingFailed(f"results of the stage {edge.target} were lost {MAX_LOSSES} times")
 
 
 class TextWorker(GeneratorWorker):
