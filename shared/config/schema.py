@@ -374,7 +374,8 @@ class EncoderConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
 
 
 class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Storage for embeddings that encoders compute for engines."""
+    """Storage for embeddings that encoders compute for engines. Texts that are encoded for images
+    are always in memory."""
 
     storage: Literal["memory", "directory"] = "memory"
     """`memory`: the encoder's memory, read through the transports of `blobs`. `directory`: a
@@ -382,7 +383,7 @@ class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     path: str | None = None
     """Directory that all workers share, relative to the configuration file."""
     ttl_s: Seconds = 600.0
-    """Time for which embeddings are stored."""
+    """Time for which embeddings and encoded texts are stored."""
     max_mib: Positive = 4096
     """Limit on the total size of one model's files in the directory. In memory the limit is
     `blobs.arena_mib`."""

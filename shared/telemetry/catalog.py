@@ -150,7 +150,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("histogram", GENERATOR, SIZES): {
-        "generator_batch_size": "Chunks of sound or steps of images in one batch.",
+        "generator_batch_size": "Chunks of sound, or steps or texts of images, in one batch.",
     },
     ("counter", GENERATOR, ()): {
         "image_steps_total": "Computed denoising steps of all images.",
@@ -162,7 +162,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("gauge", GENERATOR, ()): {
-        "generator_waiting_units": "Chunks of sound and steps of images that wait for a batch.",
+        "generator_waiting_units": "Chunks of sound, steps and texts that wait for a batch.",
     },
     ("counter", RENDERER, ()): {
         "rendered_requests_total": "Requests forwarded to engines.",

@@ -52,17 +52,20 @@ class GeneratorWorker(ABC):
                 task.cancel()
             units.close()
 
-    async def _run(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
-        job.running = True
-        return await self._handle(task, tensors, job)
-
-    @abstractmethod
-    def _register_metrics(self) -> None:
+    def _register_metrics(self) -> None:  # noqa: B027 - not every stage has some
         """Register the metrics of this kind of output."""
+
+    async def _run(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
+        request_id = task.header.request_id
+        self._in_flight[request_id], job.running = job, True
+        try:
+            return await self._handle(task, tensors, job)
+        finally:
+            del self._in_flight[request_id]
 
     @abstractmethod
     async def _handle(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
-        """Write the stage's output for one request. While it runs, the job is in `_in_flight`."""
+        """Write the stage's output for one request, or publish the result of an item task."""
 
     def _load(self, loop: WorkerLoop) -> dict[str, float]:
         return {"held": loop.num_claimed, "waiting": self._units.num_waiting}

@@ -1,0 +1,118 @@
+"""Encoded texts and files of separate stages: shared, never waited for in vain."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.codec.tensors import from_torch
+from shared.config.schema import BlobsConfig
+from shared.errors import ConfigError, DecodeError, EncodingFailed
+from shared.protocol import subjects
+from shared.protocol.pipeline import LATENTS, Edge
+from shared.protocol.task_messages import TaskHeader
+from shared.stage.inputs import RequestEnded
+from shared.state import item_results
+from tests.generator import painters
+from tests.shared.stage.test_worker_loop import accept
+from workers.generator.core.denoising import Condition
+from workers.generator.image_items import MAX_LOSSES, StageFiles
+from workers.generator.image_loader import load_image_model
+from workers.generator.image_parts import Caller
+from workers.generator.text_store import TextStore, decode_texts, encode_texts
+
+LATENT = from_torch(torch.ones(2, 3))
+
+
+def text_of(num_values: int) -> Condition:
+    prompt = torch.arange(num_values, dtype=torch.float32).to(torch.bfloat16)[None]
+    arrays = {"prompt": from_torch(prompt), "pooled": from_torch(torch.ones(3))}
+    return Condition(arrays, 1, ((64, 32),))
+
+
+@contextlib.asynccontextmanager
+async def store_of(bus: Bus) -> AsyncIterator[TextStore]:
+    """A store in a worker with 1 MiB for blobs."""
+    worker = f"generator-{secrets.token_hex(4)}"
+    blobs = Blobs(bus, "generator", worker, BlobsConfig(arena_mib=1))
+    await blobs.start()
+    try:
+        yield TextStore(bus, blobs, 60.0)
+    finally:
+        await blobs.close()
+
+
+async def test_texts_wait_for_room_until_no_request_needs_them(bus: Bus) -> None:
+    first, second = secrets.token_hex(32), secrets.token_hex(32)
+    texts = [text_of(250_000), text_of(9)]
+    async with store_of(bus) as store:
+        assert await store.get(first) is None
+        await store.put(first, texts, bus.now_ms() + 60_000)
+        with pytest.raises(EncodingFailed, match="full of texts that were not read"):
+            await store.put(second, [text_of(400_000)], bus.now_ms())
+        with pytest.raises(EncodingFailed, match="larger than the memory"):
+            await store.put(second, [text_of(600_000)], bus.now_ms() + 60_000)
+        assert await store.get(first) == texts
+        # Texts that were read make room for others.
+        await store.put(second, [text_of(400_000)], bus.now_ms() + 2_000)
+        assert await store.get(first) is None
+        assert not await store.find_again(first)
+        assert await store.find_again(second)
+
+
+def test_a_blob_with_another_number_of_tensors_is_not_read() -> None:
+    text = text_of(9)
+    whole = b"".join(encode_texts([text]))
+    assert decode_texts(whole) == [text]
+    # Two names of tensors become three.
+    changed = whole.replace(b"\x92\xa6prompt\xa6pooled", b"\x93\xa6prompt\xa2po\xa3led")
+    with pytest.raises(DecodeError, match="another number of tensors"):
+        decode_texts(changed)
+
+
+async def test_a_result_that_is_lost_again_and_again_is_an_error(
+    bus: Bus, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(item_results, "LOOK_S", 0.05)
+    ticket = await accept(bus, model, f"{model}-r")
+    header = TaskHeader(f"{model}-r", model, "interactive", ticket, outputs=["image"])
+    files = StageFiles(bus, Edge("dit", "vae", LATENTS, "item", "fan_out"))
+    removed = set[int]()
+    caller = Caller(header, "", 0.0, lambda: None)
+    storing = asyncio.create_task(files.store(caller, 0, LATENT, (8, 8), None))
+    # As if a worker removed the task, and died with the result.
+    while not storing.done():
+        for task in await bus.read(
+            subjects.STAGES_STREAM, subjects.stage_filter("vae", model, "interactive")
+        ):
+            removed.add(task.sequence)
+            await bus.delete(subjects.STAGES_STREAM, task.sequence)
+        await asyncio.sleep(0)
+    with pytest.raises(EncodingFailed, match=f"of the stage vae were lost {MAX_LOSSES} times"):
+        storing.result()
+    assert len(removed) == MAX_LOSSES
+
+
+async def test_a_request_that_has_ended_does_not_wait(bus: Bus, model: str) -> None:
+    ticket = await accept(bus, model, f"{model}-r")
+    header = TaskHeader(f"{model}-r", model, "interactive", ticket, outputs=["image"])
+    files = StageFiles(bus, Edge("dit", "vae", LATENTS, "item", "fan_out"))
+
+    def check() -> None:
+        raise RequestEnded
+
+    with pytest.raises(RequestEnded):
+        await files.store(Caller(header, "", 0.0, check), 0, LATENT, (8, 8), None)
+
+
+def test_a_painter_without_parts_has_no_separate_stages(tmp_path: Path) -> None:
+    painters.write(tmp_path / "painter")
+    with pytest.raises(ConfigError, match="not a folder of diffusers") as caught:
+        load_image_model(tmp_path / "painter", "float32", [], "the.key", work=[LATENTS])
+    assert caught.value.field == "the.key"
