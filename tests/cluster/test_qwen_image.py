@@ -279,7 +279,7 @@ async def test_the_command_line_draws_checks_and_lists_the_model(
         f"{stage} {decimal(folder.num_bytes(part, 'float64'))}" for stage, part in PARTS.items()
     ]
     (line, *graph) = [line for line in checked.stdout.splitlines() if line.startswith("# ")]
-    line_of_memory = f"weights in memory: {', '.join(sizes)}"
+    line_of_memory = f"weights in memory: {', '.join(sizes)} as float64"
     assert line == f"# models.qwen-image.path: qwen-image (diffusers); {line_of_memory}"
     assert graph[1:] == [
         "#   request ──▶ dit  (task: prompt)",
