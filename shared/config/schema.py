@@ -424,8 +424,9 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """Tokens per KV block; by default 8 on a CPU and 16 on a GPU."""
     num_blocks: Positive | None = None
     """Number of KV blocks; by default as many as fit into `kv_cache_mib`."""
-    kv_cache_mib: Positive = 256
-    """Size of the KV cache."""
+    kv_cache_mib: Positive | None = None
+    """Size of the KV cache; by default 256 MiB on a CPU. On a GPU, the default is the part of
+    `gpu_memory` that weights and the largest step leave, as measured at the start."""
     prefix_caching: bool = True
     """Cache computed blocks until their memory is needed, for prompts of the same tenant with the
     same prefix."""

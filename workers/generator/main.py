@@ -67,6 +67,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     # Only a worker that paints loads torch.
     import torch
 
+    from shared.gpu.allocator import limit_memory
     from shared.models.digest import digest_of_files
     from workers.generator.core.denoising import check_input_images
     from workers.generator.image_items import LatentsWorker, StageFiles, StageTexts, TextWorker
@@ -82,6 +83,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     context.step("loading the painter")
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
     device, report, work = config.generator.device, context.step, pipeline.painting_of(stage.name)
+    limit_memory(config.generator)
     painter = await asyncio.to_thread(
         load_image_model, folder, dtype, stage.sizes, key, device, report, stage.size_rule, work
     )

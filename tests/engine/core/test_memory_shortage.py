@@ -11,15 +11,25 @@ from tests.engine.core.test_engine import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     answers_of,
-    finish_all,
     item,
     make_core,
     make_request,
     run_alone,
 )
 from tests.fakes import FakeRunner
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.memory_shortage import HOLD_S, MemoryShortage
 from workers.engine.core.sequence import Batch, RequestOutput, ScheduledSequence, Sequence
+
+
+def finish_all(core: EngineCore) -> list[RequestOutput]:
+    """Run all steps, as the step thread does."""
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+        core.observe_time(0.01)
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+    return outputs
 
 
 def runner_for(max_tokens: int) -> FakeRunner:
@@ -55,6 +65,11 @@ def test_prompts_are_computed_in_smaller_chunks_for_a_while() -> None:
     core.add(make_request("b", prompt=[2] * 6, max_tokens=1))
     finish_all(core)
     assert runner.batches[7:] == [3, 3]
+    core.observe_time(HOLD_S)
+    runner.max_tokens = None
+    core.add(make_request("c", prompt=[3] * 6, max_tokens=1))
+    finish_all(core)
+    assert runner.batches[9:] == [6]
 
 
 def test_sequences_of_low_priority_wait_where_decodes_do_not_fit() -> None:
@@ -156,20 +171,15 @@ def test_answers_are_equal_with_any_amount_of_memory(
 
 
 def test_limits_end_after_a_while_without_errors() -> None:
-    now_s = 100.0
-    shortage = MemoryShortage(lambda: now_s)
-    reactions = [
-        shortage.react(batch) for batch in (batch_of(9, 8), batch_of(9, 8), batch_of(1, 1))
-    ]
-    assert reactions == ["retry", "cut", "preempt"]
-    assert shortage.is_present
+    shortage = MemoryShortage()
+    batches = [batch_of(9, 8), batch_of(9, 8), batch_of(1, 1)]
+    assert [shortage.react(batch) for batch in batches] == ["retry", "cut", "preempt"]
     assert (shortage.limit_prompt_tokens(64), shortage.limit_seqs(64)) == (8, 1)
-    now_s += HOLD_S - 1
-    shortage.end_step()
+    shortage.end_step(HOLD_S - 1)
     assert shortage.react(batch_of(1)) == "retry"
-    now_s += HOLD_S - 1
+    shortage.end_step(HOLD_S - 1)
     assert shortage.is_present
-    now_s += 1
+    shortage.end_step(1)
     assert not shortage.is_present
     assert (shortage.limit_prompt_tokens(64), shortage.limit_seqs(64)) == (64, 64)
 

@@ -197,7 +197,6 @@ class EngineCore:
             else:
                 failures += self._bisect_batch(batch, error)
         else:
-            self._scheduler.shortage.end_step()
             self._process_sampled(batch, sampled)
         return failures + self._take_outputs()
 

@@ -224,6 +224,7 @@ class Scheduler:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Record the time of the last step. The limits of later steps are derived from it."""
         self.step_cost.observe(work, seconds)
+        self.shortage.end_step(seconds)
         self._lane.observe(seconds)
 
     def update_after_step(self, batch: Batch) -> None:
