@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from shared.config.gpu_memory import DEFAULT, GpuMemory
+from shared.helpers import patterns
 from shared.native.choices import KernelSetting
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
@@ -17,8 +18,8 @@ from shared.scaling.pools import Count, PoolSettings
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
-TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+Name = Annotated[str, Meta(pattern=patterns.NAME)]
+TenantName = Annotated[str, Meta(pattern=patterns.TENANT_NAME)]
 Graph = Literal[
     "qwen3-omni",
     "qwen2.5-omni",
@@ -588,7 +589,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     """Name in logs and metrics; not secret."""
-    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Meta(pattern=patterns.SHA256)]
     """SHA-256 digest of the key. The key itself is not stored."""
     tenant: str | None = None
     """Tenant of the key, by default the key's name. The key can access only the cached and stored
@@ -616,7 +617,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     answers and files with the clients of this tenant that use NATS."""
     allow_anonymous: bool = False
     """Permit an address other than loopback without keys."""
-    hosts: list[Annotated[str, Meta(pattern="^[a-z0-9.:-]+$")]] = []
+    hosts: list[Annotated[str, Meta(pattern=patterns.HOST)]] = []
     """Host names, without a port, that requests may contain in addition to `localhost`, loopback
     addresses and the name in `public_url`. By default all names are accepted, except by a gateway
     without keys on a loopback address: a foreign web page could reach it by a name that resolves to
@@ -640,7 +641,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_answer_mib: Positive = 256
     """Limit on the size of log probabilities or embeddings of an answer that is not streamed. Four
     answers of this size may be in progress at one time."""
-    public_url: Annotated[str, Meta(pattern="^https?://")] | None = None
+    public_url: Annotated[str, Meta(pattern=patterns.HTTP_URL)] | None = None
     """Address at which clients reach the gateway, for the URLs of images; by default the Host
     header of a request."""
     cors_origins: list[str] = []

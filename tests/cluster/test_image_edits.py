@@ -248,7 +248,7 @@ async def test_previews_come_before_the_edited_image(api: AsyncOpenAI) -> None:
         ({"model": "painter"}, "image", "image: the model edits no images"),
         ({"size": "64x64"}, "size", "available: 48x48, 96x48"),
         ({"prompt": "a <|image_pad|>"}, "prompt", "prompt: the text has <|image_pad|>"),
-        ({"n": 11}, "n", "<= 10"),
+        ({"n": 11}, "n", "at most 10"),
     ],
 )
 async def test_what_cannot_be_edited_is_refused_by_the_field(

@@ -240,10 +240,10 @@ async def test_a_video_that_fails_has_its_error(api: AsyncOpenAI) -> None:
         ({"frames": 165}, "frames", "165 frames are over the model's limit of 161"),
         ({"seconds": "12"}, "seconds", "193 frames are over the model's limit of 161"),
         ({"seconds": "4", "frames": 5}, "frames", "5 contradicts seconds, which are 65 frames"),
-        ({"seconds": "long"}, "seconds", "matching regex"),
-        ({"fps": 61}, "fps", "<= 60"),
+        ({"seconds": "long"}, "seconds", "such as 4 or 2.5"),
+        ({"fps": 61}, "fps", "at most 60"),
         ({"input_reference": {"image_url": "x"}}, "input_reference", "not supported"),
-        ({"prompt": ""}, "prompt", ">= 1"),
+        ({"prompt": ""}, "prompt", "at least 1"),
         ({"timeout_s": 5000}, "timeout_s", "over the limit of 3000"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shared.helpers import patterns
 from shared.protocol.items import Item, Label, OutputItem, ToolName
 from shared.protocol.multimodal import AUDIO
 from shared.protocol.sampling import NumLogprobs, Probability
@@ -30,7 +31,7 @@ Include = Literal["message.output_text.logprobs", "message.input_image.image_url
 
 
 class SchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="json_schema"):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=patterns.NAME)]
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -54,7 +55,7 @@ class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=patterns.NAME)]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
