@@ -14,7 +14,14 @@ import msgspec
 import yaml
 
 from shared.config.gpu_memory import fault_of_memory
-from shared.config.schema import Config, DeviceConfig, ModelConfig, StageConfig
+from shared.config.schema import (
+    Config,
+    EngineConfig,
+    EnginePool,
+    ModelConfig,
+    StageConfig,
+    device_sections,
+)
 from shared.errors import ConfigError
 from shared.helpers.validation import split_validation_error
 from shared.net.ip_policy import is_loopback_host
@@ -41,8 +48,14 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
     overrides = _Overrides(env)
     overrides.apply(tree)
+    engine = tree.get("engine", {})
+    _convert(engine, EngineConfig, "engine", overrides, source)
     # Models and stages are first converted separately: msgspec's path omits keys of mappings.
     for name, model in _entries(tree, "models"):
+        for pool, changes in _entries(model, "pools"):
+            if isinstance(changes, dict):
+                model["pools"][pool] = changes = {**engine, **changes}
+            _convert(changes, EnginePool, f"models.{name}.pools.{pool}", overrides, source)
         for stage, changes in _entries(model, "stages"):
             _convert(changes, StageConfig, f"models.{name}.stages.{stage}", overrides, source)
         _convert(model, ModelConfig, f"models.{name}", overrides, source)
@@ -196,10 +209,7 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
 
 
 def _faults_of_devices(config: Config) -> Iterator[Fault]:
-    for key in config.__struct_fields__:
-        settings = getattr(config, key)
-        if not isinstance(settings, DeviceConfig):
-            continue
+    for key, settings in device_sections(config):
         name, _, index = settings.device.partition(":")
         if name == "cuda" and index:
             yield Fault(

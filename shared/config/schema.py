@@ -1,6 +1,6 @@
 """Schema of `pagemill.yaml`, as Structs; `shared.config.parsing` decodes and checks the file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
@@ -153,6 +153,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     adapters: dict[str, str] = {}
     """LoRA adapters that requests may select: folders in peft's format, relative to the
     configuration file."""
+    pools: "dict[Name, EnginePool]" = {}
+    """Pools of the model's engines with different settings, such as one on GPUs and one on CPUs.
+    They serve the same queues. Settings that a pool does not have are those of `engine`."""
     slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
     """Number of queues of the model's engines in each lane. With more than 1, requests with the
     same beginning wait in the same queue, and one engine serves this queue before the others."""
@@ -462,6 +465,13 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 
+class EnginePool(EngineConfig, frozen=True, forbid_unknown_fields=True):
+    """A pool of engines: all settings of `engine`, and a size."""
+
+    replicas: Positive = 1
+    """Number of engines that `pagemill up` starts, for each of the `devices` if they are named."""
+
+
 class GeneratorConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """The generator: device, batches and limits."""
 
@@ -719,3 +729,13 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     start_silence_s: Seconds = 120.0
     """Time after which `pagemill up` gives up its start, if no worker that is not ready has
     reported progress, computed or read from a disk."""
+
+
+def device_sections(config: Config) -> Iterator[tuple[str, DeviceConfig]]:
+    """Yield all settings of devices with their keys."""
+    for key in config.__struct_fields__:
+        if isinstance(section := getattr(config, key), DeviceConfig):
+            yield key, section
+    for name, model in config.models.items():
+        for pool, section in model.pools.items():
+            yield f"models.{name}.pools.{pool}", section

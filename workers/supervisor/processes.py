@@ -89,6 +89,8 @@ class WorkerProcesses:
             arguments.append(f"--model={worker.model}")  # It may begin with a hyphen.
         if worker.stage is not None:
             arguments += ["--stage", worker.stage]
+        if worker.pool is not None:
+            arguments.append(f"--pool={worker.pool}")
         if self.config_file is not None:
             arguments += ["--config", str(self.config_file)]
         return arguments

@@ -15,12 +15,13 @@ from shared.errors import ConfigError
 from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
 from shared.stage.listeners import Listeners, Section
+from shared.stage.pipelines import ENGINE
 from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
 from workers.cli.terminal import print_refusal, run_app
 from workers.roles import GATEWAY, POOL, WorkerSpec, device_needs, role_of
-from workers.supervisor import pool
+from workers.supervisor import pool as pool_worker
 from workers.supervisor.preloader import Preloader, fork_preloader
 from workers.supervisor.processes import WorkerProcesses
 
@@ -31,6 +32,7 @@ def worker(
     *,
     model: str | None = None,
     stage: str | None = None,
+    pool: str | None = None,
     roles: str | None = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
@@ -50,6 +52,8 @@ def worker(
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role, or else the only one of this role.
+    pool
+        The pool of the model's engines to which the worker belongs, if there are several.
     roles
         The roles whose workers a pool starts and stops, such as `engine,encoder`.
     """
@@ -58,30 +62,35 @@ def worker(
         check_endpoint()
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
+        if model is None and len(loaded.models) == 1:
+            model = next(iter(loaded.models))
+        is_engine = role == ENGINE and stage in (None, ENGINE)
+        loaded = settings.of_pool(loaded, model, is_engine, pool)
         login = settings.login_of(loaded, role, nats)
         if role == POOL:
             settings.check_paths(loaded)
-            names = pool.read_roles(roles, loaded, nats)
+            names = pool_worker.read_roles(roles, loaded, nats)
         elif roles is not None:
             raise ConfigError("--roles belongs to the role `pool`", field="roles")
         listeners = _bind(loaded, role)
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
-    if model is None and len(loaded.models) == 1:
-        model = next(iter(loaded.models))
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if role == POOL:
-        workers, pools = pool.plan_workers(loaded, names)
+        workers, pools = pool_worker.plan_workers(loaded, names)
         # Forked before torch is hidden from this process.
         preloader = preload(loaded, [*workers, *(scaled.spec for scaled in pools)])
         processes = WorkerProcesses(file, nats, preloader=preloader)
         main: runtime.Main = partial(load_main(role), roles=names, processes=processes)
     else:
         main = load_main(role)
-    reread = partial(settings.load_config, file)
+
+    def reread() -> Config:
+        return settings.of_pool(settings.load_config(file), model, is_engine, pool)
+
     return uvloop.run(runtime.run(role, main, loaded, login, model, stage, reread, listeners))
 
 

@@ -147,7 +147,8 @@ def _resource_of(needs: DeviceNeeds) -> str:
 
 def _arguments(worker: WorkerSpec) -> list[str]:
     arguments = ["worker", worker.role, "--config", CONFIG_PATH]
-    for option, value in (("--model", worker.model), ("--stage", worker.stage)):
+    options = {"--model": worker.model, "--stage": worker.stage, "--pool": worker.pool}
+    for option, value in options.items():
         if value is not None:
             arguments += [option, value]
     return arguments
