@@ -11,20 +11,23 @@ import torch
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
+from shared.bus.reading import StoredMessage
 from shared.codec.tensors import from_torch
 from shared.config.schema import BlobsConfig
 from shared.errors import ConfigError, DecodeError, EncodingFailed
 from shared.protocol import subjects
-from shared.protocol.pipeline import LATENTS, Edge
-from shared.protocol.task_messages import TaskHeader
-from shared.stage.inputs import RequestEnded
+from shared.protocol.pipeline import LATENTS, TEXTS, Edge
+from shared.protocol.task_messages import TaskHeader, TextsBody
+from shared.stage import tasks
 from shared.state import item_results
 from tests.generator import painters
 from tests.shared.stage.test_worker_loop import accept
+from tests.support.waiting import until
 from workers.generator.core.denoising import Condition
-from workers.generator.image_items import MAX_LOSSES, StageFiles
+from workers.generator.image_items import MAX_LOSSES, StageFiles, StageTexts
 from workers.generator.image_loader import load_image_model
 from workers.generator.image_parts import Caller
+from workers.generator.image_thread import Encode
 from workers.generator.text_store import TextStore, decode_texts, encode_texts
 
 LATENT = from_torch(torch.ones(2, 3))
@@ -76,39 +79,59 @@ def test_a_blob_with_another_number_of_tensors_is_not_read() -> None:
         decode_texts(changed)
 
 
+async def caller_of(bus: Bus, model: str, name: str) -> Caller:
+    request_id = f"{model}-{name}"
+    ticket = await accept(bus, model, request_id)
+    header = TaskHeader(request_id, model, "interactive", ticket, outputs=["image"])
+    return Caller(header, "", 0.0, lambda: None)
+
+
+async def tasks_of(bus: Bus, model: str, stage: str) -> list[StoredMessage]:
+    where = subjects.stage_filter(stage, model, "interactive")
+    return await bus.read(subjects.STAGES_STREAM, where)
+
+
+async def test_requests_with_equal_texts_in_one_scope_share_a_task(bus: Bus, model: str) -> None:
+    edge, texts = Edge("dit", "text_encoder", TEXTS, "item", "fan_out"), [text_of(9)]
+    async with store_of(bus) as store:
+        encoder = StageTexts(bus, edge, store, "weights")
+        callers = [await caller_of(bus, model, name) for name in "abc"]
+        # The third request has another scope, as the requests of another tenant have.
+        encodes = [Encode(("a cat", ""), scope) for scope in ("x", "x", "y")]
+        encoding = [
+            asyncio.create_task(encoder.encode(caller, encode))
+            for caller, encode in zip(callers, encodes, strict=True)
+        ]
+
+        async def published() -> list[StoredMessage] | None:
+            stored = await tasks_of(bus, model, "text_encoder")
+            return stored if len(stored) == 2 else None
+
+        for message in await until(published):
+            task, _ = tasks.decode(message.data, TextsBody)
+            await store.put(task.body.key, texts, bus.now_ms() + 2_000)
+        assert await asyncio.gather(*encoding) == [texts] * 3
+        # A later request finds the result.
+        assert await encoder.encode(await caller_of(bus, model, "d"), encodes[0]) == texts
+        assert len(await tasks_of(bus, model, "text_encoder")) == 2
+
+
 async def test_a_result_that_is_lost_again_and_again_is_an_error(
     bus: Bus, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(item_results, "LOOK_S", 0.05)
-    ticket = await accept(bus, model, f"{model}-r")
-    header = TaskHeader(f"{model}-r", model, "interactive", ticket, outputs=["image"])
     files = StageFiles(bus, Edge("dit", "vae", LATENTS, "item", "fan_out"))
-    removed = set[int]()
-    caller = Caller(header, "", 0.0, lambda: None)
+    caller, removed = await caller_of(bus, model, "r"), set[int]()
     storing = asyncio.create_task(files.store(caller, 0, LATENT, (8, 8), None))
     # As if a worker removed the task, and died with the result.
     while not storing.done():
-        for task in await bus.read(
-            subjects.STAGES_STREAM, subjects.stage_filter("vae", model, "interactive")
-        ):
+        for task in await tasks_of(bus, model, "vae"):
             removed.add(task.sequence)
             await bus.delete(subjects.STAGES_STREAM, task.sequence)
         await asyncio.sleep(0)
     with pytest.raises(EncodingFailed, match=f"of the stage vae were lost {MAX_LOSSES} times"):
         storing.result()
     assert len(removed) == MAX_LOSSES
-
-
-async def test_a_request_that_has_ended_does_not_wait(bus: Bus, model: str) -> None:
-    ticket = await accept(bus, model, f"{model}-r")
-    header = TaskHeader(f"{model}-r", model, "interactive", ticket, outputs=["image"])
-    files = StageFiles(bus, Edge("dit", "vae", LATENTS, "item", "fan_out"))
-
-    def check() -> None:
-        raise RequestEnded
-
-    with pytest.raises(RequestEnded):
-        await files.store(Caller(header, "", 0.0, check), 0, LATENT, (8, 8), None)
 
 
 def test_a_painter_without_parts_has_no_separate_stages(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class TextWorker(GeneratorWorker):
             return Abandoned()
         images = await self._images.read(body.images, body.tenant)
         encode = Encode(tuple(body.texts), body.scope, tuple(body.images), images)
-        texts = await self._thread.encode(task.header.request_id, 0, encode, body.due_s)
+        texts = await self._thread.encode(task.header.request_id, encode, body.due_s)
         await self._store.put(body.key, texts, expires_ms)
         return Done()
 
