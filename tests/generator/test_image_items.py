@@ -5,29 +5,42 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import structlog
 import torch
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
+from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch
-from shared.config.schema import BlobsConfig
+from shared.config.schema import BlobsConfig, Config, ModelConfig, StageConfig
 from shared.errors import ConfigError, DecodeError, EncodingFailed
 from shared.protocol import subjects
 from shared.protocol.pipeline import LATENTS, TEXTS, Edge
 from shared.protocol.task_messages import TaskHeader, TextsBody
 from shared.stage import tasks
+from shared.stage.inputs import RequestEnded
+from shared.stage.runtime import Context
 from shared.state import item_results
 from tests.generator import painters
+from tests.generator.painters import WatchedPainter
 from tests.shared.stage.test_worker_loop import accept
 from tests.support.waiting import until
-from workers.generator.core.denoising import Condition
-from workers.generator.image_items import MAX_LOSSES, StageFiles, StageTexts
+from workers.generator.core.denoising import Condition, Pixels, Size
+from workers.generator.image_items import (
+    MAX_CLAIMED,
+    MAX_LOSSES,
+    LatentsWorker,
+    StageFiles,
+    StageTexts,
+)
 from workers.generator.image_loader import load_image_model
 from workers.generator.image_parts import Caller
-from workers.generator.image_thread import Encode
+from workers.generator.image_thread import Encode, ImageThread
 from workers.generator.text_store import TextStore, decode_texts, encode_texts
 
 LATENT = from_torch(torch.ones(2, 3))
@@ -132,6 +145,66 @@ async def test_a_result_that_is_lost_again_and_again_is_an_error(
     with pytest.raises(EncodingFailed, match=f"of the stage vae were lost {MAX_LOSSES} times"):
         storing.result()
     assert len(removed) == MAX_LOSSES
+
+
+async def test_a_request_that_has_ended_does_not_wait(bus: Bus, model: str) -> None:
+    def check() -> None:
+        raise RequestEnded
+
+    files = StageFiles(bus, Edge("dit", "vae", LATENTS, "item", "fan_out"))
+    caller = await caller_of(bus, model, "r")
+    with pytest.raises(RequestEnded):
+        await files.store(caller._replace(check=check), 0, LATENT, (8, 8), None)
+
+
+class GatedDecoder(WatchedPainter):
+    """A painter with a decoder that waits for `may_go_on`."""
+
+    def pixels(self, latents: TensorData, size: Size) -> Pixels:
+        assert self.may_go_on.acquire(timeout=20)
+        return super().pixels(latents, size)
+
+
+async def test_tasks_stay_in_the_queue_for_other_workers(bus: Bus, model: str) -> None:
+    stages: dict[str, Any] = {
+        "vae": {
+            "role": "generator",
+            "inputs": {"latents": {"from": "dit", "function": "item", "mode": "fan_out"}},
+        }
+    }
+    config = Config(
+        {model: ModelConfig("nowhere", stages=msgspec.convert(stages, dict[str, StageConfig]))}
+    )
+    name, log = f"generator-{secrets.token_hex(4)}", structlog.get_logger()
+    context = Context("generator", name, model, config, bus, log, "vae")
+    painter = GatedDecoder(gated=True)
+    serving = asyncio.create_task(LatentsWorker(context, model, ImageThread(painter, 8)).serve())
+    files = StageFiles(bus, Edge("dit", "vae", LATENTS, "item", "fan_out"))
+    caller = await caller_of(bus, model, "r")
+    latents = from_torch(torch.zeros(3, 16, 16, dtype=torch.float64))
+    storing = [
+        asyncio.create_task(files.store(caller, number, latents, (16, 16), None))
+        for number in range(5)
+    ]
+
+    async def claimed() -> int:
+        names = [task.subject.rpartition(".")[2] for task in await tasks_of(bus, model, "vae")]
+        attempts = [
+            await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(name)) for name in names
+        ]
+        return sum(map(bool, attempts))
+
+    async def is_full() -> bool:
+        return await claimed() >= MAX_CLAIMED
+
+    await until(is_full)
+    assert await claimed() == MAX_CLAIMED
+    painter.may_go_on.release(5)
+    urls = await asyncio.gather(*storing)
+    assert len(set(urls)) == 1
+    context.shutdown.begin()
+    await serving
+    await context.close()
 
 
 def test_a_painter_without_parts_has_no_separate_stages(tmp_path: Path) -> None:
