@@ -282,7 +282,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("gauge", EVERY, ()): {
         "start_time_seconds": "Start of the worker: Unix time of the broker's clock.",
-        "info{version}": "Always 1.",
+        "info{version,stage}": (
+            "Always 1. The stage of a worker may have another name than its role; the label"
+            " `worker` joins it with other metrics."
+        ),
     },
     ("gauge", "`pagemill metrics`", ()): {
         "up": "1 for a worker that has replied, 0 for one with a heartbeat but without a reply.",

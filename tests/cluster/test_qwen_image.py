@@ -27,7 +27,7 @@ from shared.models.image_folder import read_image_folder
 from shared.protocol import subjects
 from shared.protocol.images import ImageParams, PaintParams
 from shared.protocol.messages import decode_attempt
-from shared.protocol.records import Finish, ImageRecord, StepState
+from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from tests import preloaded
@@ -150,6 +150,20 @@ async def test_each_stage_is_killed_while_a_request_needs_it(
     assert_painted(await client.read_media(bus, image.media), prompt, params)
     assert [state.step for state in await steps_of(bus, "stages")] == [1, 2]
     await until_nothing_is_left(bus)
+
+
+async def test_a_request_does_not_wait_for_a_stage_beyond_its_deadline(
+    processes: Processes, bus: Bus
+) -> None:
+    options = ImageParams("48x48", 1, 3, 1.0, None, 7)
+    request = GenerateRequest(MODEL, prompt="a late star", image=options, timeout_s=2.0)
+    with processes.stopped("text_encoder"):
+        (failure,) = [record async for record in client.ask(bus, request, "late")]
+    assert isinstance(failure, Failure)
+    assert failure.error.code == "deadline_exceeded"
+    # The task that no request needs any more is removed.
+    await until_nothing_is_left(bus)
+    assert not await steps_of(bus, "late")
 
 
 async def has_item(bus: Bus, stage: str) -> bool:

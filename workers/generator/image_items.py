@@ -31,6 +31,9 @@ from workers.generator.input_images import InputImages
 from workers.generator.text_store import TextStore
 from workers.generator.worker import GeneratorWorker
 
+MAX_CLAIMED = 2
+"""Limit on tasks that a worker claims: one is computed, and one is next. More would wait in this
+worker, although another one of the stage may be idle."""
 MAX_LOSSES = 3
 """Limit on the results of one item task that may be lost, for one attempt at a request."""
 
@@ -116,7 +119,7 @@ async def _result_of(
 class TextWorker(GeneratorWorker):
     """Encodes texts for stages that paint."""
 
-    body = TextsBody
+    body, max_claimed = TextsBody, MAX_CLAIMED
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class TextWorker(GeneratorWorker):
             return Abandoned()
         images = await self._images.read(body.images, body.tenant)
         encode = Encode(tuple(body.texts), body.scope, tuple(body.images), images)
-        texts = await self._thread.encode(task.header.request_id, 0, encode, body.due_s)
+        texts = await self._thread.encode(task.header.request_id, encode, body.due_s)
         await self._store.put(body.key, texts, expires_ms)
         return Done()
 
@@ -146,7 +149,7 @@ class TextWorker(GeneratorWorker):
 class LatentsWorker(GeneratorWorker):
     """Decodes latents for stages that paint, and stores the files."""
 
-    body = LatentsBody
+    body, max_claimed = LatentsBody, MAX_CLAIMED
 
     def __init__(self, context: Context, model: str, thread: ImageThread) -> None:
         super().__init__(context, model, thread)

@@ -55,7 +55,7 @@ class ThreadTexts:
         self._thread = thread
 
     async def encode(self, caller: Caller, encode: Encode) -> list[Condition]:
-        return await self._thread.encode(caller.header.request_id, 0, encode, caller.due_s)
+        return await self._thread.encode(caller.header.request_id, encode, caller.due_s)
 
 
 class ThreadFiles:

@@ -23,6 +23,8 @@ class GeneratorWorker(ABC):
     """Serves one stage; a subclass handles its tasks."""
 
     body: ClassVar[type[TaskBody]]
+    max_claimed: ClassVar[int | None] = None
+    """Limit on tasks in flight of each lane; None for `generator.max_tasks`."""
 
     def __init__(self, context: Context, model: str, units: UnitThread[Any, Any]) -> None:
         self._context = context
@@ -39,9 +41,8 @@ class GeneratorWorker(ABC):
         metrics.set_function("generator_waiting_units", lambda: units.num_waiting)
         self._register_metrics()
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
-        await loop.add_stage(
-            [self._model], context.config.generator.max_tasks, self.body, self._run
-        )
+        capacity = self.max_claimed or context.config.generator.max_tasks
+        await loop.add_stage([self._model], capacity, self.body, self._run)
         context.ready([self._model], lambda: self._load(loop))
         loop.depend_on(units.work())
         loop.depend_on(self._watch())
