@@ -155,7 +155,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     configuration file."""
     pools: "dict[Name, EnginePool]" = {}
     """Pools of the model's engines with different settings, such as one on GPUs and one on CPUs.
-    They serve the same queues. Settings that a pool does not have are those of `engine`."""
+    They serve the same queues. Settings that a pool leaves out are taken from `engine`."""
     slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
     """Number of queues of the model's engines in each lane. With more than 1, requests with the
     same beginning wait in the same queue, and one engine serves this queue before the others."""

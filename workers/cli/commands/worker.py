@@ -5,6 +5,7 @@ import importlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import uvloop
@@ -47,8 +48,7 @@ def worker(
         The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
         autoscaler, pool or gateway.
     model
-        The model that a worker of a stage serves; needed only when several are
-        configured.
+        The model that a worker of a stage serves; needed only when several are configured.
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role, or else the only one of this role.
@@ -79,19 +79,23 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if role == POOL:
-        workers, pools = pool_worker.plan_workers(loaded, names)
-        # Forked before torch is hidden from this process.
-        preloader = preload(loaded, [*workers, *(scaled.spec for scaled in pools)])
-        processes = WorkerProcesses(file, nats, preloader=preloader)
-        main: runtime.Main = partial(load_main(role), roles=names, processes=processes)
-    else:
-        main = load_main(role)
+    main = _prepare_pool(loaded, names, file, nats) if role == POOL else load_main(role)
 
     def reread() -> Config:
         return settings.of_pool(settings.load_config(file), model, is_engine, pool)
 
     return uvloop.run(runtime.run(role, main, loaded, login, model, stage, reread, listeners))
+
+
+def _prepare_pool(
+    config: Config, roles: Sequence[str], file: Path | None, nats: str | None
+) -> runtime.Main:
+    """Return the `main` of a pool that starts and stops workers of these roles."""
+    workers, pools = pool_worker.plan_workers(config, roles)
+    # Forked before torch is hidden from this process.
+    preloader = preload(config, [*workers, *(scaled.spec for scaled in pools)])
+    processes = WorkerProcesses(file, nats, preloader=preloader)
+    return partial(load_main(POOL), roles=roles, processes=processes)
 
 
 def _bind(config: Config, role: str) -> Listeners:
