@@ -79,8 +79,8 @@ def test_a_pool_is_found_by_its_stage_if_it_is_the_only_one() -> None:
             {},
             "scale.pools[0]: min: 3 is more than max, 2",
         ),
-        ([{"role": "engine", "min": -1}], {}, "scale.pools[0].min: Expected `int` >= 0"),
-        ([{"role": "engine", "idle_s": -1}], {}, "scale.pools[0].idle_s: Expected `float` >= 0"),
+        ([{"role": "engine", "min": -1}], {}, "scale.pools[0].min: must be at least 0"),
+        ([{"role": "engine", "idle_s": -1}], {}, "scale.pools[0].idle_s: must be at least 0"),
         (
             [{"role": "engine", "maximum": 1}],
             {},

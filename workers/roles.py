@@ -124,6 +124,7 @@ for _spec in (
         # The one vocoder that there is computes with numpy; a stage that paints loads torch itself.
         uses_torch=False,
         may_load_torch=True,
+        has_blobs=True,
     ),
     RoleSpec(
         AGENT,

@@ -162,8 +162,13 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
                 yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
         if model.quantization is not None:
             key = f"models.{name}.quantization"
-            if model.dtype not in ("float32", "bfloat16"):
+            if model.dtype not in ("auto", "float32", "bfloat16"):
                 yield Fault(key, f"int8 needs dtype bfloat16 or float32, not {model.dtype}")
+            if config.engine.device == "cuda":
+                yield Fault(
+                    key,
+                    "int8 does not run on a GPU: remove the setting, or set engine.device to cpu",
+                )
             if model.adapters:
                 yield Fault(key, "int8 and LoRA adapters exclude each other")
 
@@ -205,6 +210,15 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
 
 def _faults_of_devices(config: Config) -> Iterator[Fault]:
     for key, settings in device_sections(config):
+        name, _, index = settings.device.partition(":")
+        if name == "cuda" and index:
+            yield Fault(
+                f"{key}.device",
+                f"a process uses the one GPU that it sees: write cuda instead of {settings.device},"
+                f" and devices: [{index}]",
+            )
+        elif settings.device not in ("cpu", "cuda"):
+            yield Fault(f"{key}.device", f"{settings.device!r} is not cpu or cuda")
         if (fault := fault_of_memory(settings.gpu_memory)) is not None:
             yield Fault(f"{key}.gpu_memory", fault)
         if settings.devices and settings.device != "cuda":

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from shared.config.gpu_memory import DEFAULT, GpuMemory
+from shared.helpers import patterns
 from shared.native.choices import KernelSetting
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
@@ -17,8 +18,8 @@ from shared.scaling.pools import Count, PoolSettings
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
-TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+Name = Annotated[str, Meta(pattern=patterns.NAME)]
+TenantName = Annotated[str, Meta(pattern=patterns.TENANT_NAME)]
 Graph = Literal[
     "qwen3-omni",
     "qwen2.5-omni",
@@ -100,13 +101,15 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     """Folder in Hugging Face format, relative to the configuration file."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights. With float64, an answer does not depend on other requests of its
-    batch."""
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights. `auto` is `float32` on a CPU. On a GPU it is the type in which the
+    weights were saved, and `bfloat16` for weights of more than 16 bits; `pagemill check` prints
+    it. With `float64`, an answer does not depend on other requests of its batch."""
     quantization: Literal["int8"] | None = None
     """`int8` rounds the linear layers of the decoder to 8 bits while they are read, with one scale
-    per output channel. All other weights keep `dtype`, which must be `bfloat16` or `float32`.
-    Without the C++ kernels, the matrix products are fast only with `bfloat16`."""
+    per output channel. All other weights keep `dtype`, which must be `bfloat16`, `float32` or
+    `auto`. Without the C++ kernels, the matrix products are fast only with `bfloat16`. On a GPU it
+    is refused."""
     max_model_len: Positive | None = None
     """Limit on prompt and answer together, in tokens; by default the model's own limit."""
     max_images: Annotated[int, Meta(ge=0)] = 8
@@ -152,7 +155,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     configuration file."""
     pools: "dict[Name, EnginePool]" = {}
     """Pools of the model's engines with different settings, such as one on GPUs and one on CPUs.
-    They serve the same queues, and take the settings that they omit from `engine`."""
+    They serve the same queues. Settings that a pool leaves out are taken from `engine`."""
     slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
     """Number of queues of the model's engines in each lane. With more than 1, requests with the
     same beginning wait in the same queue, and one engine serves this queue before the others."""
@@ -375,7 +378,8 @@ class EncoderConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
 
 
 class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Storage for embeddings that encoders compute for engines."""
+    """Storage for embeddings that encoders compute for engines. Texts that are encoded for images
+    are always in memory."""
 
     storage: Literal["memory", "directory"] = "memory"
     """`memory`: the encoder's memory, read through the transports of `blobs`. `directory`: a
@@ -383,7 +387,7 @@ class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     path: str | None = None
     """Directory that all workers share, relative to the configuration file."""
     ttl_s: Seconds = 600.0
-    """Time for which embeddings are stored."""
+    """Time for which embeddings and encoded texts are stored."""
     max_mib: Positive = 4096
     """Limit on the total size of one model's files in the directory. In memory the limit is
     `blobs.arena_mib`."""
@@ -596,7 +600,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     """Name in logs and metrics; not secret."""
-    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Meta(pattern=patterns.SHA256)]
     """SHA-256 digest of the key. The key itself is not stored."""
     tenant: str | None = None
     """Tenant of the key, by default the key's name. The key can access only the cached and stored
@@ -624,7 +628,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     answers and files with the clients of this tenant that use NATS."""
     allow_anonymous: bool = False
     """Permit an address other than loopback without keys."""
-    hosts: list[Annotated[str, Meta(pattern="^[a-z0-9.:-]+$")]] = []
+    hosts: list[Annotated[str, Meta(pattern=patterns.HOST)]] = []
     """Host names, without a port, that requests may contain in addition to `localhost`, loopback
     addresses and the name in `public_url`. By default all names are accepted, except by a gateway
     without keys on a loopback address: a foreign web page could reach it by a name that resolves to
@@ -648,7 +652,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_answer_mib: Positive = 256
     """Limit on the size of log probabilities or embeddings of an answer that is not streamed. Four
     answers of this size may be in progress at one time."""
-    public_url: Annotated[str, Meta(pattern="^https?://")] | None = None
+    public_url: Annotated[str, Meta(pattern=patterns.HTTP_URL)] | None = None
     """Address at which clients reach the gateway, for the URLs of images; by default the Host
     header of a request."""
     cors_origins: list[str] = []

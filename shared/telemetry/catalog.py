@@ -100,6 +100,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "request_success_total{finished_reason}": (
             "Successful answers, by the finish reason of their last choice: `stop` or `length`."
         ),
+        "gpu_steps_total{kind}": (
+            "Steps on a GPU: `graph` for decodes that were replayed as CUDA graphs, `eager` for all"
+            " other steps."
+        ),
     },
     ("histogram", ENGINE, SIZES): {
         "iteration_tokens_total": "Tokens in one model step.",
@@ -150,7 +154,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("histogram", GENERATOR, SIZES): {
-        "generator_batch_size": "Chunks of sound or steps of images in one batch.",
+        "generator_batch_size": "Chunks of sound, or steps or texts of images, in one batch.",
     },
     ("counter", GENERATOR, ()): {
         "image_steps_total": "Computed denoising steps of all images.",
@@ -162,7 +166,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("gauge", GENERATOR, ()): {
-        "generator_waiting_units": "Chunks of sound and steps of images that wait for a batch.",
+        "generator_waiting_units": "Chunks of sound, steps and texts that wait for a batch.",
     },
     ("counter", RENDERER, ()): {
         "rendered_requests_total": "Requests forwarded to engines.",
@@ -282,7 +286,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("gauge", EVERY, ()): {
         "start_time_seconds": "Start of the worker: Unix time of the broker's clock.",
-        "info{version}": "Always 1.",
+        "info{version,stage}": (
+            "Always 1. The stage of a worker may have another name than its role; the label"
+            " `worker` joins it with other metrics."
+        ),
     },
     ("gauge", "workers on GPUs", ()): {
         "gpu_memory_used_bytes{gpu}": (

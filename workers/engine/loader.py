@@ -13,6 +13,7 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError, first_sentence
 from shared.helpers.heap import returning_freed_memory
 from shared.models import registry
+from shared.models.dtypes import choose_dtype, saved_dtype
 from shared.models.language import LanguageAdapter
 from shared.models.reach import count_positions
 from shared.models.states import recurrent_layers
@@ -113,7 +114,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep, speaks: b
     pooling = read_pooling(folder, model.pooling)
     longest = count_positions(text_config)
     max_model_len = min(longest, model.max_model_len or longest)
-    dtype = getattr(torch, model.dtype)
+    dtype = _choose_dtype(config, model, engine)
     block_size = _resolve_block_size(engine)
     # The language model is loaded without its tower.
     tower = registry.find_tower(config)
@@ -163,6 +164,15 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep, speaks: b
     )
 
 
+def _choose_dtype(config: Any, model: ModelConfig, engine: EngineConfig) -> torch.dtype:
+    saved = saved_dtype(config)
+    served = choose_dtype(model.dtype, saved, engine.device)
+    if engine.device == "cuda" and served != saved:
+        structlog.get_logger().info("dtype_chosen", dtype=served, saved=saved)
+    dtype: torch.dtype = getattr(torch, served)
+    return dtype
+
+
 def _keeps_numbers(text_config: Any, model: ModelConfig, engine: EngineConfig) -> bool:
     """Return whether quantized weights are kept: the C++ kernels read them, and torch does not."""
     return (
@@ -202,7 +212,9 @@ def _load_talker(
     folder = Path(model.path)
     _check_files(folder)
     set_step(READING)
-    talker = load_part(getattr(torch, model.dtype), engine.device, _media_parts_of(model))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    dtype = _choose_dtype(config, model, engine)
+    talker = load_part(dtype, engine.device, _media_parts_of(model))
     longest: int = talker.decoder.config.max_position_embeddings
     max_model_len = min(longest, model.max_model_len or longest)
     block_size = _resolve_block_size(engine)

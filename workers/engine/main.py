@@ -113,6 +113,10 @@ async def build(context: Context, reads_last: bool = True) -> Built:
         context.step("measuring the memory of steps")
         loaded = await asyncio.to_thread(size_cache, loaded, engine, memory)
     core = await asyncio.to_thread(build_core, loaded, engine, items.share)
+    if (decoder := loaded.model).device.type == "cuda":
+        metrics = context.metrics.of(name)
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_graph_steps, kind="graph")
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_eager_steps, kind="eager")
     layout = None
     if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")

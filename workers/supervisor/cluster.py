@@ -73,6 +73,8 @@ class LocalCluster:
         """URL of a gateway of this cluster, once it is ready."""
         self.show: Show = Quiet()
         """Receiver of the progress of the start."""
+        self.when_connectable: Callable[[], None] | None = None
+        """Is called as soon as the broker accepts connections, before any worker starts."""
         self.follow: Callable[[Bus], Awaitable[None]] | None = None
         """Scales pools of workers over a connection, until it is cancelled."""
         self.when_ready: Callable[[Bus], Awaitable[None]] | None = None
@@ -91,6 +93,8 @@ class LocalCluster:
             self.show.progress(title, "starting")
         if not self.url:
             await self._start_broker()
+        if self.when_connectable is not None:
+            self.when_connectable()
         self._refused = asyncio.get_running_loop().create_future()
         for worker in self._workers:
             self.supervisor.add(worker)

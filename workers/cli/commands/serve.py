@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +10,6 @@ import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from shared.bus.bus import Bus
 from shared.bus.embedded_server import check_port
 from shared.config.schema import Config
 from shared.errors import ConfigError
@@ -84,12 +84,12 @@ def up(
         cluster = local_cluster(loaded, file, nats, WorkerSpec(GATEWAY))
         with contextlib.ExitStack() as until_stopped:
 
-            async def begin(bus: Bus) -> None:
+            def name_file() -> None:
                 settings.set_running_file(file if models else None)
                 until_stopped.callback(settings.set_running_file, None)
-                await start_on_first_use(bus, cluster.supervisor)
 
-            cluster.when_ready = begin
+            cluster.when_connectable = name_file
+            cluster.when_ready = partial(start_on_first_use, supervisor=cluster.supervisor)
             return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)

@@ -47,8 +47,7 @@ def worker(
         The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
         autoscaler, pool or gateway.
     model
-        The model that a worker of a stage serves; needed only when several are
-        configured.
+        The model that a worker of a stage serves; needed only when several are configured.
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role, or else the only one of this role.
@@ -78,15 +77,15 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    main = _load_pool(loaded, names, file, nats) if role == POOL else load_main(role)
+    main = _prepare_pool(loaded, names, file, nats) if role == POOL else load_main(role)
     running = runtime.run(role, main, loaded, login, model, stage, reread, listeners, pool)
     return uvloop.run(running)
 
 
-def _load_pool(
+def _prepare_pool(
     config: Config, roles: Sequence[str], file: Path | None, nats: str | None
 ) -> runtime.Main:
-    """Return the `main` of a pool, which starts workers of these roles."""
+    """Return the `main` of a pool that starts and stops workers of these roles."""
     workers, pools = pool_worker.plan_workers(config, roles)
     # Forked before torch is hidden from this process.
     preloader = preload(config, [*workers, *(scaled.spec for scaled in pools)])
