@@ -54,11 +54,13 @@ class NullFamily:
     """Language adapter of a model with three axes of positions and no layers."""
 
     num_position_rows = 3
+    position_type = "int64"
+    attends_items = False
 
     def __init__(self) -> None:
-        config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE)
-        self.decoder = SimpleNamespace(config=config)
+        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_hidden_layers": 0}
         self.model = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+        self.decoder = SimpleNamespace(config=SimpleNamespace(**sizes), **vars(self.model))
         self._rows = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
 
     def input_embeddings(self, token_ids: Tensor) -> Tensor:
