@@ -170,6 +170,8 @@ class Settings(Struct, frozen=True):
     """Share of the requests with stop strings."""
     num_blocks: int = 256
     max_num_seqs: int = 16
+    steps_ahead: Literal[0, 1] = 0
+    """Steps that engines launch before the tokens of the step before them are known."""
     timeout_s: float = 240.0
     """Deadline of all requests that are expected to finish."""
     ack_wait_s: float = 2.0

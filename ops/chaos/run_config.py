@@ -83,6 +83,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             "threads": 1,
             "num_blocks": settings.num_blocks,
             "max_num_seqs": settings.max_num_seqs,
+            "steps_ahead": settings.steps_ahead,
         },
         "scale": {"pools": [] if settings.scaled is None else [_pool_of(settings.scaled)]},
         "log_level": "warning",

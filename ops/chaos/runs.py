@@ -172,6 +172,7 @@ QUICK: dict[str, Settings] = {
         fault_every_s=4.0,
         engines=2,
         encoders=2,
+        steps_ahead=1,
         max_tokens=(16, 96),
         mix=Mix(images=0.7),
         faults={
@@ -187,6 +188,7 @@ QUICK: dict[str, Settings] = {
         requests=200,
         rate=14.0,
         gateways=2,
+        steps_ahead=1,
         fault_every_s=1.2,
         faults=MIXED | {"kill:gateway": 1.5, "stop:gateway": 0.7, "drain:gateway": 0.7},
         timeout_s=60.0,

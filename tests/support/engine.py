@@ -19,7 +19,7 @@ from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.protocol.task_messages import RequestTicket
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop
-from tests.fakes import FakeRunner
+from tests.fakes import FakeLaunched, FakeRunner
 from tests.support.waiting import until
 from tests.support.workers import Announcement
 from tests.tasks import engine_task
@@ -70,6 +70,13 @@ def make_core(
     )
 
 
+def run_batch(runner: StepRunner, batch: Batch) -> list[list[SampledToken]]:
+    """Launch a batch, sample the tokens of all its sequences and return them."""
+    launched = runner.launch(batch)
+    launched.sample(range(len(batch.scheduled)))
+    return launched.result()
+
+
 class StepwiseRunner(FakeRunner):
     """Runner each of whose steps waits until the test releases `go_on`."""
 
@@ -79,10 +86,10 @@ class StepwiseRunner(FakeRunner):
         self.served: dict[str, None] = {}
         """Requests in the order in which they have begun."""
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def launch(self, batch: Batch) -> FakeLaunched:
         self.go_on.acquire()
         self.served |= dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
-        return super().run(batch)
+        return super().launch(batch)
 
 
 class EngineRig:

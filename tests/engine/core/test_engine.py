@@ -17,12 +17,12 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.request_state import Decode
 from workers.engine.core.sequence import (
-    Batch,
     EngineRequest,
     Item,
     LoggedChoice,
     RequestOutput,
     SampledToken,
+    ScheduledSequence,
 )
 
 MAX_MODEL_LEN = 24
@@ -523,11 +523,10 @@ def test_a_cached_image_is_encoded_if_its_blocks_are_evicted_after_a_preemption(
 class RaisesAtTheEnd(FakeRunner):
     """Prompt logprobs, which show that earlier runs have not spoiled the blocks."""
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
-        tokens = super().run(batch)
-        if any(s.samples and s.sequence.request_id == "bad" for s in batch.scheduled):
+    def sample(self, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
+        if any(s.samples and s.sequence.request_id == "bad" for s in scheduled):
             raise ArithmeticError
-        return tokens
+        return super().sample(scheduled)
 
 
 @pytest.mark.parametrize("budget", [4, 64])

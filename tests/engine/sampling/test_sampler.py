@@ -176,10 +176,6 @@ def test_a_very_low_temperature_is_greedy(temperature: float) -> None:
     assert sample(logits, [sequence_of(params)]) == logits.argmax(-1).tolist()
 
 
-def test_no_rows_yield_no_tokens() -> None:
-    assert sample(torch.empty(0, VOCAB_SIZE), []) == []
-
-
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     "params",

@@ -25,6 +25,8 @@ lower priority wait until it continues.
 """
 
 from bisect import insort
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.block_pool import BlockPool
@@ -78,6 +80,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._can_admit = True
         """False while steps admit no sequence: none can be admitted before the state changes."""
+        self._is_ahead = False
+        """Whether the tokens of a step are awaited."""
 
     @property
     def running(self) -> list[Sequence]:
@@ -104,8 +108,7 @@ class Scheduler:
     @property
     def num_without_input(self) -> int:
         """Running sequences that wait for input."""
-        speeches = (sequence for sequence in self._running if sequence.speech is not None)
-        return sum(sequence.num_computable_tokens == 0 for sequence in speeches)
+        return sum(sequence.waits_for_input for sequence in self._running)
 
     @property
     def has_work(self) -> bool:
@@ -130,6 +133,51 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
+
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether a step can be scheduled before the tokens of the step before it are known.
+
+        Drafts and the rows of a talker depend on the last token. There are no drafts if as many
+        sequences run as the limit on drafting allows tokens.
+        """
+        may_draft = len(self._running) < self.max_drafting_tokens
+        for sequence in self._running:
+            if sequence.speech is not None or (may_draft and sequence.drafter is not None):
+                return False
+        return True
+
+    @contextmanager
+    def looking_ahead(self, batch: Batch) -> Iterator[None]:
+        """Schedule the step after a step in flight, as if the tokens of `batch` were computed.
+
+        Tokens that are sampled are awaited; see `Sequence.token_ids`. A sequence that ends with its
+        awaited token is not scheduled. Afterwards all counts are those before the step in flight,
+        but blocks stay allocated, and sequences may have been admitted or preempted.
+        """
+        num_awaited = 0
+        for s in batch.scheduled:
+            s.sequence.num_computed_tokens = s.end
+            if s.samples_token:
+                num_awaited += 1
+                if s.sequence.num_output_tokens + 1 < s.sequence.max_tokens:
+                    s.sequence.token_ids.append(-num_awaited)
+        self._is_ahead = True
+        try:
+            yield
+        finally:
+            self._is_ahead = False
+            for s in batch.scheduled:
+                if s.sequence.token_ids[-1] < 0:
+                    s.sequence.token_ids.pop()
+                if s.sequence.status is Status.RUNNING:
+                    s.sequence.num_computed_tokens = s.start
+
+    def requeue_copied(self, batch: Batch) -> None:
+        """Return the sequences that a dropped step has begun with the copy of a block."""
+        for s in batch.scheduled:
+            if s.copy is not None and s.sequence.status is Status.RUNNING:
+                self._requeue(s.sequence)
 
     def schedule(self) -> Batch:
         """Return the batch of the next step.
@@ -161,7 +209,8 @@ class Scheduler:
         # If all running sequences wait for input, the next step could not admit any either.
         self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._lane.end_step()
-        self._add_drafts(step)
+        if not self._is_ahead:
+            self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
 
     def _schedule_prefills(
@@ -207,16 +256,21 @@ class Scheduler:
     def update_after_step(self, batch: Batch) -> None:
         """Update computed tokens and blocks after the model has run.
 
-        The sampled tokens must already be in the sequences' `token_ids`.
+        The sampled tokens must already be in the sequences' `token_ids`. Sequences that the next
+        step has preempted have no blocks.
         """
         for s in batch.scheduled:
+            sequence = s.sequence
+            if sequence.status is not Status.RUNNING:
+                continue
             if s.draft_token_ids:
                 self._resolve_drafts(s)
             # Rejected drafts do not count, nor does the last token: it was only sampled.
-            stop = s.sequence.num_computed_tokens + s.num_new_tokens
-            s.sequence.num_computed_tokens = min(stop, s.sequence.num_tokens - 1)
+            sequence.num_computed_tokens = min(s.end, sequence.num_tokens - 1)
             if s.samples:
-                self.prefix_cache.on_sampled(s.sequence)
+                if sequence.num_launched_tokens == s.end:
+                    sequence.num_launched_tokens = sequence.num_computed_tokens
+                self.prefix_cache.on_sampled(sequence)
         self._count_kv_slots()
 
     def _resolve_drafts(self, s: ScheduledSequence) -> None:
@@ -346,7 +400,7 @@ class Scheduler:
             if sequence.priority < candidate.priority:
                 return False
             is_slower = sequence.is_batch and not candidate.is_batch
-            if is_slower or sequence.num_computable_tokens == 0:
+            if is_slower or sequence.waits_for_input:
                 self._preempt(sequence, step)
                 return True
         return False
@@ -354,8 +408,11 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, step: StepBudget) -> None:
         """Return a running sequence to the queue; its tokens are computed again later."""
         self.num_preemptions += 1
-        self._stop(sequence)
+        self._requeue(sequence)
         step.remove_sequence(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._stop(sequence)
         sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=_priority)
 

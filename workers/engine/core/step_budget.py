@@ -1,7 +1,5 @@
 """Budget of one step of the scheduler: the numbers of tokens of each kind that are left."""
 
-from dataclasses import replace
-
 from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.sequence import ScheduledSequence, Sequence
 
@@ -69,6 +67,7 @@ class StepBudget:
     def add_drafts(self, sequence: Sequence, draft_token_ids: list[int]) -> None:
         s = self.scheduled[sequence]
         num_new_tokens = s.num_new_tokens + len(draft_token_ids)
-        drafts = tuple(draft_token_ids)
-        self.scheduled[sequence] = replace(s, num_new_tokens=num_new_tokens, draft_token_ids=drafts)
-        self.budget -= len(drafts)
+        self.scheduled[sequence] = ScheduledSequence(
+            sequence, num_new_tokens, s.samples, s.copy, tuple(draft_token_ids)
+        )
+        self.budget -= len(draft_token_ids)

@@ -24,10 +24,12 @@ from workers.engine.sampling.logits_processors import needs_processing, process_
 from workers.engine.sampling.ranked import draw_filtered, rank
 from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
 from workers.engine.sampling.truncation import Filters
+from workers.engine.transfers import Download, upload
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow, and are treated as greedy sampling."""
 RESOLUTION = 2.0**-52
+NOT_FINITE = "the output of the model for a sequence is not finite"
 
 
 class _Operations(NamedTuple):
@@ -39,25 +41,48 @@ class _Operations(NamedTuple):
     """Processed rows are copied, and therefore taken in chunks."""
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """Return the next token id of each sequence, from `logits` [num_sequences, vocab_size].
+class Drawn:
+    """The next token of each row. Until `result`, the tokens may only be known on the device."""
 
-    The logits may have any floating dtype and are not changed.
+    def __init__(self, token_ids: Tensor, greatest: Tensor) -> None:
+        """`token_ids` are int64, `greatest` are the greatest logits: both [num_rows]."""
+        self.token_ids = token_ids
+        self._download = Download(torch.stack([token_ids, greatest.isfinite().long()]))
 
-    Raises ArithmeticError if logits are not finite, as after an overflow, and InvalidRequest if a
-    request has banned every token.
+    def result(self) -> list[int]:
+        """Wait for the tokens. Raises ArithmeticError if logits are not finite."""
+        token_ids, are_finite = self._download.result().tolist()
+        if not all(are_finite):
+            raise ArithmeticError(NOT_FINITE)
+        return list(token_ids)
+
+
+def draw_tokens(logits: Tensor, sequences: list[Sequence]) -> Drawn:
+    """Draw the next tokens of one or more sequences, from `logits` [num_sequences, vocab_size].
+
+    The logits may have any floating dtype and are not changed. Raises ArithmeticError if the logits
+    of a row with filters or processors are not finite, as after an overflow, and InvalidRequest if
+    a request has banned every token.
     """
     groups: dict[_Operations, list[int]] = defaultdict(list)
     for row, sequence in enumerate(sequences):
         groups[_operations_of(sequence)].append(row)
-    token_ids = [0] * len(sequences)
-    for operations, rows in groups.items():
-        for chunk in iterate_chunks(rows, logits) if operations.is_processed else [rows]:
-            of_chunk = [sequences[row] for row in chunk]
-            chosen = _sample_rows(take_rows(logits, chunk).float(), of_chunk, operations)
-            for row, token_id in zip(chunk, chosen, strict=True):
-                token_ids[row] = token_id
-    return token_ids
+    parts = [
+        (chunk, _draw_rows(take_rows(logits, chunk).float(), of_chunk, operations))
+        for operations, rows in groups.items()
+        for chunk in (iterate_chunks(rows, logits) if operations.is_processed else [rows])
+        for of_chunk in ([sequences[row] for row in chunk],)
+    ]
+    if len(parts) == 1:
+        return Drawn(*parts[0][1])
+    order = upload([row for chunk, _ in parts for row in chunk], logits.device).argsort()
+    token_ids, greatest = (torch.cat([columns[i] for _, columns in parts])[order] for i in range(2))
+    return Drawn(token_ids, greatest)
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    """Return the tokens of `draw_tokens`. Raises ArithmeticError for any row that is not finite."""
+    return draw_tokens(logits, sequences).result()
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -76,25 +101,30 @@ def _operations_of(sequence: Sequence) -> _Operations:
     return _Operations(is_greedy, has_filter and not is_greedy, needs_processing(sequence))
 
 
-def _sample_rows(logits: Tensor, sequences: list[Sequence], operations: _Operations) -> list[int]:
-    """Sample from `logits` [num_sequences, vocab_size] float32."""
+def _draw_rows(
+    logits: Tensor, sequences: list[Sequence], operations: _Operations
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and greatest logits, from `logits` [num_sequences, vocab_size] float32."""
     if operations.is_processed:
         check_finite(logits.amax(-1))
         logits = process_logits(logits, sequences)
     if operations.is_greedy:
         token_ids = _argmax(logits)
-        _check_greatest(logits.gather(1, token_ids[:, None]), operations)
+        greatest = logits.gather(1, token_ids[:, None])
+        if operations.is_processed:
+            _check_greatest(greatest, operations)
     elif operations.is_filtered:
         ranked = rank(logits)
-        _check_greatest(ranked.logits[:, :1], operations)
+        greatest = ranked.logits[:, :1]
+        _check_greatest(greatest, operations)
         token_ids = draw_filtered(logits, ranked, *_parameters_of(sequences, logits))
     else:
         greatest = logits.amax(-1, keepdim=True)
-        _check_greatest(greatest, operations)
+        if operations.is_processed or logits.device.type == "cpu":
+            _check_greatest(greatest, operations)
         filters, points = _parameters_of(sequences, logits)
         token_ids = draw_unfiltered(logits, greatest, filters.temperature, points)
-    chosen: list[int] = token_ids.tolist()
-    return chosen
+    return token_ids, greatest[:, 0]
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -106,7 +136,7 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def _check_greatest(greatest: Tensor, operations: _Operations) -> None:
-    """Raise the errors of `sample`, from the greatest logit of each row."""
+    """Raise the errors of `draw_tokens`, from the greatest logit of each row."""
     if operations.is_processed and bool(greatest.isneginf().any()):
         raise InvalidRequest(
             "the sampling parameters leave no token to choose", field="sampling_params"
@@ -121,25 +151,28 @@ def check_finite(values: Tensor) -> None:
     """
     # For so few values, NumPy takes a tenth of the time.
     if not np.isfinite(values.float().numpy(force=True)).all():
-        raise ArithmeticError("the output of the model for a sequence is not finite")
+        raise ArithmeticError(NOT_FINITE)
 
 
 def _parameters_of(sequences: list[Sequence], logits: Tensor) -> tuple[Filters, Tensor]:
     """Return the filters, and the point of each sequence at which a token is drawn."""
     params = [sequence.request.sampling for sequence in sequences]
-    filters = Filters(
-        _column([p.temperature for p in params], logits).float(),
-        _column([p.min_p for p in params], logits),
-        _column([_num_kept(p, logits.shape[1]) for p in params], logits).long(),
-        _column([p.top_p for p in params], logits),
-    )
+    vocab_size = logits.shape[1]
     points = [uniform(s.seed, s.choice, s.num_output_tokens) for s in sequences]
-    return filters, _column(points, logits)[:, 0]
+    columns = upload(
+        [
+            [p.temperature for p in params],
+            [p.min_p for p in params],
+            [_num_kept(p, vocab_size) for p in params],
+            [p.top_p for p in params],
+            points,
+        ],
+        logits.device,
+        torch.float64,
+    )
+    temperature, min_p, top_k, top_p, points_column = columns[:, :, None]
+    return Filters(temperature.float(), min_p, top_k.long(), top_p), points_column[:, 0]
 
 
 def _num_kept(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k or vocab_size, vocab_size)
-
-
-def _column(values: list[float] | list[int], logits: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
