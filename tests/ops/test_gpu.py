@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ops import gpu
-from ops.gpu import prepare, round_trips
+from ops.gpu import host, prepare, round_trips
 from ops.gpu.load import Load, Rates, rates_of
 from ops.gpu.plan import CUDA_TESTS, SECTIONS, Section
 from ops.gpu.run import STATUS_OF_LIMIT, Run, choose_sections, main, make_environment
@@ -165,6 +165,24 @@ def test_every_wheel_that_travels_has_a_pinned_version() -> None:
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
     with pytest.raises(SystemExit, match=r"requirements\.lock does not pin no-such-package"):
         prepare.find_pins(lock, ["msgspec", "no-such-package"])
+
+
+# -- time of the host -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_s", "most"),
+    [("greedy", 0.0, 6000), ("temperature", 0.0, 6500), ("temperature", 1e-9, 7000)],
+)
+def test_a_step_of_256_sequences_has_few_python_calls(
+    kind: str, device_s: float, most: int
+) -> None:
+    """Calls do not depend on the machine. A step without a device is not launched ahead."""
+    num_calls = {
+        num: host.count_calls(host.start(num, 8, host.SAMPLING[kind], device_s)) for num in (16, 48)
+    }
+    slope = (num_calls[48] - num_calls[16]) / 32
+    assert num_calls[16] + 240 * slope < most
 
 
 # -- copies and synchronisations ------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -27,9 +28,10 @@ from workers.engine.code_lead import CodeLead
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.request_state import Decode
-from workers.engine.core.sequence import Batch, SampledToken
+from workers.engine.core.sequence import Batch, RequestOutput, SampledToken
 from workers.engine.core.step_runner import StepRunner
 from workers.engine.item_loader import ItemLoader
+from workers.engine.log_records import merge_deltas
 from workers.engine.open_request import RecordPacer
 from workers.engine.stage_output import StageOutput, TextOutput
 from workers.engine.worker import EngineWorker
@@ -44,6 +46,16 @@ def spell(token_ids: list[int], **_: object) -> str:
     return "".join(f"{token_id} " for token_id in token_ids)
 
 
+class CoreWithText(EngineCore):
+    """Makes the text of each step at once, as if each step had a record in the log."""
+
+    def step(self) -> list[RequestOutput]:
+        return [
+            dataclasses.replace(output, choices=merge_deltas([output]), texts=[])
+            for output in super().step()
+        ]
+
+
 def make_core(
     runner: StepRunner,
     pool: BlockPool,
@@ -56,8 +68,11 @@ def make_core(
     max_model_len: int = 64,
     **options: Any,
 ) -> EngineCore:
-    """Return a core that takes 8 requests and 64 tokens a step; `options` are EngineCore's."""
-    return EngineCore(
+    """Return a core that takes 8 requests and 64 tokens a step; `options` are EngineCore's.
+
+    Its outputs have their text.
+    """
+    return CoreWithText(
         runner,
         decode,
         frozenset(eos),

@@ -254,7 +254,8 @@ class ModelRunner:
         plan = self._model.plan(layout, self._kv_cache)
         slots = [s.sequence.state_slot for s in scheduled]
         states = self._states.step(rows.starts, layout.seq_lens, slots)
-        self._adapters.assign([s.sequence.request.adapter for s in scheduled], rows.starts)
+        if self._adapters:
+            self._adapters.assign([s.sequence.request.adapter for s in scheduled], rows.starts)
         token_ids = self._gather_tokens(scheduled)
         embeddings, deepstack = self._embed(token_ids, scheduled, rows.starts)
         sampled_rows = self._to_device(rows.logits)
@@ -269,7 +270,7 @@ class ModelRunner:
         logits = self._model.forward(
             StepInputs(
                 embeddings=embeddings,
-                positions=self._make_positions(scheduled),
+                positions=self._make_positions(scheduled, rows.starts),
                 plan=plan,
                 kv_cache=self._kv_cache,
                 sampled_rows=sampled_rows,
@@ -315,6 +316,8 @@ class ModelRunner:
         [num_levels, num_tokens, hidden_size], zero in all other rows; None if no item has any.
         """
         rows = self._model.embed(token_ids)
+        if not self._prepared:
+            return rows, None
         num_tokens, width = rows.shape
         levels: Tensor | None = None
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
@@ -345,21 +348,24 @@ class ModelRunner:
             return rows, None
         return rows, levels.view(num_tokens, -1, width).transpose(0, 1)
 
-    def _make_positions(self, scheduled: list[ScheduledSequence]) -> Tensor:
-        """Return the rotary positions of the step, [num_position_rows, num_tokens]."""
-        num_tokens = sum(s.num_new_tokens for s in scheduled)
-        positions = np.empty((len(self._no_positions), num_tokens), self._no_positions.dtype)
-        begin = 0
-        for s in scheduled:
-            start, stop = s.start, s.end
-            end = begin + stop - start
-            prepared = self._prepared.get(s.sequence.request_id)
-            prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
+    def _make_positions(self, scheduled: list[ScheduledSequence], starts: list[int]) -> Tensor:
+        """Return the rotary positions of the step, [num_position_rows, num_tokens].
+
+        `starts` are the first rows of the sequences.
+        """
+        counts = np.array([s.num_new_tokens for s in scheduled])
+        offsets = np.array([s.start for s in scheduled]) - np.array(starts[:-1])
+        indexes = np.arange(starts[-1]) + np.repeat(offsets, counts)
+        positions = np.empty((len(self._no_positions), starts[-1]), self._no_positions.dtype)
+        positions[:] = indexes
+        for s, begin in zip(scheduled, starts, strict=False) if self._prepared else ():
+            if (prepared := self._prepared.get(s.sequence.request_id)) is None:
+                continue
+            prompt, delta = prepared.prompt_positions
             # The prompt's positions are computed in advance. Later positions are consecutive.
-            middle = begin + max(0, min(stop, prompt.shape[1]) - start)
-            positions[:, begin:middle] = prompt[:, start : start + middle - begin]
-            positions[:, middle:end] = np.arange(start + middle - begin, stop) + delta
-            begin = end
+            middle = begin + max(0, min(s.end, prompt.shape[1]) - s.start)
+            positions[:, begin:middle] = prompt[:, s.start : s.start + middle - begin]
+            positions[:, middle : begin + s.num_new_tokens] += delta
         return send(torch.from_numpy(positions), self._model.device)
 
     def _to_device(self, values: list[int]) -> Tensor:

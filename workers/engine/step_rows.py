@@ -15,13 +15,13 @@ class StepRows:
         self._scheduled = scheduled
         self.starts = [0, *accumulate([s.num_new_tokens for s in scheduled])]
         """First row of each sequence, and the number of all rows."""
-        self.logits = [
-            row
-            for s, stop in zip(scheduled, self.starts[1:], strict=True)
-            if s.samples_token
-            for row in range(stop - 1 - len(s.draft_token_ids), stop)
-        ]
+        self.logits: list[int] = []
         """Rows with logits: first the sampled rows, then rows that predict tokens of prompts."""
+        for s, stop in zip(scheduled, self.starts[1:], strict=True):
+            if s.draft_token_ids:
+                self.logits += range(stop - 1 - len(s.draft_token_ids), stop)
+            elif s.samples_token:
+                self.logits.append(stop - 1)
         self.num_sampled = len(self.logits)
         for s, start in zip(scheduled, self.starts, strict=False):
             if s.sequence.prompt_logprobs is not None:

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return a tensor with these values on the device."""
-    return send(torch.tensor(values, dtype=dtype), device)
+def upload(values: Sequence[Any], device: torch.device, dtype: type = np.int64) -> Tensor:
+    """Return a tensor with these values on the device, of NumPy's `dtype`."""
+    # NumPy converts lists in a fraction of torch's time.
+    return send(torch.from_numpy(np.array(values, dtype=dtype)), device)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

@@ -586,7 +586,7 @@ def test_an_embedding_ends_with_its_prompt_and_fails_alone() -> None:
     outputs = finish_all(core)
     (ended,) = (o for o in outputs if o.request_id == "e")
     assert ended == RequestOutput(
-        "e", [], Usage(6, 0), kv_blocks=3, embedding=bytes([1, 2, 3, 4, 5, 6])
+        "e", [], usage=Usage(6, 0), kv_blocks=3, embedding=bytes([1, 2, 3, 4, 5, 6])
     )
     (failed,) = (o for o in outputs if o.request_id == "bad")
     assert isinstance(failed.error, WorkerFailure)

@@ -10,7 +10,6 @@ the prefix cache, and embeddings by their content hash.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.protocol.records import ChoiceDelta
@@ -30,6 +29,7 @@ from workers.engine.core.sequence import (
     Pooling,
     RequestOutput,
     SampledToken,
+    ScheduledSequence,
     Sequence,
     SpokenText,
     Status,
@@ -164,7 +164,8 @@ class EngineCore:
             if log.finished:
                 choice.finished = True
             elif stop_event is not None:  # The end is not in the log yet.
-                self._add_delta(request.request_id, choice.finish_replayed(stop_event))
+                delta = choice.finish_replayed(stop_event)
+                self._deltas.setdefault(request.request_id, []).append(delta)
             else:
                 self._scheduler.add(choice.sequence)
         if state.finished:
@@ -273,63 +274,71 @@ class EngineCore:
         return failures
 
     def _record_kv_blocks(self, batch: Batch) -> None:
-        """Update the peak number of blocks of each request."""
-        for state in self._requests_of(batch):
-            (first, *others) = (choice.sequence.block_table for choice in state.choices)
-            # Only several choices share blocks, so one choice needs no set of them.
-            num_blocks = len(state.blocks) if others else len(first)
-            state.kv_blocks = max(state.kv_blocks, num_blocks)
+        """Update the peak number of blocks of each request with several choices."""
+        shared = [s for s in batch.scheduled if s.sequence.request.sampling.n > 1]
+        for state in self._requests_of(shared):
+            state.kv_blocks = max(state.kv_blocks, len(state.blocks))
 
     def _process_sampled(self, batch: Batch, sampled: list[list[SampledToken]]) -> None:
-        choices = [
-            self._requests[s.sequence.request_id].choices[s.sequence.choice]
-            for s in batch.scheduled
-        ]
-        for s, choice, tokens in zip(batch.scheduled, choices, sampled, strict=True):
-            assert bool(tokens) == s.samples_token
-            if s.samples and not s.sequence.samples_tokens:
-                choice.finished = True
-                self._deltas.setdefault(s.sequence.request_id, [])
+        finished, requests, deltas_of = [], self._requests, self._deltas
+        for s, tokens in zip(batch.scheduled, sampled, strict=True):
+            sequence = s.sequence
+            request_id = sequence.request_id
+            choice = requests[request_id].choices[sequence.choice]
             if tokens:
-                self._collect_prompt_logprobs(choice.sequence)
-                self._add_delta(s.sequence.request_id, choice.append_sampled(tokens))
-        self._scheduler.update_after_step(batch)
-        for choice in choices:
+                if sequence.prompt_logprobs is not None:
+                    self._collect_prompt_logprobs(sequence)
+                delta = choice.append_sampled(tokens)
+                if request_id in deltas_of:
+                    deltas_of[request_id].append(delta)
+                else:
+                    deltas_of[request_id] = [delta]
+            else:
+                assert not s.samples_token
+                if s.samples:
+                    choice.finished = True
+                    deltas_of.setdefault(request_id, [])
             if choice.finished:
-                self._scheduler.remove(choice.sequence)
+                finished.append(sequence)
+        self._scheduler.update_after_step(batch)
+        for sequence in finished:
+            self._scheduler.remove(sequence)
 
     def _collect_prompt_logprobs(self, sequence: Sequence) -> None:
         """Move the prompt's log probabilities to the request: the first sample completes them."""
         logprobs = sequence.prompt_logprobs
-        if logprobs is not None:
-            positions = range(1, sequence.num_prompt_tokens)
-            state = self._requests[sequence.request_id]
-            state.prompt_logprobs = [logprobs[position] for position in positions]
-            sequence.prompt_logprobs = None
-
-    def _add_delta(self, request_id: str, delta: ChoiceDelta) -> None:
-        self._deltas.setdefault(request_id, []).append(delta)
+        assert logprobs is not None
+        positions = range(1, sequence.num_prompt_tokens)
+        state = self._requests[sequence.request_id]
+        state.prompt_logprobs = [logprobs[position] for position in positions]
+        sequence.prompt_logprobs = None
 
     def _take_outputs(self) -> list[RequestOutput]:
         deltas_of, self._deltas = self._deltas, {}
-        return [
-            self._make_output(self._requests[request_id], deltas_of[request_id])
-            for request_id in deltas_of
-        ]
+        outputs = []
+        for request_id, deltas in deltas_of.items():
+            state = self._requests[request_id]
+            if deltas and deltas[-1].finish_reason is None and state.prompt_logprobs is None:
+                # The choice of the last delta has not ended.
+                outputs.append(RequestOutput(request_id, deltas, state.texts))
+            else:
+                outputs.append(self._make_output(state, deltas))
+        return outputs
 
     def _make_output(self, state: RequestState, deltas: list[ChoiceDelta]) -> RequestOutput:
+        """Return an output that may be the last one, or have the prompt's log probabilities."""
         output = RequestOutput(
-            state.request.request_id, deltas, prompt_logprobs=state.prompt_logprobs
+            state.request.request_id, deltas, state.texts, prompt_logprobs=state.prompt_logprobs
         )
         state.prompt_logprobs = None
-        if not state.finished:
-            return output
-        self._remove(state)
-        sequence = state.choices[0].sequence
-        kv, embedding = self.kv_exchange.export(sequence), sequence.embedding
-        return replace(
-            output, usage=state.usage, kv_blocks=state.kv_blocks, embedding=embedding, kv=kv
-        )
+        if state.finished:
+            self._remove(state)
+            sequence = state.choices[0].sequence
+            output.usage = state.usage
+            output.kv_blocks = state.kv_blocks or sequence.peak_blocks
+            output.embedding = sequence.embedding
+            output.kv = self.kv_exchange.export(sequence)
+        return output
 
     # -- failures and removal ----------------------------------------------------------------
 
@@ -339,7 +348,7 @@ class EngineCore:
         Rerunning is safe: it writes the same keys and values and draws the same random numbers, and
         a failed step changes no states.
         """
-        states = self._requests_of(batch)
+        states = self._requests_of(batch.scheduled)
         if len(states) == 1:
             return [self._fail_isolated(states[0], error)]
         failures = []
@@ -369,7 +378,7 @@ class EngineCore:
         request_id = state.request.request_id
         deltas = self._deltas.get(request_id, [])
         self._remove(state)
-        return RequestOutput(request_id, deltas, error=error)
+        return RequestOutput(request_id, deltas, state.texts, error=error)
 
     def _remove(self, state: RequestState) -> None:
         request_id = state.request.request_id
@@ -382,9 +391,9 @@ class EngineCore:
 
     # -- lookups ----------------------------------------------------------------------------
 
-    def _requests_of(self, batch: Batch) -> list[RequestState]:
-        """Return each request of the batch once, in batch order."""
-        request_ids = dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
+    def _requests_of(self, scheduled: list[ScheduledSequence]) -> list[RequestState]:
+        """Return each request of the sequences once, in their order."""
+        request_ids = dict.fromkeys([s.sequence.request_id for s in scheduled])
         return [self._requests[request_id] for request_id in request_ids]
 
 

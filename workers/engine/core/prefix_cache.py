@@ -145,6 +145,7 @@ class PrefixCache:
         if sequence.num_verified_tokens < sequence.num_launched_tokens:
             first = sequence.num_verified_tokens // self._pool.block_size
             self._unverified += sequence.block_table[first:]
+        sequence.peak_blocks = max(sequence.peak_blocks, len(sequence.block_table))
         self._pool.release(reversed(sequence.block_table))
         sequence.block_table.clear()
         sequence.num_computed_tokens = sequence.num_verified_tokens = 0

@@ -108,7 +108,8 @@ class Scheduler:
     @property
     def num_without_input(self) -> int:
         """Running sequences that wait for input."""
-        return sum(sequence.waits_for_input for sequence in self._running)
+        speeches = [sequence for sequence in self._running if sequence.speech is not None]
+        return sum(sequence.waits_for_input for sequence in speeches)
 
     @property
     def has_work(self) -> bool:
@@ -157,11 +158,13 @@ class Scheduler:
         """
         num_awaited = 0
         for s in batch.scheduled:
-            s.sequence.num_computed_tokens = s.end
+            sequence = s.sequence
+            sequence.num_computed_tokens = s.end
             if s.samples_token:
                 num_awaited += 1
-                if s.sequence.num_output_tokens + 1 < s.sequence.max_tokens:
-                    s.sequence.token_ids.append(-num_awaited)
+                # The prompt and all tokens of the answer end at `s.end`.
+                if s.end + 1 < sequence.num_prompt_tokens + sequence.max_tokens:
+                    sequence.token_ids.append(-num_awaited)
         self._is_ahead = True
         try:
             yield
@@ -192,8 +195,9 @@ class Scheduler:
         running = self._running[:]
         prefills = []
         for sequence in running:
+            num_left = len(sequence.token_ids) - sequence.num_computed_tokens
             # A last token that begins an item is scheduled with the prefills.
-            if sequence.num_uncomputed_tokens > 1 or sequence.begins_item:
+            if num_left > 1 or (sequence.request.items and sequence.begins_item):
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
                 self._schedule_tokens(sequence, step)
@@ -226,10 +230,16 @@ class Scheduler:
 
     def _interactive_work(self) -> StepWork:
         """Return the work of interactive sequences that the next step is likely to have."""
-        lengths = [s.num_computable_tokens for s in self._running if not s.is_batch]
+        lengths = [
+            len(s.token_ids) - s.num_computed_tokens
+            if s.speech is None
+            else s.num_computable_tokens
+            for s in self._running
+            if not s.is_batch
+        ]
         num_places = self._max_num_seqs - len(lengths)
         # An interactive sequence also gets the places and blocks of batch sequences.
-        held = (len(s.block_table) for s in self._running if s.is_batch)
+        held = [len(s.block_table) for s in self._running if s.is_batch]
         num_free = self._pool.num_free + sum(held)
         for sequence in (s for s in self._waiting if not s.is_batch):
             num_places -= 1
@@ -241,7 +251,7 @@ class Scheduler:
                 break
             if not self.prefix_cache.is_being_computed(sequence, match):
                 lengths.append(sequence.num_computable_tokens - match.num_tokens)
-        num_decodes = sum(length == 1 for length in lengths)
+        num_decodes = lengths.count(1)
         num_prompt_tokens = min(sum(lengths), self.max_num_batched_tokens) - num_decodes
         limit = self.prefill_limit.max_tokens(self.step_cost, num_decodes)
         if limit is not None:
@@ -265,8 +275,10 @@ class Scheduler:
                 continue
             if s.draft_token_ids:
                 self._resolve_drafts(s)
-            # Rejected drafts do not count, nor does the last token: it was only sampled.
-            sequence.num_computed_tokens = min(s.end, sequence.num_tokens - 1)
+            sequence.num_computed_tokens = s.end
+            if s.draft_token_ids or not s.samples_token:
+                # Rejected drafts do not count, nor does the last token of a prompt.
+                sequence.num_computed_tokens = min(s.end, sequence.num_tokens - 1)
             if s.samples:
                 if sequence.num_launched_tokens == s.end:
                     sequence.num_launched_tokens = sequence.num_computed_tokens
@@ -283,15 +295,16 @@ class Scheduler:
         if sequence.drafter is not None:
             sequence.drafter.record_result(num_drafts, num_accepted)
         num_blocks = self._num_blocks(sequence.num_tokens - 1)
+        sequence.peak_blocks = max(sequence.peak_blocks, len(sequence.block_table))
         self._pool.release(sequence.block_table[num_blocks:])
         del sequence.block_table[num_blocks:]
 
     def _count_kv_slots(self) -> None:
         """Count held and unused KV slots; only a block with one owner has unused ones."""
         self.num_slots += self._pool.block_size * (self._pool.num_blocks - self._pool.num_free)
-        for sequence in self._running:
-            num_slots = len(sequence.block_table) * self._pool.block_size
-            self.num_unused_slots += num_slots - sequence.num_computed_tokens
+        num_blocks = sum(map(len, [sequence.block_table for sequence in self._running]))
+        num_tokens = sum([sequence.num_computed_tokens for sequence in self._running])
+        self.num_unused_slots += num_blocks * self._pool.block_size - num_tokens
 
     def _admit_waiting(self, step: StepBudget) -> None:
         """Admit waiting sequences in order of priority.
@@ -349,19 +362,25 @@ class Scheduler:
 
         The preempted sequence may be this one, which is then not scheduled.
         """
-        num_new_tokens = min(sequence.num_computable_tokens, step.max_new_tokens(sequence))
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        is_limited = sequence.is_batch or sequence.prompt_logprobs is not None
+        if num_left > 1 or is_limited or sequence.speech is not None:
+            num_new_tokens = min(sequence.num_computable_tokens, step.max_new_tokens(sequence))
+        else:
+            num_new_tokens = num_left if step.budget > 0 else 0
         if num_new_tokens == 0:
             return
-        num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)
-        num_missing = num_blocks - len(sequence.block_table)
-        if num_missing:
+        num_slots = len(sequence.block_table) * self._pool.block_size
+        end = sequence.num_computed_tokens + num_new_tokens
+        if end > num_slots:
+            num_missing = self._num_blocks(end - num_slots)
             while not self._pool.can_allocate(num_missing):
                 last = self._running[-1]
                 self._preempt(last, step)
                 if last is sequence:
                     return
             sequence.block_table += self._pool.allocate(num_missing)
-        samples = num_new_tokens == sequence.num_uncomputed_tokens
+        samples = num_new_tokens == num_left
         step.add(ScheduledSequence(sequence, num_new_tokens, samples, copy))
 
     def _add_drafts(self, step: StepBudget) -> None:
@@ -372,8 +391,12 @@ class Scheduler:
         decodes = [s for s in step.scheduled.values() if s.samples and s.num_new_tokens == 1]
         num_scheduled = self.max_num_batched_tokens - step.budget
         budget = min(step.budget, self.max_drafting_tokens - num_scheduled)
+        if budget <= 0:
+            return
         for num_left, s in zip(range(len(decodes), 0, -1), decodes, strict=True):
             sequence = s.sequence
+            if sequence.drafter is None:
+                continue
             num_slots = self._pool.block_size * (len(sequence.block_table) + self._pool.num_free)
             max_drafts = min(
                 -(-budget // num_left),
@@ -381,7 +404,7 @@ class Scheduler:
                 # One more token is sampled after the drafts.
                 sequence.max_tokens - sequence.num_output_tokens - 1,
             )
-            if sequence.drafter is None or max_drafts <= 0:
+            if max_drafts <= 0:
                 continue
             draft_token_ids = sequence.drafter.propose(sequence.token_ids, max_drafts)
             num_tokens = sequence.num_tokens + len(draft_token_ids)

@@ -91,6 +91,11 @@ SpokenTokens = Callable[[int], int]
 """Returns the number of tokens of a text that have been spoken after a number of frames."""
 
 
+MakeText = Callable[[list[int], str | None], str]
+"""Returns the text of new tokens of a choice and, with a finish reason, the end of its text. It is
+called in the order of the tokens."""
+
+
 class FrameDelta(ChoiceDelta, frozen=True, omit_defaults=True):
     """New tokens of a talker, with the codes of its further codebooks for each token."""
 
@@ -192,12 +197,21 @@ class Drafter(Protocol):
         """Record how many of the drafts that went through the model were accepted."""
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True):
     token_id: int
     logprobs: TokenLogprobs | None = None
     """Log probabilities, if the request asks for them."""
     residual: tuple[int, ...] = ()
     """The codes of a talker's further codebooks."""
+
+
+class Operations(NamedTuple):
+    """Operations of the sampler that a sequence needs."""
+
+    is_greedy: bool
+    is_filtered: bool
+    is_processed: bool
+    """Processed rows are copied, and therefore taken in chunks."""
 
 
 class Sequence:
@@ -219,6 +233,13 @@ class Sequence:
     are encoded as they are needed."""
     priority = (0.0, 0)
     """Scheduling priority; lower values are scheduled first."""
+    operations: Operations | None = None
+    """Operations of the sampler for all further tokens, once they are known."""
+    points: tuple[int, list[float]] = (0, [])
+    """Random numbers of the sampler: the first position in the output, and the numbers from there
+    on."""
+    peak_blocks = 0
+    """Most blocks that the sequence has held, up to the last time when it gave blocks back."""
     num_registered_blocks = 0
     """Leading blocks of the block table that are registered in the prefix cache."""
     num_cached_tokens: int | None = None
@@ -321,6 +342,8 @@ class Sequence:
 
         `num_cached` tokens of a sequence that has not started count as computed.
         """
+        if not self.request.items:
+            return []
         num_computed = max(num_cached, self.num_computed_tokens)
         items = (item.placeholder for item in self.request.items if item.embedding is None)
         ahead = ((item.offset - num_computed, item.length) for item in items)
@@ -397,14 +420,16 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_new_tokens for s in self.scheduled)
+        return sum([s.num_new_tokens for s in self.scheduled])
 
     def work(self, num_item_tokens: int = 0) -> StepWork:
         """Return the work of the step by kind, with the tokens of the items that were encoded."""
         num_prompt_tokens = sum(
-            s.num_new_tokens
-            for s in self.scheduled
-            if s.num_new_tokens > 1 + len(s.draft_token_ids)
+            [
+                s.num_new_tokens
+                for s in self.scheduled
+                if s.num_new_tokens > 1 and s.num_new_tokens > 1 + len(s.draft_token_ids)
+            ]
         )
         return StepWork(self.num_tokens - num_prompt_tokens, num_prompt_tokens, num_item_tokens)
 
@@ -414,12 +439,17 @@ class Batch:
         return [s.copy for s in self.scheduled if s.copy is not None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """Output of one request after a step. The last one has `usage` or `error`."""
 
     request_id: str
     choices: list[ChoiceDelta]
+    """New tokens. Unless `texts` is empty, they have no text yet."""
+    texts: list[MakeText] = field(default_factory=list)
+    """For each choice, the function with which `log_records.merge_deltas` makes its text: once for
+    the tokens of a record, and not in each step. Empty if the text decides on the end of an answer,
+    and if the request has none."""
     usage: Usage | None = None
     kv_blocks: int = 0
     """Peak number of KV blocks held; set together with `usage`."""

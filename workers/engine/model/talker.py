@@ -129,7 +129,7 @@ class Talker(LanguageAdapter):
         tokens = [token for (token,) in sampled]
         residuals = self.residuals(hidden, [token.token_id for token in tokens], sequences)
         return [
-            [token._replace(residual=residual)]
+            [SampledToken(token.token_id, token.logprobs, residual)]
             for token, residual in zip(tokens, residuals, strict=True)
         ]
 

@@ -10,15 +10,13 @@ any token.
 """
 
 from collections import defaultdict
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shared.errors import InvalidRequest
-from shared.protocol.sampling import SamplingParams
-from workers.engine.core.sequence import Sequence
+from workers.engine.core.sequence import Operations, Sequence
 from workers.engine.sampling.estimates import draw_unfiltered
 from workers.engine.sampling.logits_processors import needs_processing, process_logits
 from workers.engine.sampling.ranked import draw_filtered, rank
@@ -29,16 +27,10 @@ from workers.engine.transfers import Download, upload
 GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow, and are treated as greedy sampling."""
 RESOLUTION = 2.0**-52
+NUM_OF_COUNTER = 4
+NUM_DRAWN = 64
+"""Random numbers that are drawn for a sequence at once: 64 take hardly longer than one."""
 NOT_FINITE = "the output of the model for a sequence is not finite"
-
-
-class _Operations(NamedTuple):
-    """Operations that the rows of a group need."""
-
-    is_greedy: bool
-    is_filtered: bool
-    is_processed: bool
-    """Processed rows are copied, and therefore taken in chunks."""
 
 
 class Drawn:
@@ -64,9 +56,9 @@ def draw_tokens(logits: Tensor, sequences: list[Sequence]) -> Drawn:
     of a row with filters or processors are not finite, as after an overflow, and InvalidRequest if
     a request has banned every token.
     """
-    groups: dict[_Operations, list[int]] = defaultdict(list)
+    groups: dict[Operations, list[int]] = defaultdict(list)
     for row, sequence in enumerate(sequences):
-        groups[_operations_of(sequence)].append(row)
+        groups[sequence.operations or _operations_of(sequence)].append(row)
     parts = [
         (chunk, _draw_rows(take_rows(logits, chunk).float(), of_chunk, operations))
         for operations, rows in groups.items()
@@ -86,23 +78,47 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """Return a random number in [0, 1), a pure function of the arguments.
+    """Return a random number in [0, 1), a pure function of the arguments."""
+    return _draw_points(seed, choice, position, 1)[0]
 
-    The generator is Philox4x64 (Salmon et al., 2011), which computes from a key and a counter.
+
+def _draw_points(seed: int, choice: int, first: int, num: int) -> list[float]:
+    """Return the random numbers of `num` positions in the output from `first` on.
+
+    The generator is Philox4x64 (Salmon et al., 2011), which computes from a key and a counter. The
+    first one of the four numbers of each value of the counter is used.
     """
-    bits = int(np.random.Philox(key=[seed, choice], counter=position).random_raw())
-    return (bits >> 12) * RESOLUTION
+    generator = np.random.Philox(key=[seed, choice], counter=first)
+    bits = generator.random_raw(NUM_OF_COUNTER * num)[::NUM_OF_COUNTER]
+    points: list[float] = ((bits >> np.uint64(12)) * RESOLUTION).tolist()
+    return points
 
 
-def _operations_of(sequence: Sequence) -> _Operations:
+def point_of(sequence: Sequence) -> float:
+    """Return the random number of the next token."""
+    first, points = sequence.points
+    index = len(sequence.token_ids) - sequence.num_prompt_tokens - first
+    if not 0 <= index < len(points):
+        first, index = first + index, 0
+        points = _draw_points(sequence.seed, sequence.choice, first, NUM_DRAWN)
+        sequence.points = first, points
+    return points[index]
+
+
+def _operations_of(sequence: Sequence) -> Operations:
+    """Return the operations of the next token. They are stored once they no longer change."""
     params = sequence.request.sampling
     is_greedy = params.temperature < GREEDY_BELOW
     has_filter = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
-    return _Operations(is_greedy, has_filter and not is_greedy, needs_processing(sequence))
+    is_processed = needs_processing(sequence)
+    operations = Operations(is_greedy, has_filter and not is_greedy, is_processed)
+    if sequence.num_output_tokens >= params.min_tokens:
+        sequence.operations = operations
+    return operations
 
 
 def _draw_rows(
-    logits: Tensor, sequences: list[Sequence], operations: _Operations
+    logits: Tensor, sequences: list[Sequence], operations: Operations
 ) -> tuple[Tensor, Tensor]:
     """Return tokens and greatest logits, from `logits` [num_sequences, vocab_size] float32."""
     if operations.is_processed:
@@ -135,7 +151,7 @@ def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _check_greatest(greatest: Tensor, operations: _Operations) -> None:
+def _check_greatest(greatest: Tensor, operations: Operations) -> None:
     """Raise the errors of `draw_tokens`, from the greatest logit of each row."""
     if operations.is_processed and bool(greatest.isneginf().any()):
         raise InvalidRequest(
@@ -158,21 +174,17 @@ def _parameters_of(sequences: list[Sequence], logits: Tensor) -> tuple[Filters, 
     """Return the filters, and the point of each sequence at which a token is drawn."""
     params = [sequence.request.sampling for sequence in sequences]
     vocab_size = logits.shape[1]
-    points = [uniform(s.seed, s.choice, s.num_output_tokens) for s in sequences]
+    points = [point_of(sequence) for sequence in sequences]
     columns = upload(
         [
             [p.temperature for p in params],
             [p.min_p for p in params],
-            [_num_kept(p, vocab_size) for p in params],
+            [min(p.top_k or vocab_size, vocab_size) for p in params],
             [p.top_p for p in params],
             points,
         ],
         logits.device,
-        torch.float64,
+        np.float64,
     )
     temperature, min_p, top_k, top_p, points_column = columns[:, :, None]
     return Filters(temperature.float(), min_p, top_k.long(), top_p), points_column[:, 0]
-
-
-def _num_kept(params: SamplingParams, vocab_size: int) -> int:
-    return min(params.top_k or vocab_size, vocab_size)

@@ -45,6 +45,8 @@ class DrawnBatch:
         # Otherwise the memory is free for the next batch.
         kinds = {s.sequence.request.sampling.logprobs for s in scheduled}
         self._logits = None if kinds == {None} else logits
+        self._is_plain = self._logits is None and len(logits) == len(scheduled)
+        """Whether there are neither drafts nor log probabilities."""
         self._scheduled = scheduled
         self._drawn = drawn
 
@@ -61,6 +63,8 @@ class DrawnBatch:
         such keys or values, which stay in the cache, masked, until overwritten.
         """
         token_ids = self._drawn.result()
+        if self._is_plain:
+            return [[token] for token in map(SampledToken, token_ids)]
         accepted_rows, first_row = [], 0
         for s in self._scheduled:
             num_accepted = _num_accepted(s, token_ids[first_row:]) if s.draft_token_ids else 0
@@ -82,12 +86,12 @@ def draw_batch(logits: Tensor, scheduled: list[ScheduledSequence]) -> DrawnBatch
     `logits` [num_rows, vocab_size] have one row per sequence and one more per draft. Raises the
     errors of `draw_tokens`.
     """
+    if len(logits) == len(scheduled):
+        return DrawnBatch(logits, scheduled, draw_tokens(logits, [s.sequence for s in scheduled]))
     positions = [(s, position) for s in scheduled for position in range(1 + len(s.draft_token_ids))]
     try:
         drawn = draw_tokens(logits, [_with_drafts(s, position) for s, position in positions])
     except InvalidRequest:
-        if len(positions) == len(scheduled):
-            raise
         # The row after a rejected draft may allow no token, which is not an error of the request.
         check_finite(logits.amax(-1))
         certain = [row for row, (_, position) in enumerate(positions) if position == 0]
