@@ -2,22 +2,27 @@
 
 from collections.abc import Mapping
 
+from shared.errors import PagemillError
+from workers.engine.core.request_errors import error_of_request, out_of_memory
 from workers.engine.core.request_state import RequestState
 from workers.engine.core.sequence import Batch, ScheduledSequence
 from workers.engine.core.step_runner import StepRunner
 
 
 class BatchPreparation:
-    """Prepares the requests of batches. A request that fails is left out of its batch."""
+    """Prepares the requests of batches. A request that fails is left out of its batch.
+
+    All methods raise the error of a device that is lost.
+    """
 
     def __init__(self, runner: StepRunner, requests: Mapping[str, RequestState]) -> None:
         self._runner = runner
         self._requests = requests
-        self._failed: dict[str, tuple[RequestState, Exception]] = {}
+        self._failed: dict[str, tuple[RequestState, PagemillError]] = {}
         self.first_scheduled: list[str] = []
         """Requests that have been prepared in this step."""
 
-    def take_failed(self) -> list[tuple[RequestState, Exception]]:
+    def take_failed(self) -> list[tuple[RequestState, PagemillError]]:
         """Return the requests that could not be prepared since the last call, with their errors."""
         failed, self._failed = self._failed, {}
         return list(failed.values())
@@ -32,7 +37,7 @@ class BatchPreparation:
             try:
                 self._prepare_request(state)
             except Exception as error:
-                self._fail(state, error)
+                self._fail(state, error_of_request(error))
                 continue
             if indexes := _missing_items(state, s):
                 missing.setdefault(s.sequence.request_id, set()).update(indexes)
@@ -53,7 +58,7 @@ class BatchPreparation:
             state.prepared = True
             self.first_scheduled.append(state.request.request_id)
 
-    def _fail(self, state: RequestState, error: Exception) -> None:
+    def _fail(self, state: RequestState, error: PagemillError) -> None:
         self._failed[state.request.request_id] = state, error
 
     def _encode(self, missing: Mapping[str, set[int]]) -> int:
@@ -67,8 +72,11 @@ class BatchPreparation:
                 [(state.request, sorted(missing[state.request.request_id])) for state in states]
             )
         except Exception as error:
+            if self._runner.recover_memory(error):
+                error = out_of_memory(error)
+            reported = error_of_request(error)
             if len(states) == 1:
-                self._fail(states[0], error)
+                self._fail(states[0], reported)
                 return 0
             return sum(self._encode({name: indexes}) for name, indexes in missing.items())
         for state in states:

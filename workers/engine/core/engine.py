@@ -11,13 +11,14 @@ the prefix cache, and embeddings by their content hash.
 
 from collections.abc import Callable
 
-from shared.errors import InvalidRequest, PagemillError, WorkerFailure
+from shared.errors import InvalidRequest, PagemillError
 from shared.protocol.records import ChoiceDelta
 from workers.engine.core.batch_preparation import BatchPreparation
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.kv_exchange import KVExchange, KVMemory
+from workers.engine.core.request_errors import error_of_request, out_of_memory
 from workers.engine.core.request_state import Decode, RequestFactory, RequestState
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import (
@@ -133,6 +134,7 @@ class EngineCore:
             prefix_hit_tokens=self._scheduler.prefix_cache.hit_tokens,
             prefix_evictions=self._pool.num_evictions,
             num_preemptions=self._scheduler.num_preemptions,
+            memory_shortages=self._scheduler.shortage.counts.copy(),
             num_draft_tokens=self._scheduler.num_draft_tokens,
             num_accepted_tokens=self._scheduler.num_accepted_tokens,
             kv_waste=self._scheduler.num_unused_slots / max(1, self._scheduler.num_slots),
@@ -188,6 +190,9 @@ class EngineCore:
 
         The step may have been launched by the last call, and this call may launch the step after
         it. Only the forward pass runs ahead: a step is sampled when all tokens before it are known.
+
+        An error of a request ends this request alone. Raises the error of a device that is lost:
+        every later request would fail as well.
         """
         self._preparation.first_scheduled = []
         self.kv_exchange.restore()
@@ -196,7 +201,7 @@ class EngineCore:
         failures = [] if step is None else self._finish(step, is_ahead)
         for state, error in self._preparation.take_failed():
             if state.request.request_id in self._requests:
-                failures.append(self._fail(state, as_pagemill_error(error)))
+                failures.append(self._fail(state, error))
         return failures + self._take_outputs()
 
     def observe_time(self, seconds: float) -> None:
@@ -242,23 +247,30 @@ class EngineCore:
         try:
             sampled = step.result()
         except Exception as error:
-            if not is_ahead and self._ahead is None:
-                return failures + self._bisect_batch(batch, error)
-            self._drop(step)
+            has_no_memory = self._runner.recover_memory(error)
+            if is_ahead or self._ahead is not None:
+                self._drop(step, error)
+            elif has_no_memory:
+                failures += self._shrink_steps(batch, error)
+            else:
+                failures += self._bisect_batch(batch, error)
         else:
             self._process_sampled(batch, sampled)
         return failures
 
-    def _drop(self, step: StepInFlight) -> None:
+    def _drop(self, step: StepInFlight, error: Exception) -> None:
         """Drop all steps in flight, because this one has failed. Its sequences are scheduled again.
 
-        No step runs ahead of the next one. If the next batch fails too, it is bisected.
+        No step runs ahead of the next one. If the next batch fails too, its requests may fail.
+        Raises the error of a device that is lost.
         """
+        error_of_request(error)
         for dropped in (step, self._ahead):
             if dropped is not None:
-                self._scheduler.requeue_copied(dropped.batch)
+                self._scheduler.drop(dropped.batch)
         self._ahead = None
         self._is_repeating = True
+        self._last_work = StepWork()
 
     def _check_masks(self, batch: Batch) -> list[RequestOutput]:
         """Fail requests with an invalid grammar here, before they can fail the whole batch."""
@@ -270,7 +282,7 @@ class EngineCore:
                     mask.allowed()
                 except Exception as error:
                     state = self._requests[s.sequence.request_id]
-                    failures.append(self._fail(state, as_pagemill_error(error)))
+                    failures.append(self._fail(state, error_of_request(error)))
         return failures
 
     def _record_kv_blocks(self, batch: Batch) -> None:
@@ -348,9 +360,9 @@ class EngineCore:
         Rerunning is safe: it writes the same keys and values and draws the same random numbers, and
         a failed step changes no states.
         """
-        states = self._requests_of(batch.scheduled)
+        states, reported = self._requests_of(batch.scheduled), error_of_request(error)
         if len(states) == 1:
-            return [self._fail_isolated(states[0], error)]
+            return [self._fail_isolated(states[0], reported)]
         failures = []
         for half in (states[: len(states) // 2], states[len(states) // 2 :]):
             request_ids = {state.request.request_id for state in half}
@@ -365,10 +377,20 @@ class EngineCore:
                 self._process_sampled(part, sampled)
         return failures
 
-    def _fail_isolated(self, state: RequestState, error: Exception) -> RequestOutput:
+    def _shrink_steps(self, batch: Batch, error: Exception) -> list[RequestOutput]:
+        """Drop a batch for which the device has too little memory, and make later steps smaller."""
+        self._last_work = StepWork()
+        action = self._scheduler.shortage.react(batch)
+        if action == "fail":
+            (state,) = self._requests_of(batch.scheduled)
+            return [self._fail_isolated(state, out_of_memory(error))]
+        self._scheduler.drop(batch, preempt_last=action == "preempt")
+        return []
+
+    def _fail_isolated(self, state: RequestState, error: PagemillError) -> RequestOutput:
         blocks = state.blocks
         self._pool.unregister(blocks)
-        failure = self._fail(state, as_pagemill_error(error))
+        failure = self._fail(state, error)
         # Blocks that other requests hold too were registered before this run, which did not write
         # them.
         self._runner.zero_blocks([block for block in blocks if self._pool.ref_count(block) == 0])
@@ -395,13 +417,3 @@ class EngineCore:
         """Return each request of the sequences once, in their order."""
         request_ids = dict.fromkeys([s.sequence.request_id for s in scheduled])
         return [self._requests[request_id] for request_id in request_ids]
-
-
-def as_pagemill_error(error: Exception) -> PagemillError:
-    """Return the error to report for a request: a WorkerFailure in place of unknown errors."""
-    if isinstance(error, PagemillError):
-        return error
-    # The cause goes to the log and the dead letter only: it may name paths and addresses.
-    failure = WorkerFailure("the engine failed on this request")
-    failure.__cause__ = error
-    return failure

@@ -30,6 +30,7 @@ from contextlib import contextmanager
 
 from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.memory_shortage import MemoryShortage
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
 from workers.engine.core.step_budget import StepBudget
@@ -60,6 +61,7 @@ class Scheduler:
             pool, prefix_caching and not keeps_states, shares_prompts=not keeps_states
         )
         self.step_cost = StepCost()
+        self.shortage = MemoryShortage()
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -68,10 +70,10 @@ class Scheduler:
         self.num_unused_slots = 0
         """KV slots in held blocks that held no token, summed over all steps."""
         self._pool = pool
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._most_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._free_slots = list(range(self._max_num_seqs))
         """Slots for the states of sequences; running sequences have the others."""
-        assert self._max_num_seqs >= 1
+        assert self._most_seqs >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
         self._num_added = 0
         self._lane = BatchLane(self.step_cost, interactive_slowdown)
@@ -82,6 +84,10 @@ class Scheduler:
         """False while steps admit no sequence: none can be admitted before the state changes."""
         self._is_ahead = False
         """Whether the tokens of a step are awaited."""
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return self.shortage.limit_seqs(self._most_seqs)
 
     @property
     def running(self) -> list[Sequence]:
@@ -176,10 +182,17 @@ class Scheduler:
                 if s.sequence.status is Status.RUNNING:
                     s.sequence.num_computed_tokens = s.start
 
-    def requeue_copied(self, batch: Batch) -> None:
-        """Return the sequences that a dropped step has begun with the copy of a block."""
-        for s in batch.scheduled:
-            if s.copy is not None and s.sequence.status is Status.RUNNING:
+    def drop(self, batch: Batch, *, preempt_last: bool = False) -> None:
+        """Let the sequences of a batch be scheduled again, because it was not computed.
+
+        With `preempt_last`, the sequence of the lowest priority returns to the queue, as do
+        sequences that begin with the copy of a block.
+        """
+        running = [s for s in batch.scheduled if s.sequence.status is Status.RUNNING]
+        last = max(running, key=lambda s: s.sequence.priority) if preempt_last else None
+        for s in running:
+            if s is last or s.copy is not None:
+                self.num_preemptions += 1
                 self._requeue(s.sequence)
 
     def schedule(self) -> Batch:
@@ -203,7 +216,8 @@ class Scheduler:
                 self._schedule_tokens(sequence, step)
         num_decoding = self.max_num_batched_tokens - step.budget
         limit = self.prefill_limit.max_tokens(self.step_cost, num_decoding)
-        step.prompt_tokens = step.budget if limit is None else min(step.budget, limit)
+        limit = step.budget if limit is None else min(step.budget, limit)
+        step.prompt_tokens = self.shortage.limit_prompt_tokens(limit)
         self._schedule_prefills(prefills, step, num_preemptions)
         if self._lane.has_interactive and not step.has_interactive:
             # An interactive sequence may wait for a prefix of the batch lane.
@@ -213,7 +227,7 @@ class Scheduler:
         # If all running sequences wait for input, the next step could not admit any either.
         self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._lane.end_step()
-        if not self._is_ahead:
+        if not self._is_ahead and not self.shortage.is_present:
             self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
 
@@ -261,6 +275,7 @@ class Scheduler:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Record the time of the last step. The limits of later steps are derived from it."""
         self.step_cost.observe(work, seconds)
+        self.shortage.end_step(seconds)
         self._lane.observe(seconds)
 
     def update_after_step(self, batch: Batch) -> None:
@@ -327,7 +342,7 @@ class Scheduler:
                 # Later choices wait for the first one, whose log probabilities are logged first.
                 passed_over.add(sequence.request_id)
                 continue
-            is_full = len(self._running) + num_skipped == self._max_num_seqs
+            is_full = len(self._running) + num_skipped >= self._max_num_seqs
             if is_full and not self._preempt_for(sequence, step):
                 return
             match = self.prefix_cache.match_prefix(sequence)

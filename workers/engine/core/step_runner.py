@@ -71,6 +71,12 @@ class StepRunner(Protocol):
         It has been sampled there, but its value may only be known on the device.
         """
 
+    def recover_memory(self, error: Exception) -> bool:
+        """Return whether an error means that the device has too little memory.
+
+        If so, the runner has given back the memory that it holds and does not use.
+        """
+
     def release(self, request_id: str) -> None:
         """Drop the state held for the request, if there is any."""
 
