@@ -65,14 +65,19 @@ class FakeRunner:
         fails_to_encode: Iterable[str] = (),
         fails_to_run: Iterable[str] = (),
         failure: Exception | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        """`failure` replaces the errors of requests that fail."""
+        """`failure` replaces the errors of requests that fail.
+
+        Batches with more than `max_tokens` tokens raise MemoryError.
+        """
         self._failure = failure
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._fails_to_prepare = set(fails_to_prepare)
         self._fails_to_encode = set(fails_to_encode)
         self._fails_to_run = set(fails_to_run)
+        self.max_tokens = max_tokens
         self._slots: dict[tuple[int, int], bytes] = {}
         self._prepared: dict[str, set[int]] = {}
         """Indexes of the items that have embeddings, by request."""
@@ -116,6 +121,9 @@ class FakeRunner:
             num_tokens += sum(request.items[index].placeholder.length for index in item_indexes)
         return num_tokens
 
+    def recover_memory(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError)
+
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
 
@@ -154,6 +162,8 @@ class FakeRunner:
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.batches.append(batch.num_tokens)
+        if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
+            raise MemoryError
         for s in batch.scheduled:
             assert s.sequence.request_id in self._prepared
             if s.sequence.request_id in self._fails_to_run:

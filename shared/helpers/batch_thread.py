@@ -71,8 +71,10 @@ class BatchThread(ABC, Generic[Item, Result]):
             # workers' memory. The last batch is empty.
             while batch := self._take():
                 await self._serve([pending for pending in batch if not pending.done.done()])
-                # Callers with a result may now add their next items to the waiting ones.
-                await asyncio.sleep(0)
+                # Callers with a result may now add their next items to the waiting ones. A caller
+                # that starts tasks for them needs a second turn of the event loop.
+                for _ in range(2):
+                    await asyncio.sleep(0)
             self._arrived.clear()
 
     async def _serve(self, batch: Sequence[Pending[Item, Result]]) -> None:

@@ -17,6 +17,7 @@ from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.config.schema import EncoderConfig, ModelConfig
 from shared.errors import BlobLost, ConfigError, Overloaded
+from shared.gpu.allocator import limit_memory
 from shared.models.tower import Tower, dtype_of_folder, load_tower
 from shared.protocol.task_messages import EncodeBody, Task
 from shared.stage.job import Job
@@ -39,6 +40,7 @@ async def main(context: Context) -> None:
         torch.set_num_threads(config.encoder.threads)
     model = config.models[name]
     context.step("loading the tower", WeightsProgress(Path(model.path)).measure)
+    limit_memory(config.encoder)
     tower = await asyncio.to_thread(_load_tower, model, config.encoder)
     blobs = await context.open_blobs()
     embeddings = EmbeddingStore(context.bus, blobs, config, name, "producer")

@@ -187,6 +187,13 @@ class ModelRunner:
                 self._on_encoded(item.mm_hash, embeddings_of[item.mm_hash])
         return embeddings_of
 
+    def recover_memory(self, error: Exception) -> bool:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return False
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return True
+
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
         if self._attention is not None:

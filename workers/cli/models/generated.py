@@ -12,6 +12,7 @@ import yaml
 from shared.config.parsing import parse_config
 from shared.config.schema import Config
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.stage.graphs import CODE2WAV, ORPHEUS, ORPHEUS_CODEC, graph_of_folder
 from workers.cli.models.local import LocalModel, find_local, is_folder, missing_files
@@ -108,7 +109,9 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
         draft.write_text(text, encoding="utf-8")
         draft.replace(file)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error}", field="nats.store_dir") from error
+        raise ConfigError(
+            f"{file} cannot be written: {reason_of(error)}", field="nats.store_dir"
+        ) from error
     return file, [*lines, f"settings are in {file}; PAGEMILL_… variables and options override them"]
 
 

@@ -9,7 +9,7 @@ embeddings by their content hash.
 from collections.abc import Callable
 from dataclasses import replace
 
-from shared.errors import InvalidRequest, PagemillError, WorkerFailure
+from shared.errors import InvalidRequest, OutOfMemory, PagemillError, WorkerFailure
 from shared.helpers.device_errors import is_device_lost
 from shared.protocol.records import ChoiceDelta
 from workers.engine.core.block_pool import BlockPool
@@ -125,6 +125,7 @@ class EngineCore:
             prefix_hit_tokens=self._scheduler.prefix_cache.hit_tokens,
             prefix_evictions=self._pool.num_evictions,
             num_preemptions=self._scheduler.num_preemptions,
+            memory_shortages=self._scheduler.shortage.counts.copy(),
             num_draft_tokens=self._scheduler.num_draft_tokens,
             num_accepted_tokens=self._scheduler.num_accepted_tokens,
             kv_waste=self._scheduler.num_unused_slots / max(1, self._scheduler.num_slots),
@@ -191,7 +192,10 @@ class EngineCore:
         try:
             sampled = self._run_batch(batch) if batch.scheduled else []
         except Exception as error:
-            failures += self._bisect_batch(batch, error)
+            if self._runner.recover_memory(error):
+                failures += self._shrink_steps(batch, error)
+            else:
+                failures += self._bisect_batch(batch, error)
         else:
             self._process_sampled(batch, sampled)
         return failures + self._take_outputs()
@@ -245,6 +249,8 @@ class EngineCore:
                 [(state.request, sorted(missing[state.request.request_id])) for state in states]
             )
         except Exception as error:
+            if self._runner.recover_memory(error):
+                error = out_of_memory(error)
             reported = error_of_request(error)
             if len(states) == 1:
                 return [self._fail(states[0], reported)]
@@ -343,6 +349,16 @@ class EngineCore:
                 self._process_sampled(part, sampled)
         return failures
 
+    def _shrink_steps(self, batch: Batch, error: Exception) -> list[RequestOutput]:
+        """Drop a batch for which the device has too little memory, and make later steps smaller."""
+        self._last_work = StepWork()
+        action = self._scheduler.shortage.react(batch)
+        if action == "fail":
+            (state,) = self._requests_of(batch)
+            return [self._fail_isolated(state, out_of_memory(error))]
+        self._scheduler.drop(batch, preempt_last=action == "preempt")
+        return []
+
     def _fail_isolated(self, state: RequestState, error: PagemillError) -> RequestOutput:
         blocks = state.blocks
         self._pool.unregister(blocks)
@@ -380,6 +396,13 @@ def _missing_items(state: RequestState, s: ScheduledSequence) -> list[int]:
     start = s.sequence.num_computed_tokens
     needed = state.request.items_within(start, start + s.num_new_tokens)
     return [index for index in needed if index not in state.encoded]
+
+
+def out_of_memory(error: Exception) -> OutOfMemory:
+    """Return the error to report for a request that needs more memory than the device has."""
+    failure = OutOfMemory("the device of the engine has too little memory for this request alone")
+    failure.__cause__ = error
+    return failure
 
 
 def error_of_request(error: Exception) -> PagemillError:
