@@ -31,7 +31,7 @@ lock:  ## renew requirements.lock and requirements-lowest.txt: the newest and ol
 		requirements.new > requirements.lock
 	$(UV) pip compile pyproject.toml --group dev --all-extras --universal --python-version 3.11 \
 		--resolution lowest-direct --no-annotate --no-header --quiet \
-		| grep -vE '^(torch=|nvidia-|cuda-)' > requirements-lowest.txt
+		| grep -vE '^(torch=|nvidia-[^m]|cuda-)' > requirements-lowest.txt
 	rm requirements.new
 
 wheel: .venv/installed  ## dist/pagemill-*.whl, for pipx and `uv tool install`
