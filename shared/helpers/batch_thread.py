@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from shared.helpers.device_errors import is_device_lost
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -62,7 +64,7 @@ class BatchThread(ABC, Generic[Item, Result]):
         return await pending.done
 
     async def work(self) -> None:
-        """Compute batch after batch until cancelled."""
+        """Compute batch after batch until cancelled. Raises the error of a device that is lost."""
         while True:
             await self._arrived.wait()
             # No reference to an item may outlive its batch, because items are views of other
@@ -81,6 +83,8 @@ class BatchThread(ABC, Generic[Item, Result]):
         try:
             results = await self._run([pending.item for pending in batch])
         except Exception as error:
+            if is_device_lost(error):
+                raise
             if len(batch) > 1:
                 for pending in batch:
                     await self._serve([pending])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.models.image_family import Component, Fit, ImageFamily
 from shared.models.image_registry import list_image_families
 from shared.protocol.pipeline import LATENTS, STEPS, TEXTS
@@ -315,7 +316,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         # Settings of schedulers have infinities, which are not in the standard of JSON.
         content = json.loads((folder / name).read_bytes())
     except (OSError, ValueError) as error:
-        raise _refusal(folder, f"has a {name} that cannot be read: {error}") from error
+        raise _refusal(folder, f"has a {name} that cannot be read: {reason_of(error)}") from error
     if not isinstance(content, dict):
         raise _refusal(folder, f"has a {name} that cannot be read: it must be an object")
     return content

@@ -101,7 +101,9 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
         naming = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
         chunks = (*_faults_of_chunks(pipeline), *_faults_of_sizes(pipeline))
         parts = _faults_of_parts(pipeline)
-        detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
+        engines = [config.engine, *model.pools.values()]
+        caches = all(engine.prefix_caching for engine in engines)
+        detours = () if caches else _faults_of_detours(pipeline)
         defaults = _faults_of_defaults(pipeline)
         general = (
             *faults(pipeline, roles),
@@ -111,6 +113,8 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
             *_faults_of_forwarders(pipeline),
             *detours,
         )
+        if model.pools and pipeline.stage(ENGINE) is None:
+            general += (Fault("pools", f"the model has no stage {ENGINE!r}, so it has no engines"),)
         for fault in (*naming, *general):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)

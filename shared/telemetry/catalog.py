@@ -79,6 +79,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     ("counter", ENGINE, ()): {
         "prompt_tokens_total": "Prefilled prompt tokens, including those from the prefix cache.",
         "generation_tokens_total": "Sampled tokens.",
+        "engine_memory_shortages_total{action}": (
+            "Steps for which the device had too little memory, by the reaction: `retry` as it was,"
+            " `cut` prompts, `preempt` a sequence, or `fail` a request that was alone."
+        ),
         "num_preemptions_total": (
             "Preemptions: a sequence lost its blocks to an older one and is recomputed."
         ),
@@ -91,6 +95,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "spec_decode_num_accepted_tokens_total": "Drafted tokens that were accepted.",
         "request_success_total{finished_reason}": (
             "Successful answers, by the finish reason of their last choice: `stop` or `length`."
+        ),
+        "gpu_steps_total{kind}": (
+            "Steps on a GPU: `graph` for decodes that were replayed as CUDA graphs, `eager` for all"
+            " other steps."
         ),
     },
     ("histogram", ENGINE, SIZES): {

@@ -234,8 +234,8 @@ async def test_requests_of_other_steps_texts_and_guidance_share_batches(api: Asy
             "with a guidance of 1; remove",
         ),
         ({"cfg_scale": 2, "guidance_scale": 3}, "cfg_scale", "2.0 contradicts guidance_scale, 3.0"),
-        ({"num_inference_steps": 0}, "num_inference_steps", ">= 1"),
-        ({"cfg_scale": 51}, "cfg_scale", "<= 50"),
+        ({"num_inference_steps": 0}, "num_inference_steps", "at least 1"),
+        ({"cfg_scale": 51}, "cfg_scale", "at most 50"),
     ],
 )
 async def test_what_cannot_be_painted_is_refused_by_the_field(
@@ -293,7 +293,7 @@ async def test_the_command_line_draws_checks_and_lists_the_model(
         f"{stage} {decimal(folder.num_bytes(part, 'float64'))}" for stage, part in PARTS.items()
     ]
     (line, *graph) = [line for line in checked.stdout.splitlines() if line.startswith("# ")]
-    line_of_memory = f"weights in memory: {', '.join(sizes)}"
+    line_of_memory = f"weights in memory: {', '.join(sizes)} as float64"
     assert line == f"# models.qwen-image.path: qwen-image (diffusers); {line_of_memory}"
     assert graph[1:] == [
         "#   request ──▶ dit  (task: prompt)",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.models.dtypes import choose_dtype
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.protocol.images import SizeRule
 from shared.protocol.pipeline import PAINTING
@@ -35,9 +36,9 @@ def load_image_model(
                 f"{key}: {folder} is not a folder of diffusers, so one stage does all of its work",
                 field=key,
             )
-        return load_painter(folder, dtype, sizes, key)
+        return load_painter(folder, served_dtype(folder, dtype, device), sizes, key)
     try:
-        description = read_image_folder(folder)
+        dtype, description = served_dtype(folder, dtype, device), read_image_folder(folder)
         parts = description.parts_for(work)
         description = description._replace(absent=frozenset(description.parts) - parts)
         module = f"{diffusion.__name__}.{description.family.module}"
@@ -55,6 +56,13 @@ def load_image_model(
             field=f"{key}.sizes",
         )
     return model
+
+
+def served_dtype(folder: Path, dtype: str, device: str) -> str:
+    """Return the type of a model's weights; `dtype` is the setting. Raises ConfigError."""
+    if not is_image_folder(folder):
+        return choose_dtype(dtype, None, "cpu")
+    return choose_dtype(dtype, read_image_folder(folder).dtype, device)
 
 
 def _has_larger_patches(model: ImageModel, side: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 from shared.helpers.heap import keep_freed_memory
+from shared.models.dtypes import choose_dtype
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, LATENTS, TEXTS, VIDEO_KIND, StageSpec
 from shared.stage.runtime import Context
 
@@ -54,8 +55,9 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
         stage.chunks,
         key,
         voices=context.pipelines[model].voices,
-        dtype=config.models[model].dtype,
-        device=config.engine.device,
+        # A vocoder is small, and its sound is better in float32.
+        dtype=choose_dtype(config.models[model].dtype, None, "cpu"),
+        device=config.generator.device,
     )
     thread = VocoderThread(vocoder, context.config.generator.max_batch)
     await SpeechWorker(context, model, thread, stage.chunks, vocoder).serve()
@@ -65,10 +67,11 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     # Only a worker that paints loads torch.
     import torch
 
+    from shared.gpu.allocator import limit_memory
     from shared.models.digest import digest_of_files
     from workers.generator.core.denoising import check_input_images
     from workers.generator.image_items import LatentsWorker, StageFiles, StageTexts, TextWorker
-    from workers.generator.image_loader import load_image_model
+    from workers.generator.image_loader import load_image_model, served_dtype
     from workers.generator.image_results import ImageResults
     from workers.generator.image_thread import ImageThread
     from workers.generator.image_worker import ImageWorker
@@ -79,7 +82,8 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
         torch.set_num_threads(config.generator.threads)
     context.step("loading the painter")
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
-    device, report, work = config.engine.device, context.step, pipeline.painting_of(stage.name)
+    device, report, work = config.generator.device, context.step, pipeline.painting_of(stage.name)
+    limit_memory(config.generator)
     painter = await asyncio.to_thread(
         load_image_model, folder, dtype, stage.sizes, key, device, report, stage.size_rule, work
     )
@@ -97,7 +101,8 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     ttl_s, weights = config.generator.result_ttl_s, ""
     if ttl_s or store is not None:
         context.step("hashing the painter's files")
-        weights = f"{await asyncio.to_thread(digest_of_files, folder)} {stage.name} {dtype}"
+        files = await asyncio.to_thread(digest_of_files, folder)
+        weights = f"{files} {stage.name} {served_dtype(folder, dtype, device)}"
     await ImageWorker(
         context,
         model,

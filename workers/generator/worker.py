@@ -44,8 +44,8 @@ class GeneratorWorker(ABC):
         capacity = self.max_claimed or context.config.generator.max_tasks
         await loop.add_stage([self._model], capacity, self.body, self._run)
         context.ready([self._model], lambda: self._load(loop))
-        self._background.start(units.work())
-        self._background.start(self._watch())
+        loop.depend_on(units.work())
+        loop.depend_on(self._watch())
         try:
             await loop.run()
         finally:
@@ -58,7 +58,7 @@ class GeneratorWorker(ABC):
 
     async def _run(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
         request_id = task.header.request_id
-        self._in_flight[request_id] = job
+        self._in_flight[request_id], job.running = job, True
         try:
             return await self._handle(task, tensors, job)
         finally:

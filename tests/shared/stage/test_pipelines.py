@@ -162,7 +162,7 @@ REFUSED = [
     ("stages.dit.sizes", "if and only if", {"dit": PAINTER | {"sizes": []}}),
     (
         "stages.dit.sampling_defaults.steps",
-        "Expected `int` >= 1",
+        "must be at least 1",
         {"dit": PAINTER | {"sampling_defaults": {"steps": 0}}},
     ),
     (

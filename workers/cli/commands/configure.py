@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from shared.config.schema import Config, Right
 from shared.errors import ConfigError
+from shared.models.dtypes import choose_dtype
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.native import library
 from shared.native.measuring import read_records
@@ -23,6 +24,7 @@ from workers.cli.models import reports
 from workers.cli.models.stage_weights import can_keep_numbers, count_weights
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
+from workers.supervisor.gpus import describe_gpus
 
 
 def key(
@@ -72,7 +74,7 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
-    models = _check_models(loaded)
+    models = [*_check_models(loaded), *describe_gpus(loaded)]
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
     sys.stdout.writelines(f"# {line}\n" for line in models)
     for name, pipeline in pipelines_of(loaded).items():
@@ -122,17 +124,19 @@ def _describe_memory(folder: Path, report: reports.Report, name: str, config: Co
     model = config.models[name]
     if is_image_folder(folder):
         description, pipeline = read_image_folder(folder), pipeline_of(model)
+        dtype = choose_dtype(model.dtype, description.dtype, config.generator.device)
         num_bytes = {
-            stage.name: description.work_bytes(pipeline.painting_of(stage.name), model.dtype)
+            stage.name: description.work_bytes(pipeline.painting_of(stage.name), dtype)
             for stage in pipeline.stages
             if Path(stage.path or model.path) == folder
         }
     else:
         keeps = can_keep_numbers(config.engine) and not model.adapters
         weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
-        num_bytes = {stage: part.num_bytes(model.dtype) for stage, part in weights.items()}
+        dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
+        num_bytes = {stage: part.num_bytes(dtype) for stage, part in weights.items()}
     sizes = [f"{stage} {decimal(size)}" for stage, size in num_bytes.items() if size]
-    return f"; weights in memory: {', '.join(sizes)}"
+    return f"; weights in memory: {', '.join(sizes)} as {dtype}"
 
 
 def _print_kernels() -> int:
