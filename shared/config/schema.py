@@ -451,6 +451,11 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """Limit on the time of one step. Beyond it, the step counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
+    steps_ahead: Literal[0, 1] | None = None
+    """Number of steps whose forward pass is launched before the tokens of the step before are
+    known; by default 1 on a GPU, which then does not wait for the engine, and 0 on a CPU. A step
+    with drafts waits for the tokens, and so do talkers and models with recurrent layers. Answers
+    stay the same."""
     max_step_ms: Annotated[float, Meta(gt=0)] | None = None
     """Target time of a step while sequences decode. Prompts get the part that decoding leaves, by
     the measured time of a token. A shorter time makes running answers smoother and first tokens

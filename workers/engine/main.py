@@ -224,8 +224,17 @@ def build_core(
         pooling=loaded.pooling,
         kv_memory=runner,
         keeps_states=loaded.model.keeps_states,
+        runs_ahead=_runs_ahead(loaded, engine),
         new_rules=partial(_new_rules, loaded),
     )
+
+
+def _runs_ahead(loaded: LoadedModel, engine: EngineConfig) -> bool:
+    if loaded.model.keeps_states:
+        return False
+    if engine.steps_ahead is None:
+        return loaded.model.device.type == "cuda"
+    return engine.steps_ahead == 1
 
 
 def _new_rules(loaded: LoadedModel, request: EngineRequest) -> TokenMask | None:
