@@ -150,6 +150,8 @@ class Settings(Struct, frozen=True):
     """Generators that paint; with 0, no request may be for images."""
     painter: Literal["demo", "qwen-image"] = "demo"
     """Model that paints if the engine is not a fake: the demo's, or a small one of diffusers."""
+    painter_parts: int = 0
+    """Generators that encode texts, and ones that decode latents; with 0, painters do both."""
     max_codes: int = 96
     """Most frames of a speech."""
     engine: Literal["fake", "demo"] = "fake"

@@ -474,7 +474,8 @@ class EnginePool(EngineConfig, frozen=True, forbid_unknown_fields=True):
     """A pool of engines: all settings of `engine`, and a size."""
 
     replicas: Positive = 1
-    """Number of engines that `pagemill up` starts, for each of the `devices` if they are named."""
+    """Number of engines that `pagemill up` starts, for each of the `devices` if they are named. The
+    `min` of an entry of `scale.pools` replaces it."""
 
 
 class GeneratorConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
@@ -692,6 +693,9 @@ class PoolConfig(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_only=
     that serves all models."""
     stage: str | None = None
     """Stage that the workers serve; by default the stage with the name of the role."""
+    pool: str | None = None
+    """Pool in `pools` of the model, which is needed if the model has any. The pool with the higher
+    `priority` grows first, and the next one when it is at its `max`."""
 
 
 class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):

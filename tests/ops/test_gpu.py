@@ -7,7 +7,7 @@ import os
 import pkgutil
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from ops import gpu
 from ops.gpu import host, prepare, round_trips
 from ops.gpu.load import Load, Rates, rates_of
+from ops.gpu.models import FAMILIES
 from ops.gpu.plan import CUDA_TESTS, SECTIONS, Section
 from ops.gpu.run import STATUS_OF_LIMIT, Run, choose_sections, main, make_environment
 from ops.gpu.summary import LEFT_OUT, read_results, summarise
@@ -230,8 +231,15 @@ def test_an_operation_on_tensors_of_two_devices_is_a_problem() -> None:
     assert record.problems.total() == 1
 
 
-def test_no_graph_holds_a_round_trip_and_a_step_has_no_more_than_before() -> None:
-    command = [*preloaded.PYTHON, "-m", "ops.gpu", "round-trips", "qwen2"]
+@pytest.mark.parametrize(
+    ("families", "kinds"), [(["qwen2"], []), (FAMILIES, ["greedy", "images", "adapters"])]
+)
+def test_no_graph_holds_a_round_trip_and_a_step_has_no_more_than_before(
+    families: Sequence[str], kinds: Sequence[str]
+) -> None:
+    """No operation mixes devices."""
+    command = [*preloaded.PYTHON, "-m", "ops.gpu", "round-trips", *families]
+    command += ["--kinds", *kinds] if kinds else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "qwen2: ok" in done.stdout
+    assert all(f"{family}: ok" in done.stdout for family in families)
