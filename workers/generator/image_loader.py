@@ -31,6 +31,8 @@ def load_image_model(
         return load_painter(folder, dtype, sizes, key)
     try:
         description = read_image_folder(folder)
+        checks: Any = importlib.import_module(f"{diffusion.__name__}.checks")
+        checks.check_folder(description)
         module = f"{diffusion.__name__}.{description.family.module}"
         computation: Any = importlib.import_module(module)
         model: ImageModel = computation.load(description, dtype, device, sizes, key, report)

@@ -16,11 +16,12 @@ from shared.models.image_folder import is_image_folder
 from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
+from shared.stage.graphs import CODE2WAV, ORPHEUS
 from shared.stage.hybrids import check_settings
 from shared.stage.pipelines import ENGINE, pipelines_of
 from workers import settings
 from workers.cli.models import reports
-from workers.cli.models.stage_weights import can_keep_numbers, count_weights
+from workers.cli.models.stage_weights import can_keep_numbers, count_codec, count_weights
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 
@@ -122,6 +123,9 @@ def _describe_memory(
 ) -> str:
     keeps = can_keep_numbers(config.engine) and not model.adapters
     weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
+    codec = model.stages.get(CODE2WAV)
+    if model.graph == ORPHEUS and codec is not None and codec.path is not None:
+        weights[CODE2WAV] = count_codec(Path(codec.path))
     num_bytes = {stage: part.num_bytes(model.dtype) for stage, part in weights.items()}
     sizes = [f"{stage} {decimal(size)}" for stage, size in num_bytes.items() if size]
     # The folders of diffusers have no stage with an engine.
