@@ -5,7 +5,6 @@ the same sign, and a list a list of such numbers. A network without memory for i
 the shapes that the files must have.
 """
 
-import importlib
 import inspect
 import json
 import logging
@@ -13,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
+import diffusers
 import torch
 import transformers
 from diffusers import ModelMixin
@@ -26,6 +26,7 @@ from shared.vision.weight_files import read_header
 from shared.vision.weights import renamer_of
 from workers.generator.diffusion.parts import refusing
 
+LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 PROCESSOR_CONFIG = "preprocessor_config.json"
 MAX_NUMBER = 2**31 - 1
 FROM_ZERO = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -48,9 +49,7 @@ def check_folder(folder: ImageFolder) -> None:
         part = folder.folder / name
         with refusing(part):
             values = json.loads((part / component.config).read_bytes())
-            part_class = getattr(
-                importlib.import_module(folder.settings[name][0]), component.class_name
-            )
+            part_class = getattr(LIBRARIES[folder.settings[name][0]], component.class_name)
             faults = find_faults(values, _defaults_of(part_class, component, values))
             missing = (
                 Fault(setting, values.get(setting), "a number")
