@@ -157,6 +157,26 @@ def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
     return replace(settings, **{name: str(folder / path) for name, path in paths.items()})
 
 
+def of_pool(config: Config, model: str | None, is_engine: bool, pool: str | None) -> Config:
+    """Return the configuration for a worker of a pool, with the pool's settings as `engine`.
+
+    `is_engine` is whether the worker serves the stage whose workers may have pools. Raises
+    ConfigError.
+    """
+    pools = config.models[model].pools if is_engine and model in config.models else {}
+    if pool is None and not pools:
+        return config
+    if pool not in pools:
+        known = ", ".join(pools) or "none"
+        raise ConfigError(
+            f"--pool: the worker needs the name of a pool of its model; there are: {known}"
+            if pool is None
+            else f"--pool: {model!r} has no pool {pool!r} of engines; there are: {known}",
+            field="pool",
+        )
+    return replace(config, engine=pools[pool])
+
+
 def check_paths(config: Config) -> None:
     """Check that the folders of models and adapters exist and that their weights can be read.
 

@@ -6,6 +6,9 @@ renderer → engine             Task[EngineBody]             pm.stage.engine.…
 renderer → prefill → engine   Task[EngineBody]             pm.stage.prefill.…       envelope
 renderer → encoder            Task[EncodeBody]             pm.stage.encoder.…       envelope
 encoder → engine              ItemResult                   pm.result.<key>          msgpack
+dit → text_encoder            Task[TextsBody]              pm.stage.text_encoder.…  envelope
+dit → vae                     Task[LatentsBody]            pm.stage.vae.…           envelope
+text_encoder, vae → dit       ItemResult                   pm.result.<key>          msgpack
 generator → generator         CachedImages                 pm.result.image_<key>    msgpack
 stages → client               TokenChunk, Finish, Failure  pm.tokens.<id>           JSON
 stages → client               MediaChunk, OutputEnd        pm.tokens.<id>.<output>  JSON

@@ -1,6 +1,6 @@
 """Edits of images by real processes: killed after steps, over HTTP, and from the command line.
 
-    request ──▶ dit
+    request ──▶ dit ══▶ text_encoder
 
 In float64, each file equals the pixels of diffusers' own pipeline with the same noise.
 """
@@ -43,7 +43,7 @@ models:
   edit:
     path: edit
     dtype: float64
-    stages: {dit: {sizes: [48x48, 96x48], sampling_defaults: {steps: 2}}}
+    stages: {dit: {sizes: [48x48, 96x48], sampling_defaults: {steps: 2}}, text_encoder: {}}
   painter: {path: painter, graph: qwen-image}
 generator: {checkpoint_s: 0, threads: 1}
 gateway: {port: 0}
@@ -51,7 +51,8 @@ delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
 """
 WORKERS = {
     "coordinator": ["coordinator"],
-    "dit": ["generator", "--model", "edit"],
+    "dit": ["generator", "--model", "edit", "--stage", "dit"],
+    "text_encoder": ["generator", "--model", "edit", "--stage", "text_encoder"],
     "gateway": ["gateway"],
     "agent": ["agent"],
 }

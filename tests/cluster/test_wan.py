@@ -1,6 +1,6 @@
 """Wan by real processes: killed after steps, over HTTP, and from the command line.
 
-    request ──▶ dit
+    request ──▶ dit ══▶ vae
 
 In float64, the frames of each file are those of diffusers' own pipeline with the same noise, before
 they are compressed.
@@ -41,14 +41,15 @@ models:
   wan:
     path: wan
     dtype: float64
-    stages: {dit: {sizes: [32x16, 16x32]}}
+    stages: {dit: {sizes: [32x16, 16x32]}, vae: {}}
 generator: {checkpoint_s: 0, threads: 1, result_ttl_s: 0}
 gateway: {port: 0}
 delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
 """
 WORKERS = {
     "coordinator": ["coordinator"],
-    "dit": ["generator", "--model", "wan"],
+    "dit": ["generator", "--model", "wan", "--stage", "dit"],
+    "vae": ["generator", "--model", "wan", "--stage", "vae"],
     "gateway": ["gateway"],
 }
 STEP_S = 0.2

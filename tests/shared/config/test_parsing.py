@@ -75,6 +75,17 @@ def test_the_environment_overrides_any_field() -> None:
             {},
             ["models.demo.quantization", "LoRA adapters"],
         ),
+        (
+            "models: {demo: {path: a, quantization: int8}}",
+            {"PAGEMILL_ENGINE__DEVICE": "cuda"},
+            ["models.demo.quantization", "int8 does not run on a GPU"],
+        ),
+        (
+            GOOD + "\nengine: {device: 'cuda:1'}",
+            {},
+            ["engine.device", "one GPU that it sees", "devices: [1]"],
+        ),
+        (GOOD + "\nencoder: {device: gpu}", {}, ["encoder.device", "'gpu' is not cpu or cuda"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "a whole number"]),
         (GOOD + "\nengien: {}", {}, ["engien"]),
         (

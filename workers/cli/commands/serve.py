@@ -27,6 +27,7 @@ from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
 from workers.roles import GATEWAY, WorkerSpec
 from workers.supervisor.cluster import LocalCluster, start_on_first_use
+from workers.supervisor.gpus import plan_gpus, read_needed_gpus
 from workers.supervisor.pool import SupervisedPools
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -108,8 +109,13 @@ def local_cluster(
     workers = [*workers_of(config, pools), server]
     # The workers of a pool at zero are forked from the same process later.
     specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
+    gpus = read_needed_gpus(config, specs)
+    for title, place in plan_gpus(config, workers, gpus):
+        errors.print(f"{title}: {place}", highlight=False, markup=False, soft_wrap=True)
     log_file = settings.find_log_file(config)
-    cluster = LocalCluster(config, file, workers, nats, log_file, preloader=preload(config, specs))
+    cluster = LocalCluster(
+        config, file, workers, nats, log_file, preloader=preload(config, specs), gpus=gpus
+    )
     if pools.by_name:
         local = SupervisedPools(cluster.supervisor, pools.by_name.values())
         cluster.follow = lambda bus: follow_plan(bus, local)

@@ -4,9 +4,11 @@ from pathlib import Path
 
 from shared.bus.login import seed_file
 from shared.config.schema import Config
+from shared.errors import ConfigError
+from shared.gpu.devices import DeviceNeeds, find_profile
 from workers.cli.manifests.target import CONFIG, Manifest, Target, key_secret, labels_of, metadata
 from workers.pools import deployment_name
-from workers.roles import WorkerSpec, role_of
+from workers.roles import WorkerSpec, device_needs
 
 USER = 10001
 METRICS_PORT = 9401
@@ -124,20 +126,29 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
     if worker.role == GATEWAY:
         container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
         container["readinessProbe"] = _probe("ready", 2, "http")
-    if _device(worker, config).startswith("cuda"):
-        container["resources"] = {"limits": {GPU: 1}}
+    if (needs := device_needs(config, worker)) is not None:
+        container["resources"] = {"limits": {_resource_of(needs): 1}}
     return container
 
 
-def _device(worker: WorkerSpec, config: Config) -> str:
-    """Return the device of a role, from its section of the configuration."""
-    section = role_of(worker.role).section or worker.role
-    return getattr(getattr(config, section, None), "device", "")
+def _resource_of(needs: DeviceNeeds) -> str:
+    """Return the resource of Kubernetes for a worker's device. Raises ConfigError for several."""
+    profiles = {find_profile(name) for name in needs.names} or {None}
+    if len(profiles) > 1:
+        field = f"{needs.section}.devices"
+        raise ConfigError(
+            f"{field}: all pods of a Deployment have the same kind of device: name one MIG profile",
+            field=field,
+        )
+    (profile,) = profiles
+    # Labels of resources have no plus sign; NVIDIA's plugin writes a point.
+    return GPU if profile is None else f"nvidia.com/mig-{profile.replace('+', '.')}"
 
 
 def _arguments(worker: WorkerSpec) -> list[str]:
     arguments = ["worker", worker.role, "--config", CONFIG_PATH]
-    for option, value in (("--model", worker.model), ("--stage", worker.stage)):
+    options = {"--model": worker.model, "--stage": worker.stage, "--pool": worker.pool}
+    for option, value in options.items():
         if value is not None:
             arguments += [option, value]
     return arguments

@@ -102,7 +102,7 @@ def plan_images(
     _check(request)
     params = ImageParams(
         size,
-        # Clients of OpenAI read one image of a stream. The default of a model may be another.
+        # Clients of OpenAI read one image of a stream, also if the default of the model is more.
         1 if request.stream and num_images is None else num_images,
         request.num_inference_steps,
         guidance,
