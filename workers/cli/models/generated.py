@@ -26,7 +26,7 @@ from workers.cli.models.memory import (
     make_plan,
 )
 from workers.cli.models.reports import Report, check_folders
-from workers.cli.models.stage_weights import can_keep_numbers, count_weights
+from workers.cli.models.stage_weights import can_keep_numbers, count_codec, count_weights
 from workers.generation_config import FILE as GENERATION_FILE
 from workers.generation_config import read_sampling_defaults
 
@@ -211,7 +211,9 @@ def _plan(
 def _needs_of(model: LocalModel, report: Report, wishes: Wishes, base: Config) -> ModelNeeds:
     keeps = can_keep_numbers(base.engine)
     rounds = wishes.quantization is not None
-    weights = count_weights(model.folder, report, rounds=rounds, keeps=keeps).values()
+    weights = [*count_weights(model.folder, report, rounds=rounds, keeps=keeps).values()]
+    if graph_of_folder(model.folder) == ORPHEUS:
+        weights.append(count_codec(_find_codec(model).folder))
     talker = report.talker
     return ModelNeeds(
         model.name,
