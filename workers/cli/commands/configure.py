@@ -1,6 +1,7 @@
 """Commands about the configuration: `pagemill key` and `pagemill check`."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -131,14 +132,22 @@ def _describe_memory(folder: Path, report: reports.Report, name: str, config: Co
             for stage in pipeline.stages
             if Path(stage.path or model.path) == folder
         }
-    else:
-        keeps = can_keep_numbers(config.engine) and not model.adapters
-        weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
-        codec = model.stages.get(CODE2WAV)
-        if model.graph == ORPHEUS and codec is not None and codec.path is not None:
-            weights[CODE2WAV] = count_codec(Path(codec.path))
-        dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
-        num_bytes = {stage: part.num_bytes(dtype) for stage, part in weights.items()}
+        return _describe_sizes(num_bytes, dtype)
+    keeps = can_keep_numbers(config.engine) and not model.adapters
+    weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
+    codec = model.stages.get(CODE2WAV)
+    if model.graph == ORPHEUS and codec is not None and codec.path is not None:
+        weights[CODE2WAV] = count_codec(Path(codec.path))
+    # Pools on a CPU and on a GPU may serve different types.
+    devices = [pool.device for pool in model.pools.values()] or [config.engine.device]
+    dtypes = [choose_dtype(model.dtype, report.dtype, device) for device in devices]
+    return "".join(
+        _describe_sizes({stage: part.num_bytes(dtype) for stage, part in weights.items()}, dtype)
+        for dtype in dict.fromkeys(dtypes)
+    )
+
+
+def _describe_sizes(num_bytes: Mapping[str, int], dtype: str) -> str:
     sizes = [f"{stage} {decimal(size)}" for stage, size in num_bytes.items() if size]
     return f"; weights in memory: {', '.join(sizes)} as {dtype}"
 
