@@ -345,8 +345,11 @@ class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     device: str = "cpu"
     """`cpu`, or `cuda` for an NVIDIA GPU."""
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of processes (ranks) that share each model. Each has a part of every layer's weights
+    and of the KV cache; on GPUs, each has a device."""
     threads: Annotated[int, Meta(ge=0)] = 0
-    """Number of torch threads; 0 for torch's default."""
+    """Number of torch threads; 0 for torch's default. Ranks divide the default."""
     kernels: KernelSetting = "measured"
     """Kernels on a CPU, see `engine.kernels`."""
     max_batch_tokens: Positive = 4096
@@ -399,8 +402,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     device: str = "cpu"
     """`cpu`, or `cuda` for an NVIDIA GPU."""
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of processes (ranks) that share each model. Each has a part of every layer's weights
+    and of the KV cache; on GPUs, each has a device."""
     threads: Annotated[int, Meta(ge=0)] = 0
-    """Number of torch threads; 0 for torch's default."""
+    """Number of torch threads; 0 for torch's default. Ranks divide the default."""
     kernels: KernelSetting = "measured"
     """Kernels on a CPU. `measured`: the C++ kernels for supported models, and for each product and
     attention of the tower the fastest implementation on this machine; the first starts compile and
@@ -411,7 +417,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: Positive | None = None
     """Number of KV blocks; by default as many as fit into `kv_cache_mib`."""
     kv_cache_mib: Positive = 256
-    """Size of the KV cache."""
+    """Size of the KV cache, in each rank."""
     prefix_caching: bool = True
     """Cache computed blocks until their memory is needed, for prompts of the same tenant with the
     same prefix."""

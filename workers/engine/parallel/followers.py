@@ -1,0 +1,109 @@
+"""The processes of the other ranks, started and watched by rank 0."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+import structlog
+import torch.distributed as dist
+
+from shared.config.schema import EngineConfig, ModelConfig
+from shared.errors import ConfigError
+from shared.vision.rank_plan import FIELD, Share
+from workers.engine.model.flat_model import DecoderModel
+from workers.engine.parallel import messages
+from workers.engine.parallel.messages import Start
+from workers.engine.parallel.process_group import ProcessGroup
+from workers.engine.parallel.sharded_model import ShardedModel
+
+MODULE = "workers.engine.follower"
+DEVICES = "CUDA_VISIBLE_DEVICES"
+_log = structlog.get_logger()
+
+
+class Followers:
+    """Processes that load their parts of a model while rank 0 loads its part."""
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, folder: Path) -> None:
+        """Start them. `folder` is empty, and must exist until `join` has returned."""
+        self._store = str(folder / "store")
+        self._num_ranks = engine.tensor_parallel
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, self._num_ranks):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | _device_of(rank, engine),
+            )
+            self._processes.append(process)
+            start = Start(model, engine, rank, self._store)
+            messages.send(cast(BinaryIO, process.stdin), msgspec.msgpack.encode(start))
+
+    def join(self, own: DecoderModel) -> ShardedModel:
+        """Return the model of all ranks, once each has its part. Raises ConfigError.
+
+        From then on this process ends if another rank ends.
+        """
+        for rank, process in enumerate(self._processes, 1):
+            answer = messages.receive(cast(BinaryIO, process.stdout))
+            if answer is None:
+                raise ConfigError(f"{FIELD}: rank {rank} ended while it was loaded", field=FIELD)
+            if refusal := messages.answers.decode(answer).refusal:
+                raise ConfigError(refusal, field=FIELD)
+        store = dist.FileStore(self._store, self._num_ranks)
+        group = ProcessGroup(store, Share(0, self._num_ranks), own.device)
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(target=_watch, args=(rank, process), daemon=True).start()
+        return ShardedModel(own, group, [cast(BinaryIO, p.stdin) for p in self._processes])
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def starting(model: ModelConfig, engine: EngineConfig) -> Iterator[Followers | None]:
+    """Start the processes of the other ranks, if there are any; an error ends them."""
+    if engine.tensor_parallel == 1:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="pagemill-ranks-") as folder:
+        followers = Followers(model, engine, Path(folder))
+        try:
+            yield followers
+        except BaseException:
+            followers.kill()
+            raise
+
+
+def _device_of(rank: int, engine: EngineConfig) -> dict[str, str]:
+    """Return the environment by which a rank finds its device as the first one."""
+    if engine.device == "cpu":
+        return {}
+    visible = os.environ.get(DEVICES)
+    if visible is None:
+        return {DEVICES: str(rank)}
+    devices = visible.split(",")
+    if len(devices) < engine.tensor_parallel:
+        raise ConfigError(
+            f"{FIELD}: {engine.tensor_parallel} ranks need a device each, but {DEVICES} has"
+            f" {len(devices)}",
+            field=FIELD,
+        )
+    return {DEVICES: devices[rank]}
+
+
+def _watch(rank: int, process: subprocess.Popen[bytes]) -> None:
+    """End this process when a rank has ended: its requests are delivered to another engine."""
+    code = process.wait()
+    _log.error("rank_failed", rank=rank, exit_code=code)
+    os._exit(1)
