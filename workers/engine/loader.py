@@ -305,12 +305,13 @@ def warm_up(model: DecoderModel, block_size: int) -> None:
         width = model.family.decoder_config.hidden_size
         attention.add("", torch.zeros(1, width, dtype=model.dtype, device=model.device))
     for num_tokens, seq_len in ((3, 3), (1, 4)):
-        layout = BatchLayout([range(num_blocks)], [0, num_tokens], [seq_len])
+        layout = BatchLayout([[*range(num_blocks)]], [0, num_tokens], [seq_len])
+        position_type = getattr(torch, model.family.position_type)
         positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
         token_ids = torch.zeros_like(positions)
         step = StepInputs(
             model.embed(token_ids),
-            positions.expand(model.family.num_position_rows, -1),
+            positions.to(position_type).expand(model.family.num_position_rows, -1),
             model.plan(layout, kv_cache),
             kv_cache,
             torch.tensor([num_tokens - 1], device=model.device),

@@ -36,6 +36,7 @@ class Followers:
         self._store = str(folder / "store")
         self._num_ranks = engine.tensor_parallel
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_ending = False
         for rank in range(1, self._num_ranks):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", MODULE],
@@ -61,10 +62,18 @@ class Followers:
         store = dist.FileStore(self._store, self._num_ranks)
         group = ProcessGroup(store, Share(0, self._num_ranks), own.device)
         for rank, process in enumerate(self._processes, 1):
-            threading.Thread(target=_watch, args=(rank, process), daemon=True).start()
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
         return ShardedModel(own, group, [cast(BinaryIO, p.stdin) for p in self._processes])
 
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """End this process when a rank has ended: its requests are delivered to another engine."""
+        code = process.wait()
+        if not self._is_ending:
+            _log.error("rank_failed", rank=rank, exit_code=code)
+            os._exit(1)
+
     def kill(self) -> None:
+        self._is_ending = True
         for process in self._processes:
             process.kill()
             process.wait()
@@ -100,10 +109,3 @@ def _device_of(rank: int, engine: EngineConfig) -> dict[str, str]:
             field=FIELD,
         )
     return {DEVICES: devices[rank]}
-
-
-def _watch(rank: int, process: subprocess.Popen[bytes]) -> None:
-    """End this process when a rank has ended: its requests are delivered to another engine."""
-    code = process.wait()
-    _log.error("rank_failed", rank=rank, exit_code=code)
-    os._exit(1)
