@@ -23,6 +23,7 @@ from workers.engine.parallel.messages import Start
 from workers.engine.parallel.process_group import ProcessGroup
 from workers.engine.parallel.sharded_model import ShardedModel
 
+PYTHON = (sys.executable, "-P")
 MODULE = "workers.engine.follower"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 _log = structlog.get_logger()
@@ -39,7 +40,7 @@ class Followers:
         self._is_ending = False
         for rank in range(1, self._num_ranks):
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE],
+                [*PYTHON, "-m", MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=os.environ | _device_of(rank, engine),

@@ -1,0 +1,38 @@
+"""An engine of two ranks: each of them is killed while it answers."""
+
+import signal
+from pathlib import Path
+
+from shared.bus.bus import Bus
+from tests.cluster.conftest import (
+    CONFIG,
+    answer,
+    parent_of,
+    request_text,
+    start_cluster,
+    stop_cluster,
+)
+from tests.cluster.streams import attempts_of, read_amid_signal, tokens_of
+from tests.support.waiting import until
+
+
+def processes() -> set[int]:
+    return {int(file.name) for file in Path("/proc").iterdir() if file.name.isdigit()}
+
+
+async def test_answers_continue_after_the_death_of_each_rank(tmp_path: Path) -> None:
+    cluster = start_cluster(tmp_path, CONFIG + "engine: {tensor_parallel: 2, threads: 1}\n")
+    bus = await Bus.connect(cluster.url, "test")
+    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
+    expected = tokens_of(await answer(bus, request))
+    for killed in ("follower", "leader"):
+        leader = await cluster.pid(bus, "engine")
+        (follower,) = (pid for pid in processes() if parent_of(pid) == leader)
+        pid = leader if killed == "leader" else follower
+        records = await read_amid_signal(bus, request, pid, signal.SIGKILL)
+        assert tokens_of(records) == expected
+        assert attempts_of(records) == [1, 2]
+        await until(lambda pids={leader, follower}: not pids & processes(), 30)
+    assert "rank_failed" in cluster.log.read_text()
+    await bus.close()
+    assert stop_cluster(cluster) == 0
