@@ -1,6 +1,7 @@
 """An engine of two ranks: each of them is killed while it answers."""
 
 import signal
+from functools import partial
 from pathlib import Path
 
 from shared.bus.bus import Bus
@@ -20,6 +21,10 @@ def processes() -> set[int]:
     return {int(file.name) for file in Path("/proc").iterdir() if file.name.isdigit()}
 
 
+def are_gone(pids: set[int]) -> bool:
+    return not pids & processes()
+
+
 async def test_answers_continue_after_the_death_of_each_rank(tmp_path: Path) -> None:
     cluster = start_cluster(tmp_path, CONFIG + "engine: {tensor_parallel: 2, threads: 1}\n")
     bus = await Bus.connect(cluster.url, "test")
@@ -32,7 +37,7 @@ async def test_answers_continue_after_the_death_of_each_rank(tmp_path: Path) -> 
         records = await read_amid_signal(bus, request, pid, signal.SIGKILL)
         assert tokens_of(records) == expected
         assert attempts_of(records) == [1, 2]
-        await until(lambda pids={leader, follower}: not pids & processes(), 30)
+        await until(partial(are_gone, {leader, follower}), 30)
     assert "rank_failed" in cluster.log.read_text()
     await bus.close()
     assert stop_cluster(cluster) == 0

@@ -46,10 +46,10 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     if name not in SEEING:
         changes = test_generic.SPECS.get(name, {}) | changes
         return test_generic.build(name, **changes)
-    model = test_parity.build(name).eval().requires_grad_(False)
+    model: PreTrainedModel = test_parity.build(name).eval().requires_grad_(False)
     model.set_experts_implementation("eager")
     widen(model)
-    return model.double()
+    return model.to(torch.float64)
 
 
 @contextmanager
@@ -107,12 +107,12 @@ def test_a_generic_type_is_equal_or_refused(name: str, tmp_path: Path) -> None:
 def test_experts_that_are_stored_in_the_other_order_are_turned(tmp_path: Path) -> None:
     config = test_parity.vision_config("qwen3_vl_moe")
     # The part of a matrix is square, so its shape says nothing about the order.
-    config.text_config.moe_intermediate_size = config.text_config.hidden_size
+    config.text_config.moe_intermediate_size = 2 * config.text_config.hidden_size
     model = Qwen3VLMoeForConditionalGeneration(config)
     model.save_pretrained(tmp_path)
 
     def load() -> dict[str, Tensor]:
-        without, share = ["model.visual"], Share(1, 2)
+        without, share = ["model.visual"], Share(1, 4)
         weights = load_weights(type(model), tmp_path, model.dtype, "cpu", without, share=share)
         return weights.state_dict()
 
