@@ -67,6 +67,11 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
     return plan.get(_NUMBER.sub("*", name))
 
 
+def divided_layers(plan: dict[str, str]) -> list[str]:
+    """Return the names of the layers that ranks divide, with `*` for numbers."""
+    return [name for name, style in plan.items() if style not in WHOLE]
+
+
 def divides_heads(plan: dict[str, str]) -> bool:
     """Return whether ranks have different heads; some plans divide only the experts."""
     projections = (name.split(".") for name, style in plan.items() if style in ROWWISE)

@@ -9,7 +9,9 @@ from workers.cli.models.reports import Report
 from workers.engine.model.check_folders import PoolingMode, examine
 
 
-def check_by_engine(pairs: Sequence[tuple[Path, PoolingMode | None]]) -> list[Report]:
+def check_by_engine(
+    pairs: Sequence[tuple[Path, PoolingMode | None]], num_ranks: int = 1
+) -> list[Report]:
     """Return the reports of `reports.check_by_engine`, which starts a process."""
-    reports = [examine(folder, pooling) for folder, pooling in pairs]
+    reports = [examine(folder, pooling, num_ranks) for folder, pooling in pairs]
     return msgspec.convert(reports, list[Report], from_attributes=True)

@@ -33,11 +33,11 @@ from workers.engine.model.int8 import report_on
 from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.quantizer import QuantizedConfig
+from workers.engine.model.ranks import check_ranks
 from workers.engine.model.self_check import check_against_whole
 from workers.engine.model.support import check_supported, num_item_values
 from workers.engine.model.talker import MediaParts, Talker
 from workers.engine.parallel.followers import Followers, starting
-from workers.engine.parallel.support import check_ranks
 from workers.engine.pooling_files import read_pooling
 
 READING, PACKING = "reading weights", "packing weights"

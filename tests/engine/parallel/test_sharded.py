@@ -31,7 +31,7 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, LoggedChoice
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
-from workers.engine.parallel.support import check_ranks
+from workers.engine.model.ranks import check_ranks
 from workers.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +49,8 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     model: PreTrainedModel = test_parity.build(name).eval().requires_grad_(False)
     model.set_experts_implementation("eager")
     widen(model)
-    return model.to(torch.float64)
+    doubled: PreTrainedModel = model.double()
+    return doubled
 
 
 @contextmanager

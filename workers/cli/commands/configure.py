@@ -18,9 +18,10 @@ from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
 from shared.stage.hybrids import check_settings
 from shared.stage.pipelines import ENGINE, pipelines_of
+from shared.stage.ranks import check_rank_settings
 from workers import settings
 from workers.cli.models import reports
-from workers.cli.models.stage_weights import can_keep_numbers, count_weights
+from workers.cli.models.stage_weights import can_keep_numbers, count_rank_weights, count_weights
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 
@@ -100,11 +101,15 @@ def _check_models(config: Config) -> list[str]:
             else:
                 folders.append((name, f"{field}.stages.{stage.name}.path", Path(stage.path), None))
     checked = reports.check_folders(
-        [folder for _, _, folder, _ in folders], [pooling for *_, pooling in folders]
+        [folder for _, _, folder, _ in folders],
+        [pooling for *_, pooling in folders],
+        num_ranks=config.engine.tensor_parallel,
     )
     for (name, field, folder, _), report in zip(folders, checked, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{field}: {folder} {report.reason}", field=field)
+        if report.source != reports.DIFFUSERS:
+            check_rank_settings(config.models[name], config.engine, name)
         if report.state_bytes_per_sequence:
             check_settings(config.models[name], config.engine, name)
     # Several stages may load one folder.
@@ -120,6 +125,10 @@ def _check_models(config: Config) -> list[str]:
 def _describe_memory(
     folder: Path, report: reports.Report, model: ModelConfig, config: Config
 ) -> str:
+    if report.divided:
+        ranks = count_rank_weights(folder, report, config.engine.tensor_parallel)
+        first, other = (decimal(weights.num_bytes(model.dtype)) for weights in ranks)
+        return f"; weights in memory: rank 0 {first}, each other rank {other}"
     keeps = can_keep_numbers(config.engine) and not model.adapters
     weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
     num_bytes = {stage: part.num_bytes(model.dtype) for stage, part in weights.items()}

@@ -47,24 +47,30 @@ class Report(msgspec.Struct, frozen=True):
     stored_as: str | None = None
     keeps_numbers: bool = False
     talker: TalkerReport | None = None
+    divided: list[str] = []
 
 
 def check_folders(
-    folders: Sequence[Path], poolings: Sequence[str | None] = (), *, have_weights: bool = True
+    folders: Sequence[Path],
+    poolings: Sequence[str | None] = (),
+    *,
+    have_weights: bool = True,
+    num_ranks: int = 1,
 ) -> list[Report]:
     """Return a report for each folder. `poolings` are their `models.NAME.pooling`, by default None.
 
     The report of the engine needs no weights. Raises ConfigError.
     """
     pairs = list(itertools.zip_longest(folders, poolings))
-    engines = iter(check_by_engine([pair for pair in pairs if not is_image_folder(pair[0])]))
+    others = [pair for pair in pairs if not is_image_folder(pair[0])]
+    engines = iter(check_by_engine(others, num_ranks))
     return [
         _check_image_folder(folder, have_weights) if is_image_folder(folder) else next(engines)
         for folder, _ in pairs
     ]
 
 
-def check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
+def check_by_engine(pairs: Sequence[tuple[Path, str | None]], num_ranks: int = 1) -> list[Report]:
     """Return the engine's report for each folder and its pooling. Raises ConfigError."""
     if not pairs:
         return []
@@ -72,7 +78,7 @@ def check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
     try:
         # Without a terminal, transformers cannot ask whether to run the code of a folder.
         done = subprocess.run(
-            [sys.executable, "-P", "-m", MODULE, *words],
+            [sys.executable, "-P", "-m", MODULE, str(num_ranks), *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -38,12 +38,13 @@ class Followers:
         self._num_ranks = engine.tensor_parallel
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_ending = False
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         for rank in range(1, self._num_ranks):
             process = subprocess.Popen(
                 [*PYTHON, "-m", MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=os.environ | _device_of(rank, engine),
+                env=os.environ | path | _device_of(rank, engine),
             )
             self._processes.append(process)
             start = Start(model, engine, rank, self._store)
