@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3VLMoeForConditionalGeneration
 
+from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.models.registry import adapt
 from shared.models.tower import Tower
 from shared.protocol.sampling import SamplingParams
+from shared.stage.ranks import check_rank_settings
 from shared.vision.rank_plan import Share, check_heads
 from shared.vision.weights import load_weights
 from tests.engine.model import test_parity
@@ -27,6 +29,8 @@ from tests.engine.model.test_parity import RandomSchedule, Twins, make_case, run
 from tests.engine.parallel.rig import sharded
 from tests.models import test_generic
 from tests.support.engine import make_core, spell
+from workers.cli.models.reports import Report
+from workers.cli.models.stage_weights import count_rank_weights
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, LoggedChoice
@@ -234,6 +238,35 @@ def test_models_that_ranks_cannot_share_are_refused(name: str, reason: str, tmp_
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: ") as refused:
         check_ranks(config, tmp_path, 2)
     assert reason in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_weights_are_counted_before_they_are_loaded(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    report = Report(divided=check_ranks(model.config, tmp_path, 2))
+    for rank, counted in enumerate(count_rank_weights(tmp_path, report, 2)):
+        share = Share(rank, 2)
+        part = load_weights(type(model), tmp_path, model.dtype, "cpu", share=share)
+        assert counted.num_values == sum(p.numel() for p in part.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "field"),
+    [
+        (ModelConfig("m", adapters={"a": "b"}), EngineConfig(tensor_parallel=2), "adapters"),
+        (ModelConfig("m", quantization="int8"), EngineConfig(tensor_parallel=2), "quantization"),
+        (ModelConfig("m", prefill="prefill"), EngineConfig(tensor_parallel=2), "prefill"),
+        (ModelConfig("m"), EngineConfig(tensor_parallel=2, kernels="tiles"), "kernels"),
+    ],
+)
+def test_settings_that_ranks_lack_are_refused(
+    model: ModelConfig, engine: EngineConfig, field: str
+) -> None:
+    check_rank_settings(model, EngineConfig(kernels=engine.kernels))
+    with pytest.raises(ConfigError, match="not supported with") as refused:
+        check_rank_settings(model, engine)
+    assert (refused.value.field or "").endswith(f".{field}")
 
 
 @pytest.mark.parametrize(

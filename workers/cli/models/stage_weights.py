@@ -63,7 +63,8 @@ def count_rank_weights(folder: Path, report: Report, num_ranks: int) -> tuple[We
     first = other = 0
     for name, shape in read_shapes(folder):
         num_values = math.prod(shape)
-        if _IN_DECODER.search(name) is None or _IN_TOWER.search(name) is not None:
+        is_outside = _IN_DECODER.search(name) is None and len(shape) > 1
+        if is_outside or _IN_TOWER.search(name) is not None:
             first += num_values
             continue
         if any(pattern.search(name) for pattern in divided):
