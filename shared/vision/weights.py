@@ -6,7 +6,7 @@ Weights are read only from safetensors files; code in the folder is never execut
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +111,23 @@ def load_weights(
     # The conversions that were used for this model; transformers has no public name for them.
     rename = renamer_of(model, model._weight_conversions)
     _refuse(folder, find_quantized_tensor(folder, model, rename, quantized))
-    # transformers fills weights that are missing, or have another shape, with random numbers.
-    for name, shape, required in sorted(report["mismatched_keys"]):
-        raise ConfigError(
-            f"models.path: {folder}: {name} has the shape {list(shape)}, but config.json requires"
-            f" {list(required)}",
-            field="models.path",
-        )
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
+    _refuse(folder, _find_fault(report))
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     if rank is not None:
         rank.finish(loaded)
     return loaded
+
+
+def _find_fault(report: Mapping[str, Any]) -> str | None:
+    """Return the reason to refuse a model that transformers has loaded.
+
+    It fills weights that are missing, or have another shape, with random numbers.
+    """
+    for name, shape, required in sorted(report["mismatched_keys"]):
+        return f"has {name} of shape {list(shape)}, but config.json requires {list(required)}"
+    if missing := sorted(report["missing_keys"]):
+        return f"lacks weights: {', '.join(missing[:3])}"
+    return None
 
 
 def _describe(

@@ -124,15 +124,17 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
     if worker.role == GATEWAY:
         container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
         container["readinessProbe"] = _probe("ready", 2, "http")
-    if _device(worker, config).startswith("cuda"):
-        container["resources"] = {"limits": {GPU: 1}}
+    if num_gpus := _num_gpus(worker, config):
+        container["resources"] = {"limits": {GPU: num_gpus}}
     return container
 
 
-def _device(worker: WorkerSpec, config: Config) -> str:
-    """Return the device of a role, from its section of the configuration."""
-    section = role_of(worker.role).section or worker.role
-    return getattr(getattr(config, section, None), "device", "")
+def _num_gpus(worker: WorkerSpec, config: Config) -> int:
+    """Return the number of GPUs of a worker, one for each rank of an engine."""
+    section = getattr(config, role_of(worker.role).section or worker.role, None)
+    if not getattr(section, "device", "").startswith("cuda"):
+        return 0
+    return getattr(section, "tensor_parallel", 1)
 
 
 def _arguments(worker: WorkerSpec) -> list[str]:

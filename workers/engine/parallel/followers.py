@@ -65,6 +65,7 @@ class Followers:
         group = ProcessGroup(store, Share(0, self._num_ranks), own.device)
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        _log.info("ranks_joined", pids=[process.pid for process in self._processes])
         return ShardedModel(own, group, [cast(BinaryIO, p.stdin) for p in self._processes])
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
