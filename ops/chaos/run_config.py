@@ -80,6 +80,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             ],
         },
         "engine": {
+            "tensor_parallel": settings.ranks,
             "threads": 1,
             "num_blocks": settings.num_blocks,
             "max_num_seqs": settings.max_num_seqs,

@@ -11,7 +11,7 @@ import msgspec
 import torch.distributed as dist
 
 from shared.errors import ConfigError
-from shared.helpers.forking import end_with_parent, leave_process_group
+from shared.helpers.forking import SIGNALS, end_with_parent, leave_process_group
 from shared.vision.rank_plan import Share
 from workers.engine.loader import load_rank
 from workers.engine.parallel import messages
@@ -23,6 +23,9 @@ from workers.engine.parallel.sharded_model import follow
 def main() -> None:
     leave_process_group()
     end_with_parent(signal.SIGKILL)
+    for number in SIGNALS:
+        # Rank 0 drains, and this process ends with it.
+        signal.signal(number, signal.SIG_IGN)
     commands = sys.stdin.buffer
     # Libraries that print must not write into the answer.
     with os.fdopen(os.dup(1), "wb") as answers:

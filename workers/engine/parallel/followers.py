@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -29,6 +30,49 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 _log = structlog.get_logger()
 
 
+class _Process:
+    """A process of a rank, with pipes to it."""
+
+    def __init__(self, rank: int, env: dict[str, str]) -> None:
+        """Start it. Raises OSError."""
+        self.rank = rank
+        self._env = env
+        self._started: Future[subprocess.Popen[bytes]] = Future()
+        self._may_end = True
+        # Linux ends the process together with the thread that started it, see `end_with_parent`.
+        # A thread of a pool might end early.
+        threading.Thread(target=self._run, name=f"rank {rank}", daemon=True).start()
+        process = self._started.result()
+        self.pid = process.pid
+        self.commands = cast(BinaryIO, process.stdin)
+        self.answers = cast(BinaryIO, process.stdout)
+
+    def _run(self) -> None:
+        try:
+            process = subprocess.Popen(
+                [*PYTHON, "-m", MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self._env,
+            )
+        except OSError as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(process)
+        code = process.wait()
+        if not self._may_end:
+            _log.error("rank_failed", rank=self.rank, exit_code=code)
+            os._exit(1)
+
+    def must_live(self) -> None:
+        """End this process when the other one ends: another engine then gets the requests."""
+        self._may_end = False
+
+    def kill(self) -> None:
+        self._may_end = True
+        self._started.result().kill()
+
+
 class Followers:
     """Processes that load their parts of a model while rank 0 loads its part."""
 
@@ -36,50 +80,35 @@ class Followers:
         """Start them. `folder` is empty, and must exist until `join` has returned."""
         self._store = str(folder / "store")
         self._num_ranks = engine.tensor_parallel
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_ending = False
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._processes: list[_Process] = []
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         for rank in range(1, self._num_ranks):
-            process = subprocess.Popen(
-                [*PYTHON, "-m", MODULE],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | path | _device_of(rank, engine),
-            )
+            process = _Process(rank, env | _device_of(rank, engine))
             self._processes.append(process)
             start = Start(model, engine, rank, self._store)
-            messages.send(cast(BinaryIO, process.stdin), msgspec.msgpack.encode(start))
+            messages.send(process.commands, msgspec.msgpack.encode(start))
 
     def join(self, own: DecoderModel) -> ShardedModel:
         """Return the model of all ranks, once each has its part. Raises ConfigError.
 
         From then on this process ends if another rank ends.
         """
-        for rank, process in enumerate(self._processes, 1):
-            answer = messages.receive(cast(BinaryIO, process.stdout))
+        for process in self._processes:
+            answer = messages.receive(process.answers)
             if answer is None:
-                raise ConfigError(f"{FIELD}: rank {rank} ended while it was loaded", field=FIELD)
+                reason = f"rank {process.rank} ended while it was loaded"
+                raise ConfigError(f"{FIELD}: {reason}", field=FIELD)
             if refusal := messages.answers.decode(answer).refusal:
                 raise ConfigError(refusal, field=FIELD)
+            process.must_live()
         store = dist.FileStore(self._store, self._num_ranks)
         group = ProcessGroup(store, Share(0, self._num_ranks), own.device)
-        for rank, process in enumerate(self._processes, 1):
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
         _log.info("ranks_joined", pids=[process.pid for process in self._processes])
-        return ShardedModel(own, group, [cast(BinaryIO, p.stdin) for p in self._processes])
-
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """End this process when a rank has ended: its requests are delivered to another engine."""
-        code = process.wait()
-        if not self._is_ending:
-            _log.error("rank_failed", rank=rank, exit_code=code)
-            os._exit(1)
+        return ShardedModel(own, group, [process.commands for process in self._processes])
 
     def kill(self) -> None:
-        self._is_ending = True
         for process in self._processes:
             process.kill()
-            process.wait()
 
 
 @contextmanager
