@@ -195,4 +195,5 @@ def bounds_of(settings: Settings) -> Bounds:
         recovery_s=5.0 if fake else 15.0,
         broker_recovery_s=3.0 if settings.brokers == 1 else 10.0,
         rss_mib=rss_mib,
+        foreign_peers=settings.ranks - 1,
     )
