@@ -27,7 +27,7 @@ lock:  ## renew requirements.lock: the newest versions that pyproject.toml allow
 	$(PYTHON) -m ops.install --tools
 	$(UV) pip compile pyproject.toml --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --no-header --quiet > requirements.new
-	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-|cuda-)/ } /^torch=/ { print $$1 } keep' \
+	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-[^m]|cuda-)/ } /^torch=/ { print $$1 } keep' \
 		requirements.new > requirements.lock
 	rm requirements.new
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shared.protocol.images import PaintParams, parse_size
 from workers.generator.core.denoising import ImageModel, Step, Stepped, negative_of, noise_of
-from workers.generator.image_worker import to_png
+from workers.generator.image_parts import to_png
 
 
 def paint_alone(model: ImageModel, prompt: str, params: PaintParams, number: int = 0) -> bytes:

@@ -32,6 +32,7 @@ PagemillError               internal_error; server; not retryable
 │   │   └── StageBusy       a task of a stage has waited for too long; only its client retries
 │   ├── GrammarNotTried     no time or process for the trial of a grammar; only its client retries
 │   ├── EncodingFailed      embeddings could not be computed; Pagemill does not retry
+│   ├── OutOfMemory         a device has too little memory for this request; only its client retries
 │   ├── BlobLost            a payload is lost with its owner; its stage runs again
 │   ├── DeadlineExceeded    the request has reached its deadline; only its client may retry it
 │   ├── UnsupportedVersion  a message needs a newer reader; a newer worker claims it
@@ -205,6 +206,10 @@ class GrammarNotTried(ServerError):
 
 class EncodingFailed(ServerError):
     code = "encoding_failed"
+
+
+class OutOfMemory(ServerError):
+    code = "out_of_memory"
 
 
 class BlobLost(ServerError):

@@ -64,12 +64,20 @@ class FakeRunner:
         fails_to_prepare: Iterable[str] = (),
         fails_to_encode: Iterable[str] = (),
         fails_to_run: Iterable[str] = (),
+        failure: Exception | None = None,
+        max_tokens: int | None = None,
     ) -> None:
+        """`failure` replaces the errors of requests that fail.
+
+        Batches with more than `max_tokens` tokens raise MemoryError.
+        """
+        self._failure = failure
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._fails_to_prepare = set(fails_to_prepare)
         self._fails_to_encode = set(fails_to_encode)
         self._fails_to_run = set(fails_to_run)
+        self.max_tokens = max_tokens
         self._slots: dict[tuple[int, int], bytes] = {}
         self._prepared: dict[str, set[int]] = {}
         """Indexes of the items that have embeddings, by request."""
@@ -96,13 +104,13 @@ class FakeRunner:
     def prepare(self, request: EngineRequest) -> None:
         assert request.request_id not in self._prepared, "prepared twice"
         if request.request_id in self._fails_to_prepare:
-            raise InvalidMedia("no positions for the image")
+            raise self._failure or InvalidMedia("no positions for the image")
         self._prepared[request.request_id] = set()
 
     def encode(self, requests: Collection[tuple[EngineRequest, Collection[int]]]) -> int:
         self.encoded.append([request.request_id for request, _ in requests])
         if self._fails_to_encode.intersection(self.encoded[-1]):
-            raise InvalidMedia("a poisoned image")
+            raise self._failure or InvalidMedia("a poisoned image")
         num_tokens = 0
         for request, item_indexes in requests:
             prepared = self._prepared[request.request_id]
@@ -112,6 +120,9 @@ class FakeRunner:
             self.encoded_items += len(item_indexes)
             num_tokens += sum(request.items[index].placeholder.length for index in item_indexes)
         return num_tokens
+
+    def recover_memory(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError)
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
@@ -151,10 +162,12 @@ class FakeRunner:
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.batches.append(batch.num_tokens)
+        if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
+            raise MemoryError
         for s in batch.scheduled:
             assert s.sequence.request_id in self._prepared
             if s.sequence.request_id in self._fails_to_run:
-                raise RuntimeError("a poisoned request")
+                raise self._failure or RuntimeError("a poisoned request")
             self._write(s)
         for s in batch.scheduled:
             self._verify(s)

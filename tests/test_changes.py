@@ -181,7 +181,9 @@ def test_roles_of_stages_are_named_in_the_roles_and_the_default_pipeline_only() 
             permissions,
             "shared/config/schema.py",  # a value of `models.NAME.tower`
             "workers/engine/loader.py",  # the same value
-            "workers/cli/models/generated.py",  # the section of this name in a configuration
+            # The section of this name in a configuration.
+            "shared/config/parsing.py",
+            "workers/cli/models/generated.py",
             # `pagemill top` has a table of engines.
             "workers/cli/top.py",
             "workers/cli/top_frame.py",

@@ -10,8 +10,11 @@ import yaml
 
 from shared.config.parsing import parse_config
 from shared.errors import ConfigError
-from workers.pools import Pools, pools_of, workers_of
-from workers.roles import AUTOSCALER, WorkerSpec, default_workers
+from shared.gpu.devices import DeviceNeeds
+from shared.stage.pipelines import check_pipelines
+from workers.pools import Pools, deployment_name, pools_of, workers_of
+from workers.roles import AUTOSCALER, WorkerSpec, default_workers, device_needs, stage_roles
+from workers.settings import of_pool
 
 ONE = {"a": {"path": "a", "tower": "encoder"}}
 TWO = {**ONE, "b": {"path": "b"}}
@@ -76,8 +79,8 @@ def test_a_pool_is_found_by_its_stage_if_it_is_the_only_one() -> None:
             {},
             "scale.pools[0]: min: 3 is more than max, 2",
         ),
-        ([{"role": "engine", "min": -1}], {}, "scale.pools[0].min: Expected `int` >= 0"),
-        ([{"role": "engine", "idle_s": -1}], {}, "scale.pools[0].idle_s: Expected `float` >= 0"),
+        ([{"role": "engine", "min": -1}], {}, "scale.pools[0].min: must be at least 0"),
+        ([{"role": "engine", "idle_s": -1}], {}, "scale.pools[0].idle_s: must be at least 0"),
         (
             [{"role": "engine", "maximum": 1}],
             {},
@@ -124,3 +127,71 @@ def test_an_error_names_the_file_the_key_and_the_limit(
 ) -> None:
     with pytest.raises(ConfigError, match="^pagemill.yaml: " + re.escape(expected)):
         pools(entries, TWO, **scale)
+
+
+DIVIDED = """
+models:
+  a:
+    path: a
+    pools:
+      large: {device: cuda, devices: [0, 1], replicas: 2}
+      small: {device: cpu, max_num_seqs: 4}
+  b: {path: b}
+engine: {block_size: 32, max_num_seqs: 16}
+"""
+
+
+def test_a_pool_of_engines_has_the_settings_of_all_engines_and_its_own() -> None:
+    config = parse_config(DIVIDED, {"PAGEMILL_ENGINE__THREADS": "3"}, "test")
+    pools = config.models["a"].pools
+    assert {name: pool.max_num_seqs for name, pool in pools.items()} == {"large": 16, "small": 4}
+    assert {(pool.block_size, pool.threads) for pool in pools.values()} == {(32, 3)}
+    engines = [worker for worker in default_workers(config) if worker.role == "engine"]
+    assert Counter(engines) == {
+        WorkerSpec("engine", "a", pool="large"): 4,
+        WorkerSpec("engine", "a", pool="small"): 1,
+        WorkerSpec("engine", "b"): 1,
+    }
+    needs = {worker.pool: device_needs(config, worker) for worker in engines}
+    assert needs["small"] is needs[None] is None
+    assert needs["large"] == DeviceNeeds("models.a.pools.large", (0, 1), 0.9)
+    assert len({deployment_name(worker) for worker in engines}) == 3
+
+
+def test_a_worker_of_a_pool_has_its_settings_as_those_of_engines() -> None:
+    config = parse_config(DIVIDED, {}, "test")
+    assert of_pool(config, "a", True, "small").engine.max_num_seqs == 4
+    assert of_pool(config, "a", False, None) is of_pool(config, "b", True, None) is config
+    for model, pool, reason in (
+        ("a", None, "the worker needs the name of a pool of its model; there are: large, small"),
+        ("a", "big", "'a' has no pool 'big' of engines; there are: large, small"),
+        ("b", "small", "'b' has no pool 'small' of engines; there are: none"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--pool: {reason}$"):
+            of_pool(config, model, True, pool)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("small: {", "small: {replica: 2, "), "models.a.pools.small: Object contains unknown fi"),
+        (("small: {", "small: {devices: [0], "), "models.a.pools.small.devices: devices are GPUs"),
+        (("engine: {", "engine: {thread: 1, "), "test: engine: Object contains unknown field"),
+    ],
+)
+def test_faults_of_pools_of_engines_are_named(change: tuple[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_config(DIVIDED.replace(*change), {}, "test")
+
+
+def test_pools_of_engines_are_not_scaled() -> None:
+    config = parse_config(f"{DIVIDED}scale: {{pools: [{{role: engine, model: a}}]}}", {}, "test")
+    with pytest.raises(ConfigError, match=r"engines of 'a' have the fixed sizes in models.a.pools"):
+        pools_of(config)
+
+
+def test_a_model_without_engines_has_no_pools_of_them() -> None:
+    text = "models: {a: {path: a, graph: qwen-image, pools: {small: {}}}}"
+    config = parse_config(text, {}, "test")
+    with pytest.raises(ConfigError, match=r"models.a.pools: the model has no stage 'engine'"):
+        check_pipelines(config, stage_roles(), "test")

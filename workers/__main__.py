@@ -3,8 +3,10 @@
 import sys
 from importlib.metadata import version
 
-from cyclopts import App
+from cyclopts import App, CoercionError, CycloptsError, CycloptsPanel
+from rich.panel import Panel
 
+from shared.helpers.validation import TYPES
 from shared.stage import signals
 from workers.cli.terminal import run_app
 
@@ -42,7 +44,18 @@ COMMANDS = (
     "workers.cli.commands.kubernetes:manifests",
 )
 
+
+def show_error(error: CycloptsError) -> Panel:
+    """Return an error of an option in the words of the other errors."""
+    if isinstance(error, CoercionError) and error.token is not None and error.msg is None:
+        name = getattr(error.target_type, "__name__", "")
+        if name in TYPES:
+            error.msg = f'must be {TYPES[name]}, not "{error.token.value}"'
+    return CycloptsPanel(error)
+
+
 app = App(
+    error_formatter=show_error,
     name="pagemill",
     help="A durable, queue-native serving system for multimodal language models.",
     version=version("pagemill"),

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.protocol.sampling import SamplingParams
 
 FILE = "generation_config.json"
@@ -31,5 +32,7 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
             defaults["temperature"] = 0.0
         msgspec.convert(defaults, SamplingParams)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{file}: {error}: correct the file", field="models") from error
+        raise ConfigError(
+            f"{file}: {reason_of(error)}: correct the file", field="models"
+        ) from error
     return defaults

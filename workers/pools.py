@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +11,7 @@ from shared.config.schema import Config, PoolConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import REQUEST, Fault, Pipeline, StageSpec
 from shared.scaling.pools import PoolSettings, ScalingSettings, pool_name
-from shared.stage.pipelines import pipelines_of
+from shared.stage.pipelines import ENGINE, pipelines_of
 from workers.roles import AUTOSCALER, WorkerSpec, all_roles, default_workers, role_of, worker_of
 
 # Limit of Kubernetes for a label. A pod's name has up to 17 characters more than its Deployment's.
@@ -62,7 +62,8 @@ def deployment_name(worker: WorkerSpec) -> str:
 
     Different workers never share a name: a name that is changed or shortened ends with a digest.
     """
-    parts = [worker.role, *(part for part in (worker.model, worker.stage) if part is not None)]
+    optional = (worker.model, worker.stage, worker.pool)
+    parts = [worker.role, *(part for part in optional if part is not None)]
     full = "-".join(parts)
     name = _NOT_IN_NAMES.sub("-", full.lower()).strip("-")
     if name == full and len(name) <= MAX_NAME_LEN:
@@ -77,8 +78,9 @@ def pools_of(config: Config, source: str = "scale") -> Pools:
     Raises ConfigError for the first fault, with `source`, the file's name, and the key.
     """
     pipelines, pools = pipelines_of(config), dict[str, Pool]()
+    divided = [name for name, model in config.models.items() if model.pools]
     for number, entry in enumerate(config.scale.pools):
-        pool_or_fault = _make(entry, pipelines, pools)
+        pool_or_fault = _make(entry, pipelines, pools, divided)
         if isinstance(pool_or_fault, Fault):
             key = f"scale.pools[{number}].{pool_or_fault.key}"
             raise ConfigError(f"{source}: {key}: {pool_or_fault.message}", field=key)
@@ -107,8 +109,12 @@ def workers_of(config: Config, pools: Pools) -> list[WorkerSpec]:
 
 
 def _make(
-    entry: PoolConfig, pipelines: Mapping[str, Pipeline], pools: Mapping[str, Pool]
+    entry: PoolConfig,
+    pipelines: Mapping[str, Pipeline],
+    pools: Mapping[str, Pool],
+    divided: Collection[str],
 ) -> Pool | Fault:
+    """Return the pool of an entry. Engines of `divided` models have pools of fixed sizes."""
     roles = {spec.name: spec for spec in all_roles() if spec.serves_stages}
     if (role := roles.get(entry.role)) is None:
         return Fault("role", f"no role {entry.role!r} that serves a stage; there are {_all(roles)}")
@@ -126,6 +132,9 @@ def _make(
     if not served:
         of_model = "" if model is None else f" of model {model!r}"
         return Fault("stage", f"no stage {stage!r} of role {role.name!r}{of_model}")
+    if stage == ENGINE and model in divided:
+        key = f"models.{model}.pools"
+        return Fault("model", f"the engines of {model!r} have the fixed sizes in {key}")
     name = pool_name(stage, model)
     if name in pools:
         return Fault("role", f"the pool {name} is listed twice")

@@ -3,12 +3,13 @@
 A module that adds a role calls `register` when it is imported, before the command line runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from shared.config.schema import Config
+from shared.config.schema import Config, DeviceConfig, EngineConfig
+from shared.gpu.devices import DeviceNeeds
 from shared.protocol.pipeline import StageSpec
-from shared.stage.pipelines import pipelines_of
+from shared.stage.pipelines import ENGINE, pipelines_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ for _spec in (
         # The one vocoder that there is computes with numpy; a stage that paints loads torch itself.
         uses_torch=False,
         may_load_torch=True,
+        has_blobs=True,
     ),
     RoleSpec(
         AGENT,
@@ -180,6 +182,10 @@ class WorkerSpec:
     role: str
     model: str | None = None
     stage: str | None = None
+    pool: str | None = None
+    """Pool of the model's engines, in a configuration that has several."""
+    device: str | None = None
+    """UUIDs of the GPUs that the worker computes on, with commas, once it has places there."""
 
 
 def worker_of(model: str, stage: StageSpec) -> WorkerSpec:
@@ -188,13 +194,45 @@ def worker_of(model: str, stage: StageSpec) -> WorkerSpec:
     return WorkerSpec(stage.role, model if role_of(stage.role).one_model else None, name)
 
 
+def device_settings(config: Config, worker: WorkerSpec) -> tuple[str, DeviceConfig] | None:
+    """Return the section of a worker's devices with its key, or None for a role without devices."""
+    if worker.pool is not None and worker.model is not None:
+        pool = config.models[worker.model].pools[worker.pool]
+        return f"models.{worker.model}.pools.{worker.pool}", pool
+    key = role_of(worker.role).section or worker.role
+    section = getattr(config, key, None)
+    return (key, section) if isinstance(section, DeviceConfig) else None
+
+
+def device_needs(config: Config, worker: WorkerSpec) -> DeviceNeeds | None:
+    """Return the part of its GPUs that a worker takes, or None if it computes on the processor."""
+    settings = device_settings(config, worker)
+    if settings is None or settings[1].device == "cpu":
+        return None
+    key, section = settings
+    num_devices = section.tensor_parallel if isinstance(section, EngineConfig) else 1
+    return DeviceNeeds(key, tuple(section.devices), section.gpu_memory, num_devices)
+
+
+def _replicas_of(config: Config, model: str, stage: StageSpec) -> dict[WorkerSpec, int]:
+    """Return the workers of a stage with their numbers: of each pool, if there are pools."""
+    spec, pools = worker_of(model, stage), config.models[model].pools
+    if not pools or stage.name != ENGINE:
+        return {spec: stage.replicas}
+    return {replace(spec, pool=name): pool.replicas for name, pool in pools.items()}
+
+
 def default_workers(config: Config) -> list[WorkerSpec]:
     """Return the workers of `pagemill up`: a coordinator, and the workers of all stages."""
     num_workers: dict[WorkerSpec, int] = {}
     for model, pipeline in pipelines_of(config).items():
         for stage in pipeline.stages:
-            spec = worker_of(model, stage)
-            # Models share workers of such a role, so the largest configured number counts.
-            num_workers[spec] = max(num_workers.get(spec, 0), stage.replicas)
+            for spec, replicas in _replicas_of(config, model, stage).items():
+                needs = device_needs(config, spec)
+                num_places = 1
+                if needs is not None:
+                    num_places = max(1, len(needs.names) // needs.num_devices)
+                # Models share workers of such a role, so the largest configured number counts.
+                num_workers[spec] = max(num_workers.get(spec, 0), replicas * num_places)
     specs = [[spec] * num for spec, num in num_workers.items()]
     return [WorkerSpec("coordinator"), *chain.from_iterable(specs)]

@@ -14,6 +14,7 @@ from shared.bus.login import Login, TlsFiles, seed_file
 from shared.config.parsing import parse_config
 from shared.config.schema import Config, ModelConfig
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.protocol.permissions import OPERATOR
 from shared.stage.graphs import CODE2WAV, ORPHEUS, ORPHEUS_CODEC, graph_of_folder
@@ -91,6 +92,7 @@ def set_running_file(file: Path | None) -> None:
     link = _running_link()
     link.unlink(missing_ok=True)
     if file is not None:
+        link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(file)
 
 
@@ -112,7 +114,7 @@ def _parse_file(file: Path | None) -> Config:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}", field=str(file)) from error
+        raise ConfigError(f"{file}: cannot be read: {reason_of(error)}", field=str(file)) from error
     config = parse_config(text, os.environ, str(file))
     folder = file.parent.absolute()
     models = {
@@ -153,6 +155,26 @@ def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
     """Return the settings with these paths resolved relative to `folder`, unless they are None."""
     paths = {name: path for name in names if (path := getattr(settings, name)) is not None}
     return replace(settings, **{name: str(folder / path) for name, path in paths.items()})
+
+
+def of_pool(config: Config, model: str | None, is_engine: bool, pool: str | None) -> Config:
+    """Return the configuration for a worker of a pool, with the pool's settings as `engine`.
+
+    `is_engine` is whether the worker serves the stage whose workers may have pools. Raises
+    ConfigError.
+    """
+    pools = config.models[model].pools if is_engine and model in config.models else {}
+    if pool is None and not pools:
+        return config
+    if pool not in pools:
+        known = ", ".join(pools) or "none"
+        raise ConfigError(
+            f"--pool: the worker needs the name of a pool of its model; there are: {known}"
+            if pool is None
+            else f"--pool: {model!r} has no pool {pool!r} of engines; there are: {known}",
+            field="pool",
+        )
+    return replace(config, engine=pools[pool])
 
 
 def check_paths(config: Config) -> None:
@@ -252,7 +274,8 @@ def nats_url(config: Config) -> str:
         password = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"nats.password_file: {file} cannot be read: {error}", field="nats.password_file"
+            f"nats.password_file: {file} cannot be read: {reason_of(error)}",
+            field="nats.password_file",
         ) from error
     if not _PASSWORD.fullmatch(password):
         raise ConfigError(

@@ -115,6 +115,9 @@ class FakeRunner:
         self.encoded_items += len(items)
         return sum(item.placeholder.length for item in items)
 
+    def recover_memory(self, error: Exception) -> bool:
+        return False
+
     def release(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
 

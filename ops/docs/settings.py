@@ -20,6 +20,8 @@ from ops.docs.tables import (
 from shared.config.schema import (
     ApiKey,
     Config,
+    EngineConfig,
+    EnginePool,
     InputConfig,
     McpServerConfig,
     ModelConfig,
@@ -48,6 +50,7 @@ NESTED: dict[str, type[Struct]] = {
     "models.NAME.stages.STAGE.inputs.KIND": InputConfig,
     "models.NAME.stages.STAGE.output": OutputSpec,
     "models.NAME.stages.STAGE.chunks": ChunkSpec,
+    "models.NAME.pools.POOL": EnginePool,
     "gateway.api_keys": ApiKey,
     "scale.pools": PoolConfig,
     "agent.servers.LABEL": McpServerConfig,
@@ -105,8 +108,10 @@ def _section(
     docs = field_docs(kind)
     described = schemas[kind.__name__]["properties"]
     rows = []
+    # A pool has all settings of the section `engine`, which are described there.
+    inherited = EngineConfig.__struct_fields__ if kind is EnginePool else ()
     for field in msgspec.structs.fields(kind):
-        if _is_section(field.type):
+        if _is_section(field.type) or field.name in inherited:
             continue
         key = prefix + field.encode_name
         variable = "-" if in_list else f"`PAGEMILL_{key.upper().replace('.', '__')}`"
@@ -130,6 +135,7 @@ def _link(name: str) -> str:
         "OutputSpec": "[output](#modelsnamestagesstageoutput)",
         "ChunkSpec": "[chunks](#modelsnamestagesstagechunks)",
         "ApiKey": "[key](#gatewayapi_keys)",
+        "EnginePool": "[pool](#modelsnamepoolspool)",
         "PoolConfig": "[pool](#scalepools)",
         "McpServerConfig": "[server](#agentserverslabel)",
         "ToolFilter": "[filter](#agentserverslabelallowed_tools)",

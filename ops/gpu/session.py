@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shared.helpers.device_errors import is_device_lost
 from workers.engine.cuda.kernels import plan
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class Session:
                 f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno}" for frame in frames
             ]
             self.add(what, False, error=f"{type(cause).__name__}: {str(cause)[:300]}", at=at)
-            if "CUDA error" in str(cause) or "Triton Error [CUDA]" in str(cause):
+            if is_device_lost(error):
                 self.add(
                     "the context is lost, and the other items of this share are left out", False
                 )

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from shared.config.schema import Config, ModelConfig, StageConfig
+from shared.config.gpu_memory import fault_of_memory
+from shared.config.schema import (
+    Config,
+    EngineConfig,
+    EnginePool,
+    ModelConfig,
+    StageConfig,
+    device_sections,
+)
 from shared.errors import ConfigError
 from shared.helpers.validation import split_validation_error
 from shared.net.ip_policy import is_loopback_host
@@ -40,8 +48,14 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
     overrides = _Overrides(env)
     overrides.apply(tree)
+    engine = tree.get("engine", {})
+    _convert(engine, EngineConfig, "engine", overrides, source)
     # Models and stages are first converted separately: msgspec's path omits keys of mappings.
     for name, model in _entries(tree, "models"):
+        for pool, changes in _entries(model, "pools"):
+            if isinstance(changes, dict):
+                model["pools"][pool] = changes = {**engine, **changes}
+            _convert(changes, EnginePool, f"models.{name}.pools.{pool}", overrides, source)
         for stage, changes in _entries(model, "stages"):
             _convert(changes, StageConfig, f"models.{name}.stages.{stage}", overrides, source)
         _convert(model, ModelConfig, f"models.{name}", overrides, source)
@@ -49,7 +63,14 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
     for name, model in config.models.items():
         defaults_key = f"models.{name}.sampling_defaults"
         _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
-    for check in (_faults_of_models, _faults_of_sections, _faults_of_tenants, _faults_of_gateway):
+    checks = (
+        _faults_of_models,
+        _faults_of_sections,
+        _faults_of_devices,
+        _faults_of_tenants,
+        _faults_of_gateway,
+    )
+    for check in checks:
         for fault in check(config):
             origin = overrides.variables.get(fault.key, source)
             raise ConfigError(f"{origin}: {fault.key}: {fault.message}", field=fault.key)
@@ -141,8 +162,13 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
                 yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
         if model.quantization is not None:
             key = f"models.{name}.quantization"
-            if model.dtype not in ("float32", "bfloat16"):
+            if model.dtype not in ("auto", "float32", "bfloat16"):
                 yield Fault(key, f"int8 needs dtype bfloat16 or float32, not {model.dtype}")
+            if config.engine.device == "cuda":
+                yield Fault(
+                    key,
+                    "int8 does not run on a GPU: remove the setting, or set engine.device to cpu",
+                )
             if model.adapters:
                 yield Fault(key, "int8 and LoRA adapters exclude each other")
 
@@ -180,6 +206,25 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
                 ip_network(network)
             except ValueError as error:
                 yield Fault(key, str(error))
+
+
+def _faults_of_devices(config: Config) -> Iterator[Fault]:
+    for key, settings in device_sections(config):
+        name, _, index = settings.device.partition(":")
+        if name == "cuda" and index:
+            yield Fault(
+                f"{key}.device",
+                f"a process uses the one GPU that it sees: write cuda instead of {settings.device},"
+                f" and devices: [{index}]",
+            )
+        elif settings.device not in ("cpu", "cuda"):
+            yield Fault(f"{key}.device", f"{settings.device!r} is not cpu or cuda")
+        if (fault := fault_of_memory(settings.gpu_memory)) is not None:
+            yield Fault(f"{key}.gpu_memory", fault)
+        if settings.devices and settings.device != "cuda":
+            yield Fault(f"{key}.devices", f"devices are GPUs: set {key}.device to cuda")
+        if len(set(map(str, settings.devices))) < len(settings.devices):
+            yield Fault(f"{key}.devices", "a device is listed twice: raise replicas instead")
 
 
 def _faults_of_tenants(config: Config) -> Iterator[Fault]:

@@ -1,10 +1,12 @@
 """Schema of `pagemill.yaml`, as Structs; `shared.config.parsing` decodes and checks the file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from shared.config.gpu_memory import DEFAULT, GpuMemory
+from shared.helpers import patterns
 from shared.native.choices import KernelSetting
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import ImageSize
@@ -16,8 +18,8 @@ from shared.scaling.pools import Count, PoolSettings
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(gt=0, le=1000)]
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
-TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+Name = Annotated[str, Meta(pattern=patterns.NAME)]
+TenantName = Annotated[str, Meta(pattern=patterns.TENANT_NAME)]
 Graph = Literal[
     "qwen3-omni",
     "qwen2.5-omni",
@@ -99,13 +101,15 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     """Folder in Hugging Face format, relative to the configuration file."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights. With float64, an answer does not depend on other requests of its
-    batch."""
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights. `auto` is `float32` on a CPU. On a GPU it is the type in which the
+    weights were saved, and `bfloat16` for weights of more than 16 bits; `pagemill check` prints
+    it. With `float64`, an answer does not depend on other requests of its batch."""
     quantization: Literal["int8"] | None = None
     """`int8` rounds the linear layers of the decoder to 8 bits while they are read, with one scale
-    per output channel. All other weights keep `dtype`, which must be `bfloat16` or `float32`.
-    Without the C++ kernels, the matrix products are fast only with `bfloat16`."""
+    per output channel. All other weights keep `dtype`, which must be `bfloat16`, `float32` or
+    `auto`. Without the C++ kernels, the matrix products are fast only with `bfloat16`. On a GPU it
+    is refused."""
     max_model_len: Positive | None = None
     """Limit on prompt and answer together, in tokens; by default the model's own limit."""
     max_images: Annotated[int, Meta(ge=0)] = 8
@@ -149,6 +153,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     adapters: dict[str, str] = {}
     """LoRA adapters that requests may select: folders in peft's format, relative to the
     configuration file."""
+    pools: "dict[Name, EnginePool]" = {}
+    """Pools of the model's engines with different settings, such as one on GPUs and one on CPUs.
+    They serve the same queues. Settings that a pool leaves out are taken from `engine`."""
     slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 1
     """Number of queues of the model's engines in each lane. With more than 1, requests with the
     same beginning wait in the same queue, and one engine serves this queue before the others."""
@@ -340,16 +347,26 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The encoder: device and batches."""
+class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Devices that the workers of a role compute on."""
 
     device: str = "cpu"
-    """`cpu`, or `cuda` for an NVIDIA GPU."""
-    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Number of processes (ranks) that share each model. Each has a part of every layer's weights
-    and of the KV cache; on GPUs, each has a device."""
+    """`cpu`, or `cuda` for NVIDIA GPUs."""
+    devices: list[int | str] = []
+    """GPUs for the workers that `pagemill up` starts: numbers as in `nvidia-smi`, UUIDs, also of
+    MIG instances, or MIG profiles such as `mig-1g.10gb`. The `replicas` of a stage are started for
+    each entry, or for every `tensor_parallel` entries. By default all GPUs may be used, and the
+    `replicas` are spread over them."""
+    gpu_memory: GpuMemory = DEFAULT
+    """Memory of its GPU that a worker uses: a share, such as 0.9, or a size, such as `20 GiB`.
+    Workers share a GPU only if their parts fit into it."""
+
+
+class EncoderConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
+    """The encoder: device and batches."""
+
     threads: Annotated[int, Meta(ge=0)] = 0
-    """Number of torch threads; 0 for torch's default. Ranks divide the default."""
+    """Number of torch threads; 0 for torch's default."""
     kernels: KernelSetting = "measured"
     """Kernels on a CPU, see `engine.kernels`."""
     max_batch_tokens: Positive = 4096
@@ -362,7 +379,8 @@ class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Storage for embeddings that encoders compute for engines."""
+    """Storage for embeddings that encoders compute for engines. Texts that are encoded for images
+    are always in memory."""
 
     storage: Literal["memory", "directory"] = "memory"
     """`memory`: the encoder's memory, read through the transports of `blobs`. `directory`: a
@@ -370,7 +388,7 @@ class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     path: str | None = None
     """Directory that all workers share, relative to the configuration file."""
     ttl_s: Seconds = 600.0
-    """Time for which embeddings are stored."""
+    """Time for which embeddings and encoded texts are stored."""
     max_mib: Positive = 4096
     """Limit on the total size of one model's files in the directory. In memory the limit is
     `blobs.arena_mib`."""
@@ -397,11 +415,9 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     more."""
 
 
-class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """The engine: device, KV cache and batches."""
 
-    device: str = "cpu"
-    """`cpu`, or `cuda` for an NVIDIA GPU."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of processes (ranks) that share each model. Each has a part of every layer's weights
     and of the KV cache; on GPUs, each has a device."""
@@ -416,8 +432,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens per KV block; by default 8 on a CPU and 16 on a GPU."""
     num_blocks: Positive | None = None
     """Number of KV blocks; by default as many as fit into `kv_cache_mib`."""
-    kv_cache_mib: Positive = 256
-    """Size of the KV cache, in each rank."""
+    kv_cache_mib: Positive | None = None
+    """Size of the KV cache, in each rank; by default 256 MiB on a CPU. On a GPU, the default is the
+    part of `gpu_memory` that weights and the largest step leave, as measured at the start."""
     prefix_caching: bool = True
     """Cache computed blocks until their memory is needed, for prompts of the same tenant with the
     same prefix."""
@@ -452,8 +469,15 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 
-class GeneratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The generator: batches and limits."""
+class EnginePool(EngineConfig, frozen=True, forbid_unknown_fields=True):
+    """A pool of engines: all settings of `engine`, and a size."""
+
+    replicas: Positive = 1
+    """Number of engines that `pagemill up` starts, for each of the `devices` if they are named."""
+
+
+class GeneratorConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
+    """The generator: device, batches and limits."""
 
     max_batch: Positive = 1
     """Limit on the chunks of one batch, which belong to different requests. A table vocoder takes
@@ -579,7 +603,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     """Name in logs and metrics; not secret."""
-    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Meta(pattern=patterns.SHA256)]
     """SHA-256 digest of the key. The key itself is not stored."""
     tenant: str | None = None
     """Tenant of the key, by default the key's name. The key can access only the cached and stored
@@ -607,7 +631,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     answers and files with the clients of this tenant that use NATS."""
     allow_anonymous: bool = False
     """Permit an address other than loopback without keys."""
-    hosts: list[Annotated[str, Meta(pattern="^[a-z0-9.:-]+$")]] = []
+    hosts: list[Annotated[str, Meta(pattern=patterns.HOST)]] = []
     """Host names, without a port, that requests may contain in addition to `localhost`, loopback
     addresses and the name in `public_url`. By default all names are accepted, except by a gateway
     without keys on a loopback address: a foreign web page could reach it by a name that resolves to
@@ -631,7 +655,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_answer_mib: Positive = 256
     """Limit on the size of log probabilities or embeddings of an answer that is not streamed. Four
     answers of this size may be in progress at one time."""
-    public_url: Annotated[str, Meta(pattern="^https?://")] | None = None
+    public_url: Annotated[str, Meta(pattern=patterns.HTTP_URL)] | None = None
     """Address at which clients reach the gateway, for the URLs of images; by default the Host
     header of a request."""
     cors_origins: list[str] = []
@@ -709,3 +733,13 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     start_silence_s: Seconds = 120.0
     """Time after which `pagemill up` gives up its start, if no worker that is not ready has
     reported progress, computed or read from a disk."""
+
+
+def device_sections(config: Config) -> Iterator[tuple[str, DeviceConfig]]:
+    """Yield all settings of devices with their keys."""
+    for key in config.__struct_fields__:
+        if isinstance(section := getattr(config, key), DeviceConfig):
+            yield key, section
+    for name, model in config.models.items():
+        for pool, section in model.pools.items():
+            yield f"models.{name}.pools.{pool}", section

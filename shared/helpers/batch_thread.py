@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from shared.helpers.device_errors import is_device_lost
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -62,15 +64,17 @@ class BatchThread(ABC, Generic[Item, Result]):
         return await pending.done
 
     async def work(self) -> None:
-        """Compute batch after batch until cancelled."""
+        """Compute batch after batch until cancelled. Raises the error of a device that is lost."""
         while True:
             await self._arrived.wait()
             # No reference to an item may outlive its batch, because items are views of other
             # workers' memory. The last batch is empty.
             while batch := self._take():
                 await self._serve([pending for pending in batch if not pending.done.done()])
-                # Callers with a result may now add their next items to the waiting ones.
-                await asyncio.sleep(0)
+                # Callers with a result may now add their next items to the waiting ones. A caller
+                # that starts tasks for them needs a second turn of the event loop.
+                for _ in range(2):
+                    await asyncio.sleep(0)
             self._arrived.clear()
 
     async def _serve(self, batch: Sequence[Pending[Item, Result]]) -> None:
@@ -79,6 +83,8 @@ class BatchThread(ABC, Generic[Item, Result]):
         try:
             results = await self._run([pending.item for pending in batch])
         except Exception as error:
+            if is_device_lost(error):
+                raise
             if len(batch) > 1:
                 for pending in batch:
                     await self._serve([pending])

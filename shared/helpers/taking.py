@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 async def take(items: AsyncIterator[T], limit: int | None) -> list[T]:
     """Return the next items, at most `limit`. Further calls return the items after them."""
-    taken: list[T] = []
+    batch: list[T] = []
     async for item in items:
-        taken.append(item)
-        if len(taken) == limit:
+        batch.append(item)
+        if len(batch) == limit:
             break
-    return taken
+    return batch

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.models.media import Frame, FramePlan
 from shared.models.resizing import resize_bicubic
 
@@ -67,7 +68,9 @@ def read_video_settings(folder: Path, **defaults: Any) -> VideoSettings | None:
                 return msgspec.convert(defaults | settings, VideoSettings)
         except (OSError, AttributeError, msgspec.MsgspecError) as error:
             if name != "preprocessor_config.json":
-                raise ConfigError(f"{file}: no video settings: {error}", field="path") from error
+                raise ConfigError(
+                    f"{file}: no video settings: {reason_of(error)}", field="path"
+                ) from error
     return None
 
 

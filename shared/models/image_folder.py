@@ -7,13 +7,15 @@ with the declaration of the family, and only names of that declaration are impor
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.models.image_family import Component, Fit, ImageFamily
 from shared.models.image_registry import list_image_families
+from shared.protocol.pipeline import LATENTS, STEPS, TEXTS
 from shared.vision.quantized import read_quantized
 from shared.vision.weight_files import read_header, read_index
 
@@ -49,6 +51,24 @@ class ImageFolder(NamedTuple):
     """Parts with weights, by subfolder."""
     settings: Mapping[str, Any]
     """Content of `model_index.json`."""
+    absent: frozenset[str] = frozenset()
+    """Parts that are not loaded, because other stages compute with them."""
+
+    def parts_for(self, work: Collection[str]) -> frozenset[str]:
+        """Return the parts that a stage loads for its work, which is TEXTS, STEPS or LATENTS."""
+        # The encoder of texts to edit images also makes the latents of these images.
+        needs_vae = LATENTS in work or (TEXTS in work and self.family.input_images > 0)
+        return frozenset(
+            part
+            for part in self.parts
+            if (part.startswith("text_encoder") and TEXTS in work)
+            or (part.startswith("transformer") and STEPS in work)
+            or (part == "vae" and needs_vae)
+        )
+
+    def work_bytes(self, work: Collection[str], dtype: str) -> int:
+        """Return the bytes of the weights of a stage, in a model that is served with `dtype`."""
+        return sum(self.num_bytes(part, dtype) for part in self.parts_for(work))
 
     @property
     def dtype(self) -> str:
@@ -296,7 +316,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         # Settings of schedulers have infinities, which are not in the standard of JSON.
         content = json.loads((folder / name).read_bytes())
     except (OSError, ValueError) as error:
-        raise _refusal(folder, f"has a {name} that cannot be read: {error}") from error
+        raise _refusal(folder, f"has a {name} that cannot be read: {reason_of(error)}") from error
     if not isinstance(content, dict):
         raise _refusal(folder, f"has a {name} that cannot be read: it must be an object")
     return content

@@ -21,6 +21,7 @@ from transformers import AutoImageProcessor
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import WireField
 from shared.errors import ConfigError, InvalidMedia
+from shared.helpers.validation import reason_of
 from shared.models.media import DecodedImage, VideoProbe
 from shared.protocol.multimodal import FrameSampling, Placement, content_hash
 
@@ -148,7 +149,7 @@ def check_processor_file(folder: Path) -> None:
                 msgspec.json.decode((folder / name).read_bytes(), type=dict[str, Any])
             except (OSError, msgspec.MsgspecError) as error:
                 raise ConfigError(
-                    f"{folder / name} cannot be read: {error}", field="path"
+                    f"{folder / name} cannot be read: {reason_of(error)}", field="path"
                 ) from error
 
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from shared.errors import ConfigError
 from shared.models import registry
+from shared.models.dtypes import choose_dtype, saved_dtype
 from shared.models.tower_adapter import Fields, TowerAdapter, check_finite
 from shared.native.choices import KernelSetting
 from shared.vision.weights import load_weights
@@ -60,6 +61,13 @@ class Tower:
             runs[-1].append(fields)
             room -= count
         return runs
+
+
+def dtype_of_folder(folder: Path, dtype: str, device: str) -> torch.dtype:
+    """Return the type in which a folder is served; `dtype` and `device` are settings."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    served: torch.dtype = getattr(torch, choose_dtype(dtype, saved_dtype(config), device))
+    return served
 
 
 def load_tower(

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.errors import InvalidRequest
+from shared.helpers import patterns
 from shared.protocol.sampling import MAX_SEED
 from shared.protocol.versions import since
 
@@ -18,8 +19,7 @@ MAX_PREVIEWS = 8
 MAX_INPUT_IMAGES = 16
 
 AUTO = "auto"
-_SIDES = "[1-9][0-9]{0,4}x[1-9][0-9]{0,4}"
-ImageSize = Annotated[str, Meta(pattern=f"^{_SIDES}$")]
+ImageSize = Annotated[str, Meta(pattern=patterns.SIZE)]
 """Width and height in pixels, such as `96x96`."""
 
 
@@ -31,7 +31,7 @@ NegativePrompt = Annotated[str, Meta(max_length=4096)]
 Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
 NumPreviews = Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)]
 InputImages = Annotated[
-    tuple[Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")], ...],
+    tuple[Annotated[str, Meta(pattern=patterns.MEDIA_URL)], ...],
     Meta(max_length=MAX_INPUT_IMAGES),
 ]
 
@@ -80,7 +80,7 @@ class ImageParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class PaintParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Parameters of a request's images, or of its video, with all defaults resolved."""
 
-    size: Annotated[str, Meta(pattern=f"^({AUTO}|{_SIDES})$")]
+    size: Annotated[str, Meta(pattern=patterns.AUTO_OR_SIZE)]
     """Width and height in pixels, or `auto` for about the aspect ratio of the last image to
     edit."""
     n: NumImages = 1
@@ -185,7 +185,7 @@ class SizeRule(NamedTuple):
 
     def allows(self, size: str) -> bool:
         """Return whether a size follows the rule; another string than a size does not."""
-        if re.fullmatch(_SIDES, size) is None:
+        if re.fullmatch(patterns.SIDES, size) is None:
             return False
         sides = parse_size(size)
         return (

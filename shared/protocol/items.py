@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from shared.helpers import patterns
 from shared.protocol.multimodal import MEDIA_SCHEME, Overflow
 from shared.protocol.requests import (
     DEFAULT_DPI,
@@ -21,9 +22,9 @@ from shared.protocol.requests import (
 
 Ignored = UnsetType | None
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Label = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Label = Annotated[str, Meta(pattern=patterns.NAME)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
-FileId = Annotated[str, Meta(pattern="^file-[0-9a-f]{64}$")]
+FileId = Annotated[str, Meta(pattern=patterns.FILE_ID)]
 """Id of a file of `/v1/files`. `media:` and this id is a URL of the file."""
 
 
@@ -193,7 +194,7 @@ class ImageCallItem(Struct, frozen=True, forbid_unknown_fields=True, tag="image_
     """Prompt of the image."""
     size: str | None = None
     output_format: Literal["png"] | None = None
-    action: Literal["generate"] | None = None
+    action: Literal["generate", "edit"] | None = None
     background: Literal["opaque"] | None = None
     quality: Literal["auto"] | None = None
     error: dict[str, Any] | None = None

@@ -6,6 +6,9 @@ renderer → engine             Task[EngineBody]             pm.stage.engine.…
 renderer → prefill → engine   Task[EngineBody]             pm.stage.prefill.…       envelope
 renderer → encoder            Task[EncodeBody]             pm.stage.encoder.…       envelope
 encoder → engine              ItemResult                   pm.result.<key>          msgpack
+dit → text_encoder            Task[TextsBody]              pm.stage.text_encoder.…  envelope
+dit → vae                     Task[LatentsBody]            pm.stage.vae.…           envelope
+text_encoder, vae → dit       ItemResult                   pm.result.<key>          msgpack
 generator → generator         CachedImages                 pm.result.image_<key>    msgpack
 stages → client               TokenChunk, Finish, Failure  pm.tokens.<id>           JSON
 stages → client               MediaChunk, OutputEnd        pm.tokens.<id>.<output>  JSON
@@ -42,6 +45,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.helpers import patterns
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
@@ -143,7 +147,7 @@ class MediaHead(Versioned, frozen=True):
 
     num_bytes: Annotated[int, Meta(ge=0)]
     num_chunks: Annotated[int, Meta(ge=0, le=1024)]
-    chunks: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    chunks: Annotated[str, Meta(pattern=patterns.SHA256)] | None = None
     """Name in the subjects of the chunks; by default the file's SHA-256. A file that is stored
     while it arrives needs another name, because its hash is unknown before its end."""
     filename: Annotated[str, Meta(max_length=255)] | None = None

@@ -49,6 +49,14 @@ IMAGE_KIND: OutputKind = "image"
 """Painted images."""
 VIDEO_KIND: OutputKind = "video"
 """A video."""
+TEXTS = "texts"
+"""Texts of a stage that paints. Another stage encodes them."""
+LATENTS = "latents"
+"""Latents of a stage that paints. Another stage decodes them."""
+STEPS = "steps"
+"""Denoising steps, which a stage that paints computes itself."""
+PAINTING = frozenset({TEXTS, STEPS, LATENTS})
+"""All work on an image or a video."""
 ANSWER = "answer"
 """Edge function for a stage that speaks a text and also reads the prompt of the text."""
 EdgeMode = Literal["task", "stream", "fan_out", "detour"]
@@ -144,6 +152,12 @@ class Pipeline(Struct, frozen=True, dict=True):
         """Return the fan-out edges with results that this stage waits for."""
         fan_outs = (edge for edge in self.edges if edge.mode == "fan_out")
         return [edge for edge in fan_outs if (edge.gathered_by or edge.source) == stage]
+
+    def painting_of(self, stage: str) -> frozenset[str]:
+        """Return the work of a stage on images or videos; a stage that paints does the rest."""
+        taken = {e.carries for e in self.edges_into(stage) if e.mode == "fan_out"} & PAINTING
+        given = {edge.carries for edge in self.edges_from(stage, "fan_out")}
+        return frozenset(taken) or PAINTING - given
 
     def readers_of(self, stage: str) -> set[str]:
         """Return the stages that read payloads of this stage, directly or as gathered results."""
@@ -290,9 +304,10 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     @cached_property
     def required_stages(self) -> list[str]:
-        """Stages that every request needs: all except the targets of fan-outs and detours."""
+        """Stages that every request needs. Others are on detours, or encode media."""
         part = self.restricted_to(self.default_outputs)
-        beside = {edge.target for edge in part.edges if edge.mode in ("fan_out", "detour")}
+        optional = (e for e in part.edges if e.mode in ("fan_out", "detour"))
+        beside = {edge.target for edge in optional if edge.carries not in PAINTING}
         return [stage.name for stage in part.stages if stage.name not in beside]
 
     def restart_edges(self, stage: str) -> list[Edge]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.helpers import patterns
 from shared.protocol.encoding import Versioned, json_or_msgpack
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.records import ErrorInfo
@@ -110,7 +111,7 @@ class RenderedFeatures(Versioned, frozen=True):
 class SplitRequest(Versioned, frozen=True, forbid_unknown_fields=True):
     """Request to cut a recording into pieces within the model's limit."""
 
-    url: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")]
+    url: Annotated[str, Meta(pattern=patterns.MEDIA_URL)]
 
 
 class SoundPieces(Versioned, frozen=True, tag="pieces"):

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest
+from shared.helpers import patterns
 from shared.protocol.encoding import json_or_msgpack, to_json
 from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, FrameSampling, Modality, Overflow
@@ -133,8 +134,7 @@ class AudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio_url"
         return FrameSampling(overflow=self.audio_url.overflow)
 
 
-_PAGES = "[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})?"
-Pages = Annotated[str, Meta(pattern=f"^{_PAGES}(,{_PAGES})*$", max_length=256)]
+Pages = Annotated[str, Meta(pattern=patterns.PAGES, max_length=256)]
 """Numbers and ranges of pages, such as `1-3,7`."""
 Dpi = Annotated[int, Meta(ge=18, le=600)]
 DEFAULT_DPI = 150
@@ -183,7 +183,7 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=patterns.NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
@@ -223,7 +223,7 @@ class Feature(Struct, frozen=True, forbid_unknown_fields=True):
     """Hash of the item, chosen by the client. Caches use their own content hash instead."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     length: Annotated[int, Meta(gt=0, le=2**31 - 1)]
-    data: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")] | None = None
+    data: Annotated[str, Meta(pattern=patterns.MEDIA_URL)] | None = None
     """Name of the item's bytes, which are stored like a file; None for an item that the same
     tenant has sent before with the same `mm_hash`."""
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, json
 
+from shared.helpers import patterns
 from shared.protocol.json_limits import MAX_SCHEMA_DEPTH, json_limit_error
 
 MAX_CHOICES = 8
@@ -22,7 +23,7 @@ Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
-BadWord = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\S")]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256, pattern=patterns.NOT_BLANK)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 

@@ -98,6 +98,9 @@ class PaintTool(Struct, frozen=True, omit_defaults=True):
     partial_images: int = 0
     prompt: str | None = None
     """Prompt of the image, for a model that writes no text and so calls no tools."""
+    input_images: list[str] = []
+    """`media:` URLs of the images to edit, for a model that edits images. An image of an earlier
+    turn of the response takes their place."""
 
 
 class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
@@ -212,6 +215,8 @@ class Result(Struct, frozen=True, tag="result", omit_defaults=True):
     """Whether a person must decide on a repetition of the call."""
     fatal: bool = False
     """Whether the response ends as failed."""
+    size: str | None = None
+    """Width and height of an image."""
 
 
 class Ended(Struct, frozen=True, tag="ended", omit_defaults=True):

@@ -172,6 +172,38 @@ class PaintBody(TaskBody, frozen=True):
     text: str
 
 
+class TextsBody(TaskBody, frozen=True):
+    """Item task of a stage that encodes texts for a stage that paints."""
+
+    key: str
+    """Name of the result, which is a blob with the encoded texts."""
+    texts: list[str]
+    """The prompt, and with guidance the negative prompt."""
+    scope: str
+    """Scope of caches, as in the ticket of the request."""
+    tenant: str
+    images: list[str]
+    """`media:` URLs of the images to edit."""
+    due_s: float
+    """Urgency of the first request, in seconds of Unix time; the smallest is next."""
+
+
+class LatentsBody(TaskBody, frozen=True):
+    """Item task of a stage that decodes latents for a stage that paints."""
+
+    key: str
+    """Name of the result, which is the `media:` URL of the file."""
+    latents: str
+    """`media:` URL of the latents."""
+    width: int
+    height: int
+    fps: int | None
+    """Frames of a second of a video; None for an image."""
+    tenant: str
+    due_s: float
+    """Urgency of the request, in seconds of Unix time; the smallest is next."""
+
+
 class ItemResult(Versioned, frozen=True):
     """Result of an item task: a blob, small bytes, or neither if it is stored elsewhere."""
 

@@ -185,6 +185,19 @@ def _content_of(content: str | Sequence[MessagePart]) -> str | list[ContentPart]
     return [part for part in parts if part is not None]
 
 
+def images_of(item: Item) -> list[tuple[str, str]]:
+    """Return the fields and the URLs of the images in a message or in the output of a function."""
+    match item:
+        case MessageItem(content=list(parts)):
+            field = "content"
+        case FunctionOutputItem(output=list(parts)):
+            field = "output"
+        case _:
+            return []
+    named_parts = ((f"{field}[{i}]", _part_of(part)) for i, part in enumerate(parts))
+    return [(name, part.url) for name, part in named_parts if isinstance(part, ImagePart)]
+
+
 def _part_of(part: MessagePart) -> ContentPart | None:
     match part:
         case InputTextPart(text=text) | OutputTextPart(text=text) | RefusalPart(refusal=text):

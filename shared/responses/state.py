@@ -30,6 +30,7 @@ from shared.protocol.steps import (
     Decided,
     Ended,
     Listed,
+    PaintTool,
     Result,
     Sending,
     Step,
@@ -148,6 +149,15 @@ class ResponseState:
             *(painting_id(tenant, response_id, call.turn, call.number) for call in images),
         ]
 
+    def painted_before(self, turn: int) -> str | None:
+        """Return the last image of the turns before this one, in base64."""
+        files = [
+            call.result.output
+            for call in self.calls.values()
+            if call.paints and call.turn < turn and call.result is not None
+        ]
+        return next((file for file in reversed(files) if file is not None), None)
+
     @property
     def num_server_calls(self) -> int:
         return sum(not call.over_limit for call in self.calls.values())
@@ -252,7 +262,7 @@ class ResponseState:
     ) -> None:
         assert self.begun is not None
         assert self.begun.painter is not None
-        item = new_image_item(self.response_id, turn, number, self.begun.painter.size)
+        item = new_image_item(self.response_id, turn, number, self.begun.painter)
         prompt = prompt_of(arguments)
         if is_cut:
             self._append(replace(item, status="failed"), turn)
@@ -310,18 +320,19 @@ class ResponseState:
                 "status": _IMAGE_STATUS.get(changes["status"], changes["status"]),
                 "result": changes.get("output"),
                 "error": changes.get("error"),
+                "size": (call.result and call.result.size) or item.size,
             }
         self.output[call.position] = replace(item, **changes)
 
 
-def new_image_item(response_id: str, turn: int, number: int, size: str) -> ImageCallItem:
+def new_image_item(response_id: str, turn: int, number: int, painter: PaintTool) -> ImageCallItem:
     """Return the item of an image that is not painted yet."""
     return ImageCallItem(
         item_id("image_generation_call", response_id, str(turn), number),
         "in_progress",
-        size=size,
+        size=painter.size,
         output_format="png",
-        action="generate",
+        action="edit" if painter.input_images else "generate",
         background="opaque",
         quality="auto",
     )

@@ -14,18 +14,26 @@ from shared.protocol.steps import Approval, Begun, Choice, Listed, ServerUse, To
 
 PAINT = "image_generation"
 """Name of the image tool, for clients and for models."""
-PAINT_TOOL = Tool(
-    FunctionDefinition(
-        PAINT,
-        "Paint an image of a text. The user is shown the image.",
-        {
-            "type": "object",
-            "properties": {"prompt": {"type": "string", "description": "what the image shows"}},
-            "required": ["prompt"],
-            "additionalProperties": False,
-        },
-    )
+
+
+def _paint_tool(description: str, prompt: str) -> Tool:
+    schema = {
+        "type": "object",
+        "properties": {"prompt": {"type": "string", "description": prompt}},
+        "required": ["prompt"],
+        "additionalProperties": False,
+    }
+    return Tool(FunctionDefinition(PAINT, description, schema))
+
+
+PAINT_TOOL = _paint_tool(
+    "Paint an image of a text. The user is shown the image.", "what the image shows"
 )
+EDIT_TOOL = _paint_tool(
+    "Change the last image of the conversation. The user is shown the new image.",
+    "how the image changes",
+)
+"""Image tool with a model that edits images."""
 MAX_NAME_LEN = 64
 MAX_DESCRIPTION_LEN = 1024
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
@@ -47,7 +55,7 @@ class PromptTool(Struct, frozen=True):
 
     @property
     def paints(self) -> bool:
-        return self.tool is PAINT_TOOL
+        return self.tool is PAINT_TOOL or self.tool is EDIT_TOOL
 
 
 class ToolTable:
@@ -61,7 +69,8 @@ class ToolTable:
         for function in begun.functions:
             self._add(PromptTool(function, may_call=self._permits(None, function.function.name)))
         if begun.painter is not None:
-            self._add(PromptTool(PAINT_TOOL, may_call=self._permits(None, PAINT)))
+            paint_tool = EDIT_TOOL if begun.painter.input_images else PAINT_TOOL
+            self._add(PromptTool(paint_tool, may_call=self._permits(None, PAINT)))
         for server in begun.servers:
             listing = listings.get(server.label)
             for listed in [] if listing is None else listing.tools:

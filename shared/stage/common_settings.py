@@ -25,7 +25,7 @@ ANSWER_S = 1.0
 MAX_VALUE_LEN = 1000
 
 # Folders differ between machines, and only `pagemill up` reads the number of replicas.
-_OWN_OF_A_MODEL = ("path", "hash_model_id", "adapters", "stages")
+_OWN_OF_A_MODEL = ("path", "hash_model_id", "adapters", "stages", "pools")
 _OWN_OF_A_STAGE = ("path", "replicas")
 # Each worker applies its own limit to its drain.
 _OWN_OF_DELIVERY = ("drain_s",)

@@ -2,10 +2,12 @@
 
 An omni model speaks the answers of its engine, and all stages load parts of its folder. A model of
 speech, such as Orpheus, speaks the texts of requests, and its vocoder has a separate folder. Models
-that paint have one stage.
+that paint have one stage, and two more if the configuration names them: the encoder of texts and
+the decoder of latents.
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -21,8 +23,10 @@ from shared.protocol.pipeline import (
     AUDIO,
     CODES,
     IMAGE_KIND,
+    LATENTS,
     REQUEST,
     TEXT,
+    TEXTS,
     VIDEO_KIND,
     Edge,
     OutputSpec,
@@ -30,6 +34,8 @@ from shared.protocol.pipeline import (
 )
 
 TALKER, CODE2WAV, DIT = "talker", "code2wav", "dit"
+PARTS = {"text_encoder": TEXTS, "vae": LATENTS}
+"""Stages that take work from a stage that paints, and what they get of it."""
 ORPHEUS: Graph = "orpheus"
 ORPHEUS_CODEC = "hubertsiuzdak/snac_24khz"
 """Name on the hub of the codec that Orpheus was trained with."""
@@ -60,10 +66,20 @@ def writes_text(graph: Graph | None) -> bool:
     return graph != ORPHEUS and _find_painter(graph) is None
 
 
-def stages_of(graph: Graph | None, writer: str) -> list[tuple[StageSpec, list[Edge]]]:
-    """Return the stages of a graph with their input edges; the stage `writer` writes the text."""
+def stages_of(
+    graph: Graph | None, writer: str, named: Collection[str]
+) -> list[tuple[StageSpec, list[Edge]]]:
+    """Return the stages of a graph with their input edges.
+
+    The stage `writer` writes the text. `named` are the stages that the configuration names.
+    """
     if (painter := _find_painter(graph)) is not None:
-        return [(painter, [Edge(REQUEST, DIT, "prompt", "paint")])]
+        parts = [
+            (StageSpec(name, painter.role), [Edge(DIT, name, carries, "item", "fan_out")])
+            for name, carries in PARTS.items()
+            if name in named
+        ]
+        return [(painter, [Edge(REQUEST, DIT, "prompt", "paint")]), *parts]
     if graph is None or graph not in _TALKERS:
         return []
     text = Edge(writer, TALKER, TEXT, ANSWER, "stream")

@@ -253,6 +253,10 @@ class ClaimedJobs:
     def waiting(self) -> list[Job]:
         return [job for job in self._jobs.values() if job.waiting]
 
+    @property
+    def running(self) -> list[Job]:
+        return [job for job in self._jobs.values() if job.running]
+
     def may_be_held(self, job: Job) -> bool:
         """Return whether a worker may have the request although its task is new.
 

@@ -16,8 +16,10 @@ from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.pipeline import (
     CODES,
     IMAGE_KIND,
+    LATENTS,
     REQUEST,
     TEXT,
+    TEXTS,
     VIDEO_KIND,
     Edge,
     Fault,
@@ -98,15 +100,21 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
         pipeline = pipeline_of(model)
         naming = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
         chunks = (*_faults_of_chunks(pipeline), *_faults_of_sizes(pipeline))
-        detours = () if config.engine.prefix_caching else _faults_of_detours(pipeline)
+        parts = _faults_of_parts(pipeline)
+        engines = [config.engine, *model.pools.values()]
+        caches = all(engine.prefix_caching for engine in engines)
+        detours = () if caches else _faults_of_detours(pipeline)
         defaults = _faults_of_defaults(pipeline)
         general = (
             *faults(pipeline, roles),
             *defaults,
             *chunks,
+            *parts,
             *_faults_of_forwarders(pipeline),
             *detours,
         )
+        if model.pools and pipeline.stage(ENGINE) is None:
+            general += (Fault("pools", f"the model has no stage {ENGINE!r}, so it has no engines"),)
         for fault in (*naming, *general):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
@@ -190,6 +198,21 @@ def _faults_of_sizes(pipeline: Pipeline) -> Iterator[Fault]:
             yield Fault(f"stages.{stage.name}.sampling_defaults.size", message)
 
 
+def _faults_of_parts(pipeline: Pipeline) -> Iterator[Fault]:
+    for edge in pipeline.edges:
+        if edge.carries not in (TEXTS, LATENTS):
+            continue
+        source = pipeline.stage(edge.source)
+        kind = None if source is None or source.output is None else source.output.kind
+        is_alone = len(pipeline.edges_into(edge.target)) == 1
+        if edge.mode != "fan_out" or kind not in (IMAGE_KIND, VIDEO_KIND) or not is_alone:
+            yield Fault(
+                f"stages.{edge.target}.inputs.{edge.carries}",
+                f"{edge.carries} are the only input of their stage, over a fan-out edge from a"
+                " stage that paints",
+            )
+
+
 def _faults_of_forwarders(pipeline: Pipeline) -> Iterator[Fault]:
     for stage in pipeline.stages:
         if stage.role not in FORWARDERS:
@@ -215,7 +238,7 @@ def _faults_of_detours(pipeline: Pipeline) -> Iterator[Fault]:
 
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
     stages, edges = _writers(model) if graphs.writes_text(model.graph) else ({}, {})
-    for stage, inputs in graphs.stages_of(model.graph, ENGINE):
+    for stage, inputs in graphs.stages_of(model.graph, ENGINE, model.stages):
         stages[stage.name], edges[stage.name] = stage, inputs
     return stages, edges
 

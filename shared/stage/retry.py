@@ -14,6 +14,7 @@ from shared.errors import (
     DiskFull,
     EncodingFailed,
     GrammarNotTried,
+    OutOfMemory,
     Overloaded,
     PagemillError,
     Poisoned,
@@ -51,6 +52,7 @@ ONLY_CLIENTS_RETRY = (
     DiskFull,
     EncodingFailed,
     GrammarNotTried,
+    OutOfMemory,
     StageBusy,
 )
 

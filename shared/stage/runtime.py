@@ -165,7 +165,8 @@ class Context:
 
         Raises Unavailable or ConfigError if no port can be opened.
         """
-        self.metrics.set_function("info", lambda: 1.0, version=VERSION)
+        stage = self.stage.name
+        self.metrics.set_function("info", lambda: 1.0, version=VERSION, stage=stage)
         started_s = self.bus.now_ms() / 1000
         self.metrics.set_function("start_time_seconds", lambda: started_s)
         await self.bus.add_responder(subjects.METRICS, lambda _: to_json(self.metrics.snapshot()))

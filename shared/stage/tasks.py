@@ -149,12 +149,19 @@ async def stored_payloads(
 
 
 async def publish_item(
-    bus: Bus, edge: Edge, header: TaskHeader, key: str, body: Struct, tensors: Sequence[TensorData]
+    bus: Bus,
+    edge: Edge,
+    header: TaskHeader,
+    key: str,
+    body: Struct,
+    tensors: Sequence[TensorData],
+    nonce: str = "",
 ) -> bool:
     """Publish the task of an item for the target of a fan-out edge.
 
     `header` belongs to the request that needs the item. Returns whether a task for the item was
-    stored already; one task serves all requests.
+    stored already; one task serves all requests. In each round, a request publishes a task once for
+    each `nonce`.
     """
     assert header.ticket is not None
     name = subjects.item_task(key)
@@ -162,7 +169,7 @@ async def publish_item(
     return await bus.publish(
         subjects.stage(edge.target, header.model, header.lane, name),
         encode(item, function_of(edge)(body), tensors),
-        f"{key}:{header.request_id}:{header.ticket.sequence}:{header.round}",
+        f"{key}:{header.request_id}:{header.ticket.sequence}:{header.round}:{nonce}",
     )
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 from shared.bus.consumer import Consumer, Delivery, Puller
 from shared.codec.envelope import TensorData
 from shared.errors import BlobLost
+from shared.helpers.device_errors import is_device_lost
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.pipeline import TEXT
@@ -31,6 +32,7 @@ from shared.state import item_results
 from shared.tenants.fair_turns import FairTurns
 from shared.tenants.storage_quotas import LOG_STREAMS
 
+MAX_LOGGED_IDS = 8
 BATCH_AT_ONCE = 4
 """Limit on jobs of the batch lane that one worker claims, writes to a log or settles at one time.
 
@@ -174,9 +176,21 @@ class WorkerLoop:
         """Run `work` in the background until the drain is over."""
         self._background.start(work)
 
+    def depend_on(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` as `start` does. If it fails, this worker ends as by `crash`."""
+        self._background.start(work).add_done_callback(self._check_end)
+
+    def _check_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.crash(error)
+
     def crash(self, error: BaseException) -> None:
         """End `run` with `error` at once. Running jobs are delivered again after their ack wait."""
         if not self._crash.done():
+            if is_device_lost(error):
+                running = self._stage.claims.running
+                request_ids = [job.request_id for job in running[:MAX_LOGGED_IDS]]
+                self._context.log.error("device_lost", requests=request_ids, reason=str(error))
             self._crash.set_exception(error)
             self._context.shutdown.begin()
             self._context.shutdown.hurry.set()

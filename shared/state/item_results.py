@@ -109,4 +109,4 @@ async def _raise_failure(bus: Bus, key: str) -> None:
         raise InvalidRequest(record.error.message, field=record.error.field)
     if record.error.code == Poisoned.code:
         raise Poisoned(record.error.message)
-    raise EncodingFailed("an item's result could not be computed")
+    raise EncodingFailed(f"an item's result could not be computed: {record.error.message}")

@@ -84,6 +84,13 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "", place: str =
         await _mark_uploaded(bus, name, tenant)
 
 
+async def store_url(bus: Bus, data: bytes, tenant: str = "", place: str = "") -> str:
+    """Store a file as `store` does, and return its `media:` URL. Raises Unavailable."""
+    name = await hash_media(data)
+    await store(bus, name, data, tenant, place)
+    return media_url(name)
+
+
 async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes | None:
     """Return the bytes of a file; None if it is missing or incomplete.
 

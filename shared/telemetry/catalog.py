@@ -79,6 +79,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     ("counter", ENGINE, ()): {
         "prompt_tokens_total": "Prefilled prompt tokens, including those from the prefix cache.",
         "generation_tokens_total": "Sampled tokens.",
+        "engine_memory_shortages_total{action}": (
+            "Steps for which the device had too little memory, by the reaction: `retry` as it was,"
+            " `cut` prompts, `preempt` a sequence, or `fail` a request that was alone."
+        ),
         "num_preemptions_total": (
             "Preemptions: a sequence lost its blocks to an older one and is recomputed."
         ),
@@ -91,6 +95,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "spec_decode_num_accepted_tokens_total": "Drafted tokens that were accepted.",
         "request_success_total{finished_reason}": (
             "Successful answers, by the finish reason of their last choice: `stop` or `length`."
+        ),
+        "gpu_steps_total{kind}": (
+            "Steps on a GPU: `graph` for decodes that were replayed as CUDA graphs, `eager` for all"
+            " other steps."
         ),
     },
     ("histogram", ENGINE, SIZES): {
@@ -143,7 +151,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("histogram", GENERATOR, SIZES): {
-        "generator_batch_size": "Chunks of sound or steps of images in one batch.",
+        "generator_batch_size": "Chunks of sound, or steps or texts of images, in one batch.",
     },
     ("counter", GENERATOR, ()): {
         "image_steps_total": "Computed denoising steps of all images.",
@@ -155,7 +163,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         ),
     },
     ("gauge", GENERATOR, ()): {
-        "generator_waiting_units": "Chunks of sound and steps of images that wait for a batch.",
+        "generator_waiting_units": "Chunks of sound, steps and texts that wait for a batch.",
     },
     ("counter", RENDERER, ()): {
         "rendered_requests_total": "Requests forwarded to engines.",
@@ -275,7 +283,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("gauge", EVERY, ()): {
         "start_time_seconds": "Start of the worker: Unix time of the broker's clock.",
-        "info{version}": "Always 1.",
+        "info{version,stage}": (
+            "Always 1. The stage of a worker may have another name than its role; the label"
+            " `worker` joins it with other metrics."
+        ),
     },
     ("gauge", "`pagemill metrics`", ()): {
         "up": "1 for a worker that has replied, 0 for one with a heartbeat but without a reply.",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.vision.formats import FLOATS, READERS, Contradiction, QuantizedWeight, Reader, Tensors
 from shared.vision.weight_files import (
     TensorHeader,
@@ -240,4 +241,4 @@ def _unsupported(sign: str) -> str:
 
 
 def _unreadable(sign: str, error: Exception) -> Contradiction:
-    return Contradiction(f"has quantized weights ({sign}) that cannot be read: {error}")
+    return Contradiction(f"has quantized weights ({sign}) that cannot be read: {reason_of(error)}")

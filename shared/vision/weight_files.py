@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # safetensors has the same limit.
@@ -60,7 +61,7 @@ def read_index(folder: Path, name: str = INDEX) -> WeightIndex:
     try:
         return msgspec.json.decode(file.read_bytes(), type=WeightIndex)
     except (OSError, msgspec.MsgspecError) as error:
-        raise _refusal(f"{file} cannot be read: {error}") from error
+        raise _refusal(f"{file} cannot be read: {reason_of(error)}") from error
 
 
 def list_model_files(folder: Path) -> list[Path]:
@@ -105,7 +106,7 @@ def read_header(file: Path) -> Iterator[tuple[str, TensorHeader]]:
                     raise ValueError(f"{name} {error}") from error
                 yield name, tensor
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise _refusal(f"{file} is not a safetensors file: {error}") from error
+        raise _refusal(f"{file} is not a safetensors file: {reason_of(error)}") from error
 
 
 def _refusal(reason: str) -> ConfigError:

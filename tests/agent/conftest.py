@@ -30,6 +30,14 @@ PAINTER: dict[str, Any] = {
     }
 }
 
+EDITOR = "editor"
+"""Name of a model that edits one image, and writes no text."""
+EDITS: dict[str, Any] = {
+    "renderer": {"enabled": False},
+    "engine": {"enabled": False},
+    "dit": PAINTER["dit"] | {"input_images": 1},
+}
+
 
 @dataclass
 class AgentRig:
@@ -97,7 +105,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRig]:
             servers[path] = {"url": f"{attacks}/{path}", "require_approval": "never"}
         agent = {"servers": servers, "mcp_networks": ["127.0.0.1/32"], "call_timeout_s": 3.0}
         tree = {
-            "models": {MODEL: {"path": str(ROOT / "ops" / "demo_model"), "stages": PAINTER}},
+            "models": {
+                MODEL: {"path": str(ROOT / "ops" / "demo_model"), "stages": PAINTER},
+                EDITOR: {"path": str(ROOT / "ops" / "demo_painter"), "stages": EDITS},
+            },
             "nats": {"unchecked": True},
             "delivery": {"ack_wait_s": 1.5, "drain_s": 2.0},
             "gateway": {"port": 0},

@@ -1,6 +1,7 @@
 """Responses with painted images, by real agents and a scripted model."""
 
 import base64
+import hashlib
 from typing import Any
 
 import openai
@@ -9,9 +10,10 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from tests.agent.conftest import AgentRig, call
+from tests.agent.conftest import EDITOR, AgentRig, call
 from tests.agent.test_mcp import mcp, respond
 
 PAINT: Any = {"type": "image_generation", "partial_images": 1}
@@ -150,3 +152,132 @@ async def test_what_cannot_be_painted_is_refused(
     with pytest.raises(openai.APIStatusError) as refused:
         await openai_client.responses.create(model="scripted", input="Paint.", **changes)
     assert (refused.value.code, refused.value.param) == (code, field)
+
+
+# -- edits -----------------------------------------------------------------------------------------
+
+EDIT: Any = {"type": "image_generation", "model": EDITOR}
+CAT = b"the file of a cat"
+
+
+def image_of(data: bytes) -> dict[str, str]:
+    return {
+        "type": "input_image",
+        "image_url": f"data:image/png;base64,{base64.b64encode(data).decode()}",
+        "detail": "auto",
+    }
+
+
+def question(text: str, *files: bytes) -> Any:
+    parts: list[Any] = [{"type": "input_text", "text": text}]
+    return {"role": "user", "content": [*parts, *map(image_of, files)]}
+
+
+def url_of(data: bytes) -> str:
+    return f"media:{hashlib.sha256(data).hexdigest()}"
+
+
+async def test_the_model_edits_the_last_image_of_the_conversation(
+    rig: AgentRig, openai_client: AsyncOpenAI, agent_bus: Bus
+) -> None:
+    """An image of the input, then the result of the turn before, then of the response before."""
+    edits = [call("image_generation", prompt=prompt) for prompt in ("red", "round")]
+    rig.scripts["Edit it."] = [*edits, "Here it is."]
+    rig.scripts["Again."] = [call("image_generation", prompt="large"), "Here it is."]
+    first = await respond(openai_client, [question("Edit it.", CAT)], EDIT | {"action": "edit"})
+    red, rounded, _ = first.output
+    assert (red.result, rounded.result) == (painted("red"), painted("round"))
+    assert (red.action, red.size) == ("edit", "16x16")
+    sent = [rig.model.requests[f"{first.id}~i{turn}-0"] for turn in (1, 2)]
+    assert [request.image and request.image.input_images for request in sent] == [
+        (url_of(CAT),),
+        (url_of(b"red"),),
+    ]
+    assert {(request.model, request.image and request.image.size) for request in sent} == {
+        (EDITOR, None)
+    }
+    assert await client.find_media(agent_bus, url_of(CAT)) == CAT
+    (tool,) = rig.model.requests[f"{first.id}~t0"].tools
+    assert tool.function.description == (
+        "Change the last image of the conversation. The user is shown the new image."
+    )
+    second = await respond(openai_client, "Again.", EDIT, previous_response_id=first.id)
+    request = rig.model.requests[f"{second.id}~i1-0"]
+    assert request.image is not None
+    assert request.image.input_images == (url_of(b"round"),)
+
+
+async def test_a_model_that_only_edits_responds_with_an_edited_image(
+    rig: AgentRig, openai_client: AsyncOpenAI
+) -> None:
+    form: Any = {"model": EDITOR, "tools": [{"type": "image_generation"}]}
+    first = await openai_client.responses.create(**form, input=[question("blue", CAT)])
+    (image,) = first.output
+    assert image.type == "image_generation_call"
+    assert image.result == painted("blue")
+    named: Any = {"type": "image_generation_call", "id": image.id}
+    follow_ups: list[Any] = [
+        {"input": "large", "previous_response_id": first.id},
+        {"input": [image.model_dump(), question("large")]},
+        {"input": [question("large"), named], "previous_response_id": first.id},
+    ]
+    for fields in follow_ups:
+        second = await openai_client.responses.create(**form, **fields)
+        request = rig.model.requests[f"{second.id}~i0-0"]
+        assert request.prompt == "large"
+        assert request.image is not None
+        assert request.image.input_images == (url_of(b"blue"),)
+        items = await openai_client.responses.input_items.list(second.id)
+        assert not any(getattr(item, "result", None) for item in items.data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        (
+            {"model": "scripted", "tools": [PAINT | {"action": "edit"}]},
+            "tools[0].action",
+            "scripted edits no images",
+        ),
+        (
+            {"tools": [EDIT | {"action": "generate"}]},
+            "tools[0].action",
+            "editor only edits images",
+        ),
+        ({"input": "a cat"}, "input", "edits one image, not 0"),
+        ({"input": [question("a", CAT, b"dog")]}, "input[0].content[1]", "one image, not 2"),
+        (
+            {
+                "input": [
+                    question("a"),
+                    {"type": "image_generation_call", "id": "ig_1", "result": None},
+                ]
+            },
+            "input[1]",
+            "send its result in the item",
+        ),
+        (
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "input_image", "image_url": "https://a.example/cat.png"},
+                            {"type": "input_text", "text": "a"},
+                        ],
+                    }
+                ]
+            },
+            "input[0].content[0]",
+            "not a stored file or a data: URL",
+        ),
+    ],
+)
+async def test_what_cannot_be_edited_is_refused(
+    openai_client: AsyncOpenAI, changes: Any, field: str, words: str
+) -> None:
+    form: Any = {"model": EDITOR, "input": [question("a", CAT)], "tools": [EDIT]}
+    with pytest.raises(openai.APIStatusError) as refused:
+        await openai_client.responses.create(**form | changes)
+    assert refused.value.param == field
+    assert words in refused.value.message

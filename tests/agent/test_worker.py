@@ -366,7 +366,13 @@ async def renderer(bus: Bus) -> Renderer:
 
 TRUNCATED = replace(BEGUN, truncate=True)
 # An agent leaves these to its client, like the workers of stages.
-ONLY_CLIENTS = ("deadline_exceeded", "disk_full", "encoding_failed", "grammar_not_tried")
+ONLY_CLIENTS = (
+    "deadline_exceeded",
+    "disk_full",
+    "encoding_failed",
+    "grammar_not_tried",
+    "out_of_memory",
+)
 REPLIES = [
     msgspec.convert(reply, ErrorReply)
     for reply in json.loads((ROOT / "tests" / "recorded" / "error_replies.json").read_text())

@@ -153,7 +153,7 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
     done = run("check", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
-        "# models.demo.path: Qwen2-VL (native); weights in memory: engine 10.5 MB",
+        "# models.demo.path: Qwen2-VL (native); weights in memory: engine 10.5 MB as float32",
         "# pipeline of demo",
         "#   request ──▶ renderer  (task: prompt)",
         "#   renderer ──▶ engine  (task: tokens)",
@@ -169,9 +169,9 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chunks", "key", "message"),
     [
-        ("{size: 0}", ".size", "Expected `int` >= 1"),
-        ("{first: [5, 1001]}", ".first[1]", "Expected `int` <= 1000"),
-        ("{left: -1}", ".left", "Expected `int` >= 0"),
+        ("{size: 0}", ".size", "must be at least 1"),
+        ("{first: [5, 1001]}", ".first[1]", "must be at most 1000"),
+        ("{left: -1}", ".left", "must be at least 0"),
         ("{sizes: 25}", "", "unknown field `sizes`"),
     ],
 )
@@ -244,11 +244,17 @@ def test_an_adapters_path_is_relative_to_the_file_too(tmp_path: Path) -> None:
     assert Path(path).samefile(tmp_path / "here")
 
 
+def test_an_option_of_another_type_is_refused_in_plain_words(tmp_path: Path) -> None:
+    refused = run("draw", "a", "--n", "many", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert 'Invalid value for --n: must be a whole number, not "many"' in refused.stderr
+
+
 def test_check_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: 5}}")
     done = run("check", cwd=tmp_path)
     assert done.returncode == 1
-    for part in ("pagemill.yaml", "models.mine.path", "str"):
+    for part in ("pagemill.yaml", "models.mine.path", "must be a text"):
         assert part in done.stderr
     (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: nowhere}}")
     done = run("check", cwd=tmp_path, COLUMNS="300")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_default_model_speaks_and_paints() -> None:
     config = settings.load_config(None)
-    assert sound.find_audio(config, "demo") == "audio"
+    assert sound.find_audio(config, None) == ("demo", "audio")
     settings.check_paths(config)
     assert [spec.stage for spec in default_workers(config) if spec.stage] == STAGES
     painter = pipeline_of(config.models["demo"]).painter

@@ -66,9 +66,11 @@ def test_int8_is_written_for_the_engine_and_counted(
     # Without int8, they take 5.3 MB in bfloat16.
     assert "demo: weights 4.1 MB as int8 and bfloat16" in lines[0]
     monkeypatch.setenv("PAGEMILL_ENGINE__DEVICE", "cuda")
-    file, _ = write_config([LocalModel("demo", DEMO_MODEL)], Wishes(quantization="int8"))
-    entry = yaml.safe_load(file.read_text())["models"]["demo"]
-    assert (entry["quantization"], entry["dtype"]) == ("int8", "bfloat16")
+    with pytest.raises(ConfigError, match=r"demo\.quantization: int8 does not run on a GPU"):
+        write_config([LocalModel("demo", DEMO_MODEL)], Wishes(quantization="int8"))
+    # The engine chooses the type, by that of the checkpoint.
+    file, _ = write_config([LocalModel("demo", DEMO_MODEL)], Wishes())
+    assert "dtype" not in yaml.safe_load(file.read_text())["models"]["demo"]
 
 
 def test_the_memory_of_all_ranks_is_planned(

@@ -97,6 +97,7 @@ class Terminal:
         await self.until(re.escape(line) + r"\s*\n")
         at = self.at
         end = await self.until(rf"\n?({REQUEST_ID.pattern}) · [^\n]*\n")
+        assert not re.search(r"· (failed|interrupted)\n", end[0]), self.written
         return self.written[at : end.start()], end[1]
 
     async def close(self) -> int:

@@ -1,6 +1,6 @@
 """Edits of images by real processes: killed after steps, over HTTP, and from the command line.
 
-    request ──▶ dit
+    request ──▶ dit ══▶ text_encoder
 
 In float64, each file equals the pixels of diffusers' own pipeline with the same noise.
 """
@@ -17,6 +17,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from ops.browser import ENTER, MISSING, browsing
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -26,9 +27,10 @@ from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from tests import preloaded
+from tests.cluster.pages import choose
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator.pipelines import qwen_image_edit
-from tests.generator.pipelines.input_images import FILES, SQUARE, TALL, WIDE, draw, file_of
+from tests.generator.pipelines.input_images import FILES, SQUARE, TALL, WIDE, draw, file_of, url_of
 from tests.generator.pipelines.spec import read_png, to_file
 from tests.support.slow_steps import slow_down
 from tests.support.waiting import until
@@ -41,7 +43,7 @@ models:
   edit:
     path: edit
     dtype: float64
-    stages: {dit: {sizes: [48x48, 96x48]}}
+    stages: {dit: {sizes: [48x48, 96x48], sampling_defaults: {steps: 2}}, text_encoder: {}}
   painter: {path: painter, graph: qwen-image}
 generator: {checkpoint_s: 0, threads: 1}
 gateway: {port: 0}
@@ -49,8 +51,10 @@ delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
 """
 WORKERS = {
     "coordinator": ["coordinator"],
-    "dit": ["generator", "--model", "edit"],
+    "dit": ["generator", "--model", "edit", "--stage", "dit"],
+    "text_encoder": ["generator", "--model", "edit", "--stage", "text_encoder"],
     "gateway": ["gateway"],
+    "agent": ["agent"],
 }
 MODEL = "edit"
 STEP_S = 0.2
@@ -162,6 +166,61 @@ async def test_stored_files_and_files_in_the_body_are_edited(api: AsyncOpenAI) -
         assert_edited(file, PaintParams("96x48", 1, 2, 1.0, "", 6, 0, (WIDE,)))
 
 
+async def test_a_response_is_an_edited_image_and_the_next_one_edits_it(
+    api: AsyncOpenAI, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools: Any = [{"type": "image_generation", "action": "edit"}]
+    stored = await api.files.create(file=("wide.png", FILES[WIDE]), purpose="vision")
+    parts: Any = [
+        {"type": "input_image", "file_id": stored.id, "detail": "auto"},
+        {"type": "input_text", "text": PROMPT},
+    ]
+    first = await api.responses.create(
+        model=MODEL, input=[{"role": "user", "content": parts}], tools=tools
+    )
+    second = await api.responses.create(
+        model=MODEL, input=PROMPT, tools=tools, previous_response_id=first.id
+    )
+    source = WIDE
+    for response in (first, second):
+        (image,) = response.output
+        assert image.type == "image_generation_call"
+        assert (image.size, image.action) == ("96x32", "edit")
+        records = client.follow_output(bus, f"{response.id}~i0-0", "image")
+        (seed,) = [record.seed async for record in records if isinstance(record, ImageRecord)]
+        file = base64.b64decode(image.result or "")
+        assert_edited(file, PaintParams(AUTO, 1, 2, 4.0, "", seed, 0, (source,)))
+        source = url_of(file)
+        monkeypatch.setitem(FILES, source, file)
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+async def test_the_page_edits_an_image(url: str, tmp_path: Path) -> None:
+    (tmp_path / "wide.png").write_bytes(FILES[WIDE])
+    file = await asyncio.to_thread(edit_on_page, url, tmp_path)
+    assert_edited(file, PaintParams(AUTO, 1, 2, 4.0, "", 3, 0, (WIDE,)))
+
+
+def edit_on_page(url: str, folder: Path) -> bytes:
+    """Edit an image on the page, which refuses a question without one. Return the file."""
+    with browsing(folder) as page:
+        page.open(f"{url}/")
+        page.wait("!document.querySelector('#send').disabled")
+        choose(page, MODEL)
+        page.type("#paint-seed", "3")
+        page.type("#question", PROMPT + ENTER)
+        page.wait("document.querySelector('#notice').innerText.includes('edits one image, not 0')")
+        page.type("#file", str(folder / "wide.png"))
+        page.wait("document.querySelectorAll('#images li').length === 1")
+        page.type("#question", ENTER)
+        status = "document.querySelector('.turn .status')?.textContent"
+        page.wait(f"{status}?.startsWith('Painted')", timeout_s=60)
+        assert page.run("return document.querySelector('.turn .thumbs img').alt") == "wide.png"
+        source = page.run("return document.querySelector('.painted').src")
+        assert page.console_errors() == []
+        return base64.b64decode(source.partition(",")[2])
+
+
 async def test_previews_come_before_the_edited_image(api: AsyncOpenAI) -> None:
     stream = await api.images.edit(
         **FORM,
@@ -189,7 +248,7 @@ async def test_previews_come_before_the_edited_image(api: AsyncOpenAI) -> None:
         ({"model": "painter"}, "image", "image: the model edits no images"),
         ({"size": "64x64"}, "size", "available: 48x48, 96x48"),
         ({"prompt": "a <|image_pad|>"}, "prompt", "prompt: the text has <|image_pad|>"),
-        ({"n": 11}, "n", "<= 10"),
+        ({"n": 11}, "n", "at most 10"),
     ],
 )
 async def test_what_cannot_be_edited_is_refused_by_the_field(

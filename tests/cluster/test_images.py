@@ -20,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 from openai import AsyncOpenAI
 
-from ops.browser import ENTER, MISSING, browsing
+from ops.browser import ENTER, MISSING, Browser, browsing
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -31,6 +31,7 @@ from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from shared.state.token_log import last_record
 from tests import preloaded
+from tests.cluster.pages import choose
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.gateway.batches.conftest import begin, ended, lines_of, results_of
 from tests.generator import painters
@@ -256,13 +257,12 @@ async def test_an_image_sharpens_in_a_stream(api: AsyncOpenAI, painter: ImageMod
     ("changed", "field", "message"),
     [
         ({"size": "17x16"}, "size", "available: 16x16, 12x8"),
-        ({"n": 11}, "n", "<= 10"),
-        ({"n": 2, "stream": True}, "n", "a stream has one image"),
+        ({"n": 11}, "n", "at most 10"),
         ({"output_format": "jpeg"}, "output_format", "available: png"),
         ({"response_format": "file"}, "response_format", "available: b64_json, url"),
         ({"response_format": "url", "stream": True}, "response_format", "available: b64_json"),
         ({"partial_images": 2}, "partial_images", "require stream"),
-        ({"num_inference_steps": 201}, "num_inference_steps", "<= 200"),
+        ({"num_inference_steps": 201}, "num_inference_steps", "at most 200"),
         ({"quality": "high"}, "quality", "not supported"),
         ({"guidance_scale": 1, "negative_prompt": "red"}, "negative_prompt", "^negative_prompt: "),
         ({"prompt": "red " * 20}, "prompt", "limit of 12"),
@@ -318,9 +318,18 @@ def check_page(url: str, folder: Path, image: str) -> None:
     with browsing(folder) as page:
         page.open(f"{url}/")
         page.wait("!document.querySelector('#send').disabled")
-        page.run("document.querySelector('#model').value = 'painter'")
-        parameters = '{"seed": 11, "num_inference_steps": 9}'
-        page.run("document.querySelector('#more').value = arguments[0]", parameters)
+        choose(page, "painter")
+        fields = "[...document.querySelectorAll('#painting label')].map((l) => l.innerText)"
+        assert page.run(f"return {fields}") == [
+            "Size", "Images", "Steps", "Guidance", "Seed", "Negative prompt",
+        ]  # fmt: skip
+        defaults = page.run(
+            "return [...document.querySelectorAll('#painting input')].map((i) => i.placeholder)"
+        )
+        assert defaults == ["16x16", "1", "6", "3", "random", ""]
+        assert page.run("return document.querySelector('#temperature').checkVisibility()") is False
+        page.type("#paint-seed", "11")
+        page.type("#paint-steps", "9")
         page.run(WATCH_IMAGES)
         page.type("#question", PROMPT + ENTER)
         page.wait(
@@ -333,6 +342,7 @@ def check_page(url: str, folder: Path, image: str) -> None:
         assert page.run("return document.querySelector('.painted').naturalWidth") == 16
         # A reload continues with the image.
         page.run("document.querySelector('#more').value = arguments[0]", '{"timeout_s": 50}')
+        page.run("document.querySelector('#paint-seed').value = ''")
         page.type("#question", PROMPT + ENTER)
         page.wait("document.querySelector('.turn:last-child .painted') !== null")
         page.run("location.reload()")
@@ -342,15 +352,39 @@ def check_page(url: str, folder: Path, image: str) -> None:
         )
         assert page.run("return document.querySelectorAll('.painted').length") == 2
         # Stop cancels an image, and the next question may come.
-        page.run("document.querySelector('#model').value = 'painter'")
-        page.run(
-            "document.querySelector('#more').value = arguments[0]", '{"num_inference_steps": 80}'
-        )
+        choose(page, "painter")
+        page.type("#paint-steps", "80")
         page.type("#question", PROMPT + ENTER)
         page.wait("document.querySelector('.turn:last-child .painted') !== null")
         page.run("document.querySelector('#cancel').click()")
         page.wait("document.querySelector('.turn:last-child .status').textContent === 'Cancelled'")
         assert page.console_errors() == []
+        check_fields(page)
+
+
+def check_fields(page: Browser) -> None:
+    """Wrong values are refused next to their fields, and several images are shown in order."""
+    fault = "document.querySelector('#fault-{}').textContent"
+    page.run("document.querySelector('#paint-steps').value = ''")
+    page.type("#paint-n", "12")
+    page.run("document.querySelector('#question').value = ''")
+    page.type("#question", PROMPT + ENTER)
+    page.wait(f"{fault.format('n')} !== ''")
+    turns = page.run("return document.querySelectorAll('.turn').length")
+    page.run("document.querySelector('#paint-n').value = '2'")
+    page.type("#paint-size", "99x99")
+    page.type("#question", ENTER)
+    page.wait(f"{fault.format('size')}.includes('available: 16x16, 12x8')")
+    assert page.run("return document.activeElement.id") == "paint-size"
+    assert page.run("return document.querySelector('#question').value") == PROMPT
+    page.run("document.querySelector('#paint-size').value = '12x8'")
+    page.type("#question", ENTER)
+    done = "document.querySelector('.turn:last-child .status')?.textContent.startsWith('Painted')"
+    page.wait(done, timeout_s=60)
+    assert page.run(f"return {fault.format('size')}") == ""
+    sizes = "[...document.querySelectorAll('.turn:last-child .painted')].map((i) => i.naturalWidth)"
+    assert page.run(f"return {sizes}") == [12, 12]
+    assert page.run("return document.querySelectorAll('.turn').length") == turns + 2
 
 
 async def steps_by_request(bus: Bus) -> list[str]:

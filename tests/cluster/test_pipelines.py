@@ -55,7 +55,7 @@ from workers.generator.diffusion.qwen_image_edit import QwenImageEdit
 from workers.generator.diffusion.stable_diffusion_3 import StableDiffusion3
 from workers.generator.diffusion.z_image import ZImage
 from workers.generator.image_loader import load_image_model
-from workers.generator.image_worker import to_png
+from workers.generator.image_parts import to_png
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 

@@ -1,6 +1,8 @@
 """Qwen-Image by real processes: killed after each step, over HTTP, and from the command line.
 
     request ──▶ dit
+    dit ══▶ text_encoder
+    dit ══▶ vae
 
 In float64, each file equals the pixels of diffusers' own pipeline with the same noise.
 """
@@ -16,13 +18,16 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
+from rich.filesize import decimal
 
 from ops.harness import qwen_images
 from shared import client
 from shared.bus.bus import Bus
+from shared.models.image_folder import read_image_folder
 from shared.protocol import subjects
 from shared.protocol.images import ImageParams, PaintParams
-from shared.protocol.records import Finish, ImageRecord, StepState
+from shared.protocol.messages import decode_attempt
+from shared.protocol.records import Failure, Finish, ImageRecord, StepState
 from shared.protocol.requests import GenerateRequest
 from shared.state.log_records import decode_record
 from tests import preloaded
@@ -38,24 +43,27 @@ models:
   qwen-image:
     path: qwen-image
     dtype: float64
-    stages: {dit: {sizes: [48x48, 96x48, 48x96]}}
+    stages: {dit: {sizes: [48x48, 96x48, 48x96]}, text_encoder: {}, vae: {}}
 generator: {checkpoint_s: 0, threads: 1}
 gateway: {port: 0}
 delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
 """
+PARTS = {"dit": "transformer", "text_encoder": "text_encoder", "vae": "vae"}
+"""Part of the model that each stage loads."""
 WORKERS = {
     "coordinator": ["coordinator"],
-    "dit": ["generator", "--model", "qwen-image"],
+    **{stage: ["generator", "--model", "qwen-image", "--stage", stage] for stage in PARTS},
     "gateway": ["gateway"],
 }
 MODEL = "qwen-image"
 STEP_S = 0.2
-"""Minimum time of a step, so that a worker can be killed between two steps."""
+"""Minimum time of the work of a stage, so that its worker can be killed in the middle."""
 PROMPT = "a red circle on blue"
 
 
 def register_roles() -> None:
-    slow_down(QwenImage, "step", STEP_S)
+    for method in ("encode", "step", "pixels"):
+        slow_down(QwenImage, method, STEP_S)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +117,60 @@ async def test_the_generator_is_killed_after_each_step_of_two_images(
         assert [s.step for s in states if s.number == number] == [1, 2, 3]
     assert len({state.attempt for state in states}) >= 3
     await until_nothing_is_left(bus)
+
+
+async def test_each_stage_is_killed_while_a_request_needs_it(
+    processes: Processes, bus: Bus
+) -> None:
+    # No other test has this text, so it has to be encoded.
+    prompt = "a small green star"
+    params = PaintParams("48x48", 1, 3, 3.0, "ugly", 6)
+    options = ImageParams("48x48", 1, 3, 3.0, "ugly", 6)
+    request = GenerateRequest(MODEL, prompt=prompt, image=options, timeout_s=150.0)
+
+    async def own() -> list[Any]:
+        return [record async for record in client.ask(bus, request, "stages")]
+
+    async def has_step() -> bool:
+        return bool(await steps_of(bus, "stages"))
+
+    painting = asyncio.create_task(own())
+    await until(partial(has_item, bus, "text_encoder"), 60)
+    processes.kill("text_encoder")
+    await until(has_step, 60)
+    # The encoded texts are lost with their worker, and the next worker of the steps needs them.
+    processes.kill("text_encoder")
+    processes.kill("dit")
+    await until(partial(has_item, bus, "vae"), 60)
+    processes.kill("vae")
+    (finish,) = await painting
+    assert isinstance(finish, Finish)
+    records = [record async for record in client.follow_output(bus, "stages", "image")]
+    (image,) = [record for record in records if isinstance(record, ImageRecord)]
+    assert_painted(await client.read_media(bus, image.media), prompt, params)
+    assert [state.step for state in await steps_of(bus, "stages")] == [1, 2]
+    await until_nothing_is_left(bus)
+
+
+async def test_a_request_does_not_wait_for_a_stage_beyond_its_deadline(
+    processes: Processes, bus: Bus
+) -> None:
+    options = ImageParams("48x48", 1, 3, 1.0, None, 7)
+    request = GenerateRequest(MODEL, prompt="a late star", image=options, timeout_s=2.0)
+    with processes.stopped("text_encoder"):
+        (failure,) = [record async for record in client.ask(bus, request, "late")]
+    assert isinstance(failure, Failure)
+    assert failure.error.code == "deadline_exceeded"
+    # The task that no request needs any more is removed.
+    await until_nothing_is_left(bus)
+    assert not await steps_of(bus, "late")
+
+
+async def has_item(bus: Bus, stage: str) -> bool:
+    """Return whether a worker of a stage has claimed an item task."""
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.ATTEMPTS_FILTER)
+    attempts = [decode_attempt(message.data) for message in stored]
+    return any(attempt is not None and attempt.stage == stage for attempt in attempts)
 
 
 async def test_the_call_with_the_names_of_diffusers_is_answered(api: AsyncOpenAI) -> None:
@@ -172,8 +234,8 @@ async def test_requests_of_other_steps_texts_and_guidance_share_batches(api: Asy
             "with a guidance of 1; remove",
         ),
         ({"cfg_scale": 2, "guidance_scale": 3}, "cfg_scale", "2.0 contradicts guidance_scale, 3.0"),
-        ({"num_inference_steps": 0}, "num_inference_steps", ">= 1"),
-        ({"cfg_scale": 51}, "cfg_scale", "<= 50"),
+        ({"num_inference_steps": 0}, "num_inference_steps", "at least 1"),
+        ({"cfg_scale": 51}, "cfg_scale", "at most 50"),
     ],
 )
 async def test_what_cannot_be_painted_is_refused_by_the_field(
@@ -226,8 +288,19 @@ async def test_the_command_line_draws_checks_and_lists_the_model(
     assert_painted(file.read_bytes(), PROMPT, PaintParams("48x48", 1, 3, 2.0, "a star", 4))
     checked = await asyncio.to_thread(preloaded.run, "check", *options)
     assert checked.returncode == 0, checked.stderr
-    assert "# models.qwen-image.path: qwen-image (diffusers)\n" in checked.stdout
-    assert "#   request ──▶ dit  (task: prompt)\n" in checked.stdout
+    folder = read_image_folder(processes.folder / "qwen-image")
+    sizes = [
+        f"{stage} {decimal(folder.num_bytes(part, 'float64'))}" for stage, part in PARTS.items()
+    ]
+    (line, *graph) = [line for line in checked.stdout.splitlines() if line.startswith("# ")]
+    line_of_memory = f"weights in memory: {', '.join(sizes)} as float64"
+    assert line == f"# models.qwen-image.path: qwen-image (diffusers); {line_of_memory}"
+    assert graph[1:] == [
+        "#   request ──▶ dit  (task: prompt)",
+        "#   dit ══▶ text_encoder  (fan-out: texts)",
+        "#   dit ══▶ vae  (fan-out: latents)",
+        "#   dit ──▷ output image (image)",
+    ]
     listed = await asyncio.to_thread(preloaded.run, "models", *options, "--nats", processes.url)
     (line,) = [line for line in listed.stdout.splitlines() if line.startswith("qwen-image")]
     assert line.split()[1:3] == ["qwen-image", "diffusers"]

@@ -1,6 +1,6 @@
 """Wan by real processes: killed after steps, over HTTP, and from the command line.
 
-    request ──▶ dit
+    request ──▶ dit ══▶ vae
 
 In float64, the frames of each file are those of diffusers' own pipeline with the same noise, before
 they are compressed.
@@ -16,6 +16,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from ops.browser import ENTER, MISSING, browsing
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
@@ -26,6 +27,7 @@ from shared.protocol.videos import VideoParams
 from shared.state import media_store
 from shared.state.log_records import decode_record
 from tests import preloaded
+from tests.cluster.pages import choose
 from tests.cluster.processes import Processes, running, until_nothing_is_left
 from tests.generator.pipelines import wan
 from tests.generator.pipelines.spec import to_file
@@ -39,14 +41,15 @@ models:
   wan:
     path: wan
     dtype: float64
-    stages: {dit: {sizes: [32x16, 16x32]}}
+    stages: {dit: {sizes: [32x16, 16x32]}, vae: {}}
 generator: {checkpoint_s: 0, threads: 1, result_ttl_s: 0}
 gateway: {port: 0}
 delivery: {ack_wait_s: 1.0, drain_s: 5.0, retry_delay_s: 0.1}
 """
 WORKERS = {
     "coordinator": ["coordinator"],
-    "dit": ["generator", "--model", "wan"],
+    "dit": ["generator", "--model", "wan", "--stage", "dit"],
+    "vae": ["generator", "--model", "wan", "--stage", "vae"],
     "gateway": ["gateway"],
 }
 STEP_S = 0.2
@@ -177,6 +180,46 @@ async def test_a_video_shows_its_progress_until_it_is_deleted(
     await until_nothing_is_left(bus)
 
 
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+async def test_the_page_shows_a_video(url: str, tmp_path: Path) -> None:
+    shown = await asyncio.to_thread(film_on_page, url, tmp_path)
+    assert shown == file_of(PROMPT, params_of())
+
+
+def film_on_page(url: str, folder: Path) -> bytes:
+    """Make a video on the page, after a wrong length. Return its file."""
+    with browsing(folder) as page:
+        page.open(f"{url}/")
+        page.wait("!document.querySelector('#send').disabled")
+        choose(page, "wan")
+        values = {"seed": 5, "steps": 3, "guidance": 3, "negative_prompt": "ugly", "seconds": 60}
+        for name, value in values.items():
+            page.type(f"#paint-{name}", str(value))
+        page.type("#question", PROMPT + ENTER)
+        page.wait("document.querySelector('#fault-seconds').innerText.includes('limit of 161')")
+        (refused,) = page.console_errors()
+        assert "400" in refused
+        page.run("document.querySelector('#paint-seconds').value = '0.25'")
+        page.type("#question", ENTER)
+        page.wait("document.querySelector('.turn:last-child progress')?.value > 0", timeout_s=60)
+        assert "%" in page.text(".turn:last-child .status")
+        video = "document.querySelector('.turn:last-child video.painted')"
+        page.wait(f"{video}?.controls && {video}.readyState > 1", timeout_s=60)
+        assert page.run("return document.querySelector('.turn progress')") is None
+        assert page.run(f"return [{video}.videoWidth, {video}.videoHeight]") == [32, 16]
+        assert page.console_errors() == []
+        # The page loads the video again after a reload.
+        page.run("location.reload()")
+        page.wait(f"{video}?.readyState > 1", timeout_s=60)
+        read = """
+          const id = document.querySelector(".turn:last-child .request").textContent;
+          return fetch(`v1/videos/${id}/content`)
+            .then((file) => file.arrayBuffer())
+            .then((bytes) => Array.from(new Uint8Array(bytes)));
+        """
+        return bytes(page.run(read))
+
+
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 async def test_a_video_that_fails_has_its_error(api: AsyncOpenAI) -> None:
     video = await api.videos.create_and_poll(
@@ -197,10 +240,10 @@ async def test_a_video_that_fails_has_its_error(api: AsyncOpenAI) -> None:
         ({"frames": 165}, "frames", "165 frames are over the model's limit of 161"),
         ({"seconds": "12"}, "seconds", "193 frames are over the model's limit of 161"),
         ({"seconds": "4", "frames": 5}, "frames", "5 contradicts seconds, which are 65 frames"),
-        ({"seconds": "long"}, "seconds", "matching regex"),
-        ({"fps": 61}, "fps", "<= 60"),
+        ({"seconds": "long"}, "seconds", "such as 4 or 2.5"),
+        ({"fps": 61}, "fps", "at most 60"),
         ({"input_reference": {"image_url": "x"}}, "input_reference", "not supported"),
-        ({"prompt": ""}, "prompt", ">= 1"),
+        ({"prompt": ""}, "prompt", "at least 1"),
         ({"timeout_s": 5000}, "timeout_s", "over the limit of 3000"),
     ],
 )

@@ -82,6 +82,30 @@ async def test_one_bad_image_fails_alone(watched: tuple[TowerThread, Watched]) -
     assert inner.batches == [3, 1, 1, 1]
 
 
+async def test_a_lost_device_ends_the_work_and_answers_no_image(
+    demo_tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner: Any = Watched(demo_tower)
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(batch: Sequence[Fields]) -> list[Tensor]:
+        inner.batches.append(len(batch))
+        raise lost
+
+    monkeypatch.setattr(inner, "encode", fail)
+    thread = TowerThread(inner, max_batch_tokens=48)
+    waiting = [asyncio.create_task(thread.encode(image(seed))) for seed in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError) as raised:
+        await asyncio.wait_for(thread.work(), 10)
+    assert raised.value is lost
+    assert inner.batches == [3], "the images are not tried one by one"
+    assert not any(task.done() for task in waiting)
+    for task in waiting:
+        task.cancel()
+    thread.close()
+
+
 async def test_a_malformed_image_never_reaches_a_batch(
     watched: tuple[TowerThread, Watched],
 ) -> None:

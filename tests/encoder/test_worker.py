@@ -16,6 +16,7 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.config.schema import BlobsConfig, Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
+from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
 from shared.protocol.records import Failure
 from shared.stage.runtime import Context
@@ -39,6 +40,7 @@ class Tower:
         self.embedding = torch.ones(4, 8)
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.lost = asyncio.Event()
 
     async def encode(self, fields: Any) -> Tensor:
         self.num_encoded += 1
@@ -46,7 +48,8 @@ class Tower:
         return self.embedding
 
     async def work(self) -> None:
-        pass
+        await self.lost.wait()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def close(self) -> None:
         pass
@@ -58,6 +61,7 @@ class Encoder:
     tower: Tower
     embeddings: EmbeddingStore
     stop: Callable[[], Awaitable[None]]
+    serving: asyncio.Task[None]
 
 
 @pytest.fixture
@@ -83,10 +87,10 @@ async def start(bus: Bus, model: str) -> AsyncIterator[Start]:
                 if not serving.done():
                     context.shutdown.signal()
                     await serving
-                    await context.close()
+                await context.close()
 
             stack.push_async_callback(stop)
-            return Encoder(worker, tower, embeddings, stop)
+            return Encoder(worker, tower, embeddings, stop, serving)
 
         yield start
 
@@ -191,3 +195,20 @@ async def test_one_image_in_both_lanes_is_made_once_and_both_are_settled(
 
 async def _is_true(value: bool) -> bool:
     return value
+
+
+async def test_a_lost_device_ends_the_encoder_and_counts_as_a_death_of_its_images(
+    start: Start, bus: Bus, model: str
+) -> None:
+    encoder = await start()
+    encoder.tower.go_on.clear()
+    key = await ask_for(bus, model, secrets.token_hex(32))
+    await until(lambda: _is_true(encoder.tower.num_encoded == 1))
+    encoder.tower.lost.set()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        await asyncio.wait_for(encoder.serving, 5)
+    attempts = subjects.attempts(subjects.item_task(key))
+    records = [
+        decode_attempt(each.data) for each in await bus.read(subjects.ATTEMPTS_STREAM, attempts)
+    ]
+    assert [r.outcome for r in records if isinstance(r, AttemptRecord)] == ["open"]

@@ -17,7 +17,7 @@ from tests.generator.pipelines.input_images import draw, file_of
 from workers.generator.core.denoising import check_input_images, size_of
 from workers.generator.diffusion.qwen_image_edit import AREA, fitted
 from workers.generator.image_loader import load_image_model
-from workers.generator.image_worker import read_pixels
+from workers.generator.input_images import read_pixels
 
 FIELD = "image.input_images[0]"
 LIMITS = RendererConfig()

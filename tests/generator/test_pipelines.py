@@ -19,6 +19,7 @@ import torch
 from shared.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerFailure
 from shared.models.image_folder import read_image_folder
 from shared.protocol.images import AUTO, PaintParams, parse_size
+from shared.protocol.pipeline import LATENTS, STEPS, TEXTS
 from tests.generator.pipelines import (
     flux,
     pixart_sigma,
@@ -181,6 +182,21 @@ def difference(canvas: Canvas, whole: Any) -> float:
 def test_images_equal_the_pipelines(exact: Any, spec: PipelineSpec) -> None:
     for prompt, params in spec.requests:
         assert difference(paint(exact, prompt, params), spec.paint_whole(prompt, params)) == 0.0
+
+
+def test_stages_that_load_their_own_parts_paint_the_same(folder: Path, spec: PipelineSpec) -> None:
+    texts, steps, latents = (
+        load_image_model(folder, "float64", spec.sizes, KEY, work=[work])
+        for work in (TEXTS, STEPS, LATENTS)
+    )
+    prompt, params = spec.requests[0]
+    # Only the encoder of texts computes here.
+    canvas = begin(texts, prompt, params)
+    canvas.model = steps
+    while not canvas.is_complete:
+        step([canvas])
+    canvas.model = latents
+    assert difference(canvas, spec.paint_whole(prompt, params)) == 0.0
 
 
 def test_images_that_share_batches_equal_the_pipelines(exact: Any, spec: PipelineSpec) -> None:

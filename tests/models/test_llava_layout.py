@@ -236,7 +236,11 @@ def changed(folder: Path, name: str, **values: Any) -> None:
         ("processor_config.json", {"patch_size": "14"}, "patch_size"),
         ("processor_config.json", {"num_additional_image_tokens": None}, "8 tokens.* 9 embedd"),
         ("processor_config.json", {"vision_feature_select_strategy": "full"}, "10 tokens"),
-        ("processor_config.json", {"vision_feature_select_strategy": "cls"}, "Invalid enum"),
+        (
+            "processor_config.json",
+            {"vision_feature_select_strategy": "cls"},
+            "not one of",
+        ),
         ("config.json", {"vision_feature_select_strategy": "full"}, "9 tokens.* 10 embeddings"),
         ("config.json", {"vision_config": {"model_type": "siglip_vision_model"}}, "siglip"),
         ("config.json", {"model_type": "ovis2"}, "not supported .*'ovis2'.*more tokens than"),

@@ -51,6 +51,10 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
     log_file = tmp_path / "workers.log"
     cluster = LocalCluster(config, None, [WorkerSpec("coordinator")], log_file=log_file)
     cluster.show = progress = Shown()
+    workers_before: list[int] = []
+    cluster.when_connectable = lambda: workers_before.append(
+        len(cluster.supervisor.slots(WorkerSpec("coordinator")))
+    )
     starting = asyncio.create_task(cluster.start())
     await asyncio.sleep(0)
     assert progress.titles == ["coordinator"]
@@ -59,6 +63,8 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(Unavailable, match=r"1 s \(start_silence_s\): coordinator \(last: star"):
             await starting
+        # Commands find the configuration of the cluster during the start.
+        assert workers_before == [0]
     finally:
         os.kill(pids[0], signal.SIGCONT)
         await cluster.stop()

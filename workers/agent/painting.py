@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import PayloadTooLarge, WorkerFailure
-from shared.protocol.images import ImageParams
+from shared.protocol.images import AUTO, ImageParams
 from shared.protocol.records import ErrorInfo, Failure, ImageRecord, LogRecord, error_info
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import PaintTool, Result, Sending, painting_id
 from shared.responses.calls import ServerCall
 from shared.responses.tools import prompt_of
+from shared.state.media_store import hash_media, media_url
 from shared.state.step_log import StepLog
 from shared.state.token_log import last_record
 
@@ -50,24 +51,36 @@ class Painter:
             by = secrets.token_hex(8)
             sending = Sending(0, call.turn, call.number, 0, name, digest, by, may_repeat=True)
             await self._log.append(sending)
+        params = ImageParams(
+            None if tool.size == AUTO else tool.size,
+            1,
+            partial_images=tool.partial_images or None,
+            input_images=await self._input_images(tool, call.turn),
+        )
         request = GenerateRequest(
-            tool.model,
-            prompt=prompt,
-            image=ImageParams(tool.size, 1, partial_images=tool.partial_images or None),
-            outputs=[tool.output],
-            lane=begun.lane,
+            tool.model, prompt=prompt, image=params, outputs=[tool.output], lane=begun.lane
         )
         try:
             error = await self._await_end(request, name)
-            image = error or await self._image(name, tool)
+            image = error or await self._image(call, name, tool)
         except asyncio.CancelledError:
             # If the response has not ended, another agent waits for the same image.
             if self._log.state.ended is not None:
                 await client.cancel(self._bus, name)
             raise
-        if isinstance(image, str):
-            return Result(0, call.turn, call.number, "result", image)
+        if isinstance(image, Result):
+            return image
         return image if tool.prompt is not None else _failed(call, image.message, image.code)
+
+    async def _input_images(self, tool: PaintTool, turn: int) -> tuple[str, ...]:
+        """Return the images to edit. An image of an earlier turn is the last of the conversation.
+
+        It was stored when it was painted.
+        """
+        painted = self._log.state.painted_before(turn) if tool.input_images else None
+        if painted is None:
+            return tuple(tool.input_images)
+        return (media_url(await hash_media(base64.b64decode(painted))),)
 
     async def _await_end(self, request: GenerateRequest, name: str) -> ErrorInfo | None:
         """Wait for the end of the request. Return its error; None if it has succeeded."""
@@ -82,8 +95,8 @@ class Painter:
                 return record.error
         return None
 
-    async def _image(self, name: str, tool: PaintTool) -> str | ErrorInfo:
-        """Return the image in base64, or an error."""
+    async def _image(self, call: ServerCall, name: str, tool: PaintTool) -> Result | ErrorInfo:
+        """Return the image in base64 as the result of the call, or an error."""
         records = client.follow_output(self._bus, name, tool.output, timeout_s=self._timeout_s)
         images = [record async for record in records if isinstance(record, ImageRecord)]
         if not images:
@@ -96,7 +109,8 @@ class Painter:
         if len(encoded) > limit:
             message = f"the image has {len(encoded)} bytes in base64, and a step at most {limit}"
             return error_info(PayloadTooLarge(message))
-        return encoded.decode()
+        size = f"{images[0].width}x{images[0].height}"
+        return Result(0, call.turn, call.number, "result", encoded.decode(), size=size)
 
 
 def _failed(call: ServerCall, message: str, code: str | None = None) -> Result:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.errors import ConfigError, Unavailable
+from shared.helpers.validation import reason_of
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 5.0
@@ -110,7 +111,7 @@ class ScaleApi:
             return self._token.read_text().strip()
         except OSError as error:
             raise Unavailable(
-                f"the token of the service account cannot be read: {error}"
+                f"the token of the service account cannot be read: {reason_of(error)}"
             ) from error
 
     async def _request(self, method: str, name: str, json: Any = None) -> Scale | None:

@@ -22,6 +22,7 @@ from typing import Any
 from shared.batches.input_file import MAX_CUSTOM_ID_LEN
 from shared.batches.orders import ENDPOINTS
 from shared.errors import InvalidMedia, InvalidRequest
+from shared.helpers.validation import reason_of
 from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
 from shared.responses.conversation import kind_of_file
 from workers.cli.ask import read_media
@@ -215,7 +216,9 @@ def read_schema(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidRequest(f"{file}: {error.strerror}", field="schema") from error
     except ValueError as error:
-        raise InvalidRequest(f"{file}: not valid JSON: {error}", field="schema") from error
+        raise InvalidRequest(
+            f"{file}: not valid JSON: {reason_of(error)}", field="schema"
+        ) from error
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{file}: a JSON schema is an object", field="schema")
     name = _NOT_IN_NAMES.sub("_", file.stem)[:MAX_SCHEMA_NAME_LEN]

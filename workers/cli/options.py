@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,10 @@ from cyclopts import Parameter
 
 from shared.bus.login import Login
 from shared.config.schema import Config
+from shared.errors import InvalidRequest
 from shared.protocol import names
+from shared.protocol.pipeline import TEXT
+from shared.stage.pipelines import pipelines_of
 from workers import settings
 from workers.roles import all_roles
 
@@ -47,7 +51,10 @@ Sounds = Annotated[
     ),
 ]
 ModelName = Annotated[
-    str | None, Parameter(help="Name of the model; by default the first one that is configured.")
+    str | None,
+    Parameter(
+        help="Name of the model; by default the only configured one that can do what is asked."
+    ),
 ]
 RequestId = Annotated[
     str,
@@ -91,7 +98,32 @@ def find_login(config: Path | None, nats: str | None) -> Login:
 def find_login_and_model(
     config: Path | None, nats: str | None, model: str | None
 ) -> tuple[Login, str]:
-    """Return the login of commands and the model, by default the first configured one."""
+    """Return the login of commands and the model, by default the one that writes text.
+
+    Raises InvalidRequest unless one model does.
+    """
     loaded = load(config)
     login = settings.login_of(loaded, given_url=nats)
-    return login, model or next(iter(loaded.models))
+    return login, model or find_writer(loaded)
+
+
+def find_writer(config: Config) -> str:
+    """Return the model that writes text. Raises InvalidRequest if there is none or several."""
+    pipelines = pipelines_of(config)
+    return only_model((name for name in pipelines if TEXT in pipelines[name].outputs), "write text")
+
+
+def only_model(names: Iterable[str], does: str) -> str:
+    """Return the only name. Raises InvalidRequest if there is none or several.
+
+    `does` says what the models can do.
+    """
+    candidates = list(names)
+    if not candidates:
+        raise InvalidRequest(f"no configured model can {does}; see `pagemill check`", field="model")
+    if len(candidates) > 1:
+        raise InvalidRequest(
+            f"--model is required, because several models can {does}: {', '.join(candidates)}",
+            field="model",
+        )
+    return candidates[0]

@@ -12,24 +12,29 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.config.schema import Config
 from shared.errors import InvalidRequest
-from shared.protocol.pipeline import AUDIO
+from shared.protocol.pipeline import AUDIO, TEXT
 from shared.protocol.records import AudioChunk, Finish, LogRecord
-from shared.stage.pipelines import pipeline_of
+from shared.stage.pipelines import pipelines_of
+from workers.cli.options import only_model
 from workers.cli.terminal import print_note
 
 
-def find_audio(config: Config, model: str, *, text_given: bool = False) -> str:
-    """Return the name of a model's sound output. Raises InvalidRequest if it has none.
+def find_audio(config: Config, model: str | None, *, text_given: bool = False) -> tuple[str, str]:
+    """Return the model, by default the only one that speaks, and the name of its sound output.
 
-    With `text_given`, the output is made from a text of the request.
+    With `text_given`, the output is made from a text of the request, and otherwise with the text
+    of the model. Raises InvalidRequest.
     """
-    if model in config.models:
-        pipeline = pipeline_of(config.models[model])
+    outputs: dict[str, str] = {}
+    for name, pipeline in pipelines_of(config).items():
         part = pipeline.with_text_given if text_given else pipeline
         output = part.output_of(AUDIO)
-        if output is not None:
-            return output.name
-    raise InvalidRequest(f"{model} has no output of sound; see `pagemill check`", field="model")
+        if output is not None and (text_given or TEXT in part.outputs):
+            outputs[name] = output.name
+    model = model or only_model(outputs, "speak")
+    if model not in outputs:
+        raise InvalidRequest(f"{model} has no output of sound; see `pagemill check`", field="model")
+    return model, outputs[model]
 
 
 async def while_saving(

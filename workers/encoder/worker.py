@@ -15,8 +15,10 @@ from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
+from shared.config.schema import EncoderConfig, ModelConfig
 from shared.errors import BlobLost, ConfigError, Overloaded
-from shared.models.tower import load_tower
+from shared.gpu.allocator import limit_memory
+from shared.models.tower import Tower, dtype_of_folder, load_tower
 from shared.protocol.task_messages import EncodeBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
@@ -37,16 +39,19 @@ async def main(context: Context) -> None:
     if config.encoder.threads:
         torch.set_num_threads(config.encoder.threads)
     model = config.models[name]
-    dtype = getattr(torch, model.dtype)
     context.step("loading the tower", WeightsProgress(Path(model.path)).measure)
-    encoder = config.encoder
-    tower = await asyncio.to_thread(
-        load_tower, Path(model.path), dtype, encoder.device, encoder.kernels
-    )
+    limit_memory(config.encoder)
+    tower = await asyncio.to_thread(_load_tower, model, config.encoder)
     blobs = await context.open_blobs()
     embeddings = EmbeddingStore(context.bus, blobs, config, name, "producer")
     thread = TowerThread(tower, config.encoder.max_batch_tokens)
     await EncoderWorker(context, name, thread, blobs, embeddings).serve()
+
+
+def _load_tower(model: ModelConfig, encoder: EncoderConfig) -> Tower:
+    folder = Path(model.path)
+    dtype = dtype_of_folder(folder, model.dtype, encoder.device)
+    return load_tower(folder, dtype, encoder.device, encoder.kernels)
 
 
 class EncoderWorker:
@@ -76,12 +81,11 @@ class EncoderWorker:
             [self._model], context.config.encoder.max_tasks, EncodeBody, self._handle
         )
         context.ready([self._model], lambda: self._load(loop))
-        background = [asyncio.create_task(work) for work in (self._tower.work(), self._watch())]
+        loop.depend_on(self._tower.work())
+        loop.depend_on(self._watch())
         try:
             await loop.run()
         finally:
-            for task in background:
-                task.cancel()
             self._tower.close()
 
     def _register_metrics(self) -> None:
@@ -116,6 +120,7 @@ class EncoderWorker:
 
     async def _handle(self, task: Task[EncodeBody], tensors: list[TensorData], job: Job) -> Outcome:
         self._in_flight.add(job)
+        job.running = True
         try:
             body = task.body
             if await self._embeddings.find_again(body.key, body.item.mm_hash):

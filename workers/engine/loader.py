@@ -13,6 +13,7 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError, first_sentence
 from shared.helpers.heap import returning_freed_memory
 from shared.models import registry
+from shared.models.dtypes import choose_dtype, saved_dtype
 from shared.models.language import LanguageAdapter
 from shared.models.reach import count_positions
 from shared.models.states import recurrent_layers
@@ -40,6 +41,8 @@ from workers.engine.model.talker import MediaParts, Talker
 from workers.engine.parallel.followers import Followers, starting
 from workers.engine.pooling_files import read_pooling
 
+KV_CACHE_MIB = 256
+"""Size of the KV cache, unless it is configured or measured."""
 READING, PACKING = "reading weights", "packing weights"
 
 
@@ -55,6 +58,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     num_blocks: int
+    """Number of KV blocks; 0 if it follows from the measured memory of a GPU."""
     block_size: int
     adapters: Adapters
     pooling: Pooling = LAST_TOKEN
@@ -141,7 +145,7 @@ def _load_with(
     pooling = read_pooling(folder, model.pooling)
     longest = count_positions(text_config)
     max_model_len = min(longest, model.max_model_len or longest)
-    dtype = getattr(torch, model.dtype)
+    dtype = _choose_dtype(config, model, engine)
     block_size = _resolve_block_size(engine)
     set_step(READING)
     share = None if followers is None else Share(0, engine.tensor_parallel)
@@ -166,7 +170,9 @@ def _load_with(
     if not end_token_ids and model.pooling is None:
         check_endless(folder, tokenizer)
     num_item_slots, slots_bytes = _resolve_num_item_slots(config, dtype, engine)
-    num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine, slots_bytes)
+    num_blocks = 0
+    if not measures_cache(engine) or family.attends_items:
+        num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine, slots_bytes)
     set_step("warming up")
     warm_up(decoder, block_size)
     if needs_tower:
@@ -198,7 +204,7 @@ def _load_family(
     weights = load_weights(
         registry.find_model_class(config),
         Path(model.path),
-        getattr(torch, model.dtype),
+        _choose_dtype(config, model, engine),
         engine.device,
         () if tower is None else tower.modules,
         QuantizedConfig(rounds=model.quantization is not None, keeps=keeps),
@@ -206,6 +212,15 @@ def _load_family(
     )
     report_on(weights)
     return registry.adapt(weights)
+
+
+def _choose_dtype(config: Any, model: ModelConfig, engine: EngineConfig) -> torch.dtype:
+    saved = saved_dtype(config)
+    served = choose_dtype(model.dtype, saved, engine.device)
+    if engine.device == "cuda" and served != saved:
+        structlog.get_logger().info("dtype_chosen", dtype=served, saved=saved)
+    dtype: torch.dtype = getattr(torch, served)
+    return dtype
 
 
 def _keeps_numbers(text_config: Any, model: ModelConfig, engine: EngineConfig) -> bool:
@@ -249,7 +264,9 @@ def _load_talker(
     folder = Path(model.path)
     _check_files(folder)
     set_step(READING)
-    talker = load_part(getattr(torch, model.dtype), engine.device, _media_parts_of(model))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    dtype = _choose_dtype(config, model, engine)
+    talker = load_part(dtype, engine.device, _media_parts_of(model))
     longest: int = talker.decoder.config.max_position_embeddings
     max_model_len = min(longest, model.max_model_len or longest)
     block_size = _resolve_block_size(engine)
@@ -377,6 +394,22 @@ def _resolve_block_size(engine: EngineConfig) -> int:
     return engine.block_size or (8 if torch.device(engine.device).type == "cpu" else 16)
 
 
+def measures_cache(engine: EngineConfig) -> bool:
+    """Return whether the size of the KV cache follows from the measured memory of a GPU."""
+    is_set = engine.num_blocks is not None or engine.kv_cache_mib is not None
+    return torch.device(engine.device).type == "cuda" and not is_set
+
+
+def count_block_bytes(model: DecoderModel, block_size: int) -> int:
+    """Return the size of a KV block: of a real one, because kernels round sizes up."""
+    layers = model.new_cache(1, block_size)
+    return sum(tensor.nbytes for layer in layers for tensor in layer)
+
+
+def _cache_bytes(engine: EngineConfig) -> int:
+    return (engine.kv_cache_mib or KV_CACHE_MIB) * 2**20
+
+
 def _resolve_num_item_slots(
     config: PreTrainedConfig, dtype: torch.dtype, engine: EngineConfig
 ) -> tuple[int | None, int]:
@@ -384,7 +417,7 @@ def _resolve_num_item_slots(
     slot_bytes = num_item_values(config) * dtype.itemsize
     if not slot_bytes:
         return None, 0
-    num_slots = min(engine.max_num_seqs, engine.kv_cache_mib * 2**20 // 2 // slot_bytes)
+    num_slots = min(engine.max_num_seqs, _cache_bytes(engine) // 2 // slot_bytes)
     if num_slots == 0:
         raise ConfigError(
             "engine.kv_cache_mib: the keys and values of a sound for cross attention do not fit"
@@ -405,10 +438,8 @@ def _resolve_num_blocks(
 
     `taken_bytes` of the cache are for other keys and values.
     """
-    # Measured on a cache of one block, because kernels round sizes up.
-    layers = model.new_cache(1, block_size)
-    block_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
-    num_blocks = engine.num_blocks or (engine.kv_cache_mib * 2**20 - taken_bytes) // block_bytes
+    block_bytes = count_block_bytes(model, block_size)
+    num_blocks = engine.num_blocks or (_cache_bytes(engine) - taken_bytes) // block_bytes
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
         key = "engine.num_blocks" if engine.num_blocks else "engine.kv_cache_mib"

@@ -1,6 +1,7 @@
 """Entry point of the engine process: loads the model and starts the worker."""
 
 import asyncio
+import dataclasses
 import gc
 import math
 from collections.abc import Callable
@@ -30,9 +31,11 @@ from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, TokenMask
 from workers.engine.core.step_cost import PrefillLimit
+from workers.engine.cuda.cache_plan import plan_blocks
+from workers.engine.cuda.profiling import ClaimedMemory, Profile
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
-from workers.engine.loader import PACKING, READING, LoadedModel, load
+from workers.engine.loader import PACKING, READING, LoadedModel, count_block_bytes, load
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.sampling.token_rules import CodesMask, RulesMask
@@ -93,6 +96,7 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     def set_step(step: str) -> None:
         context.step(step, measure if step in (READING, PACKING) else None)
 
+    memory = ClaimedMemory.claim(config.engine)
     set_step("loading the model")
     stage = _stage_of(context, name)
     speaks = stage is not None and stage.output is not None and stage.output.kind == CODES
@@ -105,7 +109,14 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     is_own = speaks or model is not config.models[name]
     # Routers that read KV events look for prompts of the model itself.
     engine = replace(config.engine, kv_events=False) if is_own else config.engine
+    if loaded.num_blocks == 0 and memory is not None:
+        context.step("measuring the memory of steps")
+        loaded = await asyncio.to_thread(size_cache, loaded, engine, memory)
     core = await asyncio.to_thread(build_core, loaded, engine, items.share)
+    if (decoder := loaded.model).device.type == "cuda":
+        metrics = context.metrics.of(name)
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_graph_steps, kind="graph")
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_eager_steps, kind="eager")
     layout = None
     if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")
@@ -152,6 +163,23 @@ def new_grammar_compiler(loaded: LoadedModel, max_held: int) -> GrammarCompiler 
         structlog.get_logger().info("grammars_unsupported", reason=str(error))
         return None
     return GrammarCompiler(tokenizer, max_held)
+
+
+def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory) -> LoadedModel:
+    """Return the model with the KV cache that its largest steps leave room for.
+
+    Raises ConfigError if a sequence of the maximum length does not fit.
+    """
+    profile = Profile.of(engine, loaded.block_size, loaded.max_model_len)
+    small = dataclasses.replace(
+        loaded, num_blocks=profile.num_blocks, max_model_len=profile.max_model_len
+    )
+    plain = replace(engine, kv_events=False)
+    use = memory.measure(partial(build_core, small, plain), profile)
+    block_bytes = count_block_bytes(loaded.model, loaded.block_size)
+    num_blocks = plan_blocks(use, block_bytes, loaded.block_size, loaded.max_model_len)
+    structlog.get_logger().info("kv_cache_sized", num_blocks=num_blocks, plan=str(use))
+    return dataclasses.replace(loaded, num_blocks=num_blocks)
 
 
 def build_core(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from shared.bus.priorities import load_of
 from shared.protocol.records import AnyRecord, TokenChunk
@@ -92,6 +93,15 @@ class EngineMetrics:
             ("encoded_items_total", lambda: self._stats.encoded_items),
         ):
             metrics.set_function(name, read)
+        for action in stats.memory_shortages:
+            metrics.set_function(
+                "engine_memory_shortages_total",
+                partial(self._count_shortages, action),
+                action=action,
+            )
+
+    def _count_shortages(self, action: str) -> int:
+        return self._stats.memory_shortages[action]
 
     def on_step(
         self,

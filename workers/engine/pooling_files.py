@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from workers.engine.core.sequence import Pooling
 
 MODULES, POOLING_FOLDER = "modules.json", "1_Pooling"
@@ -92,7 +93,7 @@ def _read(file: Path, kind: type[T]) -> T:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"models.path: {file} cannot be read: {error}", field="models.path"
+            f"models.path: {file} cannot be read: {reason_of(error)}", field="models.path"
         ) from error
 
 

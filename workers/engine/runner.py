@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
+from shared.helpers.device_errors import is_device_lost
 from shared.helpers.lru import ByteLRU
 from shared.models.language import AttendItems, PromptPositions
 from shared.models.tower import Tower
@@ -186,6 +187,13 @@ class ModelRunner:
                 self._on_encoded(item.mm_hash, embeddings_of[item.mm_hash])
         return embeddings_of
 
+    def recover_memory(self, error: Exception) -> bool:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return False
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return True
+
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
         if self._attention is not None:
@@ -235,6 +243,8 @@ class ModelRunner:
                 try:
                     cache.index_copy_(0, index, rows.to(cache.device))
                 except RuntimeError as error:  # for example, the GPU has no memory for the rows
+                    if is_device_lost(error):
+                        raise
                     _log.warning("kv_not_written", blocks=len(blocks), exc_info=True)
                     raise NotWritten from error
                 start = stop

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-from workers.engine.core.engine import EngineCore, as_pagemill_error
+from workers.engine.core.engine import EngineCore, error_of_request
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.sequence import EngineRequest, RequestOutput, SpokenText
 
@@ -119,7 +119,7 @@ class StepThread(Generic[Owner]):
         try:
             self._core.add(request)
         except Exception as error:
-            failed = RequestOutput(request.request_id, [], error=as_pagemill_error(error))
+            failed = RequestOutput(request.request_id, [], error=error_of_request(error))
             return [(owner, failed)]
         self._owners[request.request_id] = owner
         return []

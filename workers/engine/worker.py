@@ -23,7 +23,7 @@ from shared.stage.inputs import RequestEnded
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S
-from shared.stage.worker_loop import Done, Ended, Outcome, Requeue, WorkerLoop
+from shared.stage.worker_loop import MAX_LOGGED_IDS, Done, Ended, Outcome, Requeue, WorkerLoop
 from shared.state.kv_event_log import KVLogWriter
 from shared.state.log_records import is_final
 from shared.state.token_log import last_record
@@ -42,7 +42,6 @@ from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOut
 from workers.engine.step_thread import StepThread
 
 WATCH_S = 0.5
-MAX_LOGGED_IDS = 8
 # Time after the deadline by which a coordinator has ended a late request.
 GRACE_MS = 2000.0
 # Average pause of a request while too many grammars wait for their trial.

@@ -32,7 +32,7 @@ less than the lag of the batch lane, whose texts do not delay interactive steps.
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Work of encoding the texts of one image."""
+    """Work of encoding the texts of one request."""
 
     texts: tuple[str, ...]
     scope: str
@@ -69,12 +69,10 @@ class ImageThread(UnitThread[Work, UnitResult]):
         self.num_steps = 0
         """Number of completed steps of all images."""
 
-    async def encode(
-        self, request_id: str, number: int, encode: Encode, due_s: float
-    ) -> list[Condition]:
-        """Return the encoded texts of image `number` of a request, which may be cached."""
+    async def encode(self, request_id: str, encode: Encode, due_s: float) -> list[Condition]:
+        """Return the encoded texts of a request, which may be cached."""
         work: Pending[Work, UnitResult] = Pending(encode)
-        unit = Unit(request_id, ("encode",), due_s - ENCODE_LEAD_S, work, number)
+        unit = Unit(request_id, ("encode",), due_s - ENCODE_LEAD_S, work)
         conditions = await self._compute_unit(unit)
         assert isinstance(conditions, list)
         return conditions

@@ -7,20 +7,14 @@ treated as one image with frames.
 """
 
 import asyncio
-import io
 import random
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from shared.client import MAX_MEDIA_BYTES
 from shared.codec.envelope import TensorData
-from shared.config.schema import RendererConfig
-from shared.decoding.image_reader import read_image
 from shared.protocol import subjects
 from shared.protocol.images import AUTO, PaintParams, parse_size
 from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND
@@ -36,10 +30,8 @@ from shared.state import media_store
 from shared.state.token_log import LogWriter
 from workers.generator.core.denoising import (
     Condition,
-    EditModel,
     ImageModel,
     InputImage,
-    Pixels,
     Progress,
     Size,
     Step,
@@ -51,8 +43,10 @@ from workers.generator.core.denoising import (
     size_of,
 )
 from workers.generator.core.painting import Painting, decode_state, encode_state
+from workers.generator.image_parts import Caller, Files, Texts, ThreadFiles, ThreadTexts
 from workers.generator.image_results import ImageClaim, ImageResults, key_of
 from workers.generator.image_thread import Encode, ImageThread
+from workers.generator.input_images import InputImages
 from workers.generator.worker import GeneratorWorker
 
 FULL_PAUSE_S = 1.0
@@ -100,10 +94,13 @@ class ImageWorker(GeneratorWorker):
         image_model: ImageModel,
         weights: str = "",
         results: ImageResults | None = None,
+        texts: Texts | None = None,
+        files: Files | None = None,
     ) -> None:
         """`weights` identifies the weights, the stage and the dtype, which affect the pixels.
 
-        Without `results`, images are not cached.
+        Without `results`, images are not cached. By default, the thread encodes texts and decodes
+        latents.
         """
         super().__init__(context, model, thread)
         self._thread = thread
@@ -111,7 +108,9 @@ class ImageWorker(GeneratorWorker):
         self._weights = weights
         self._results = results
         self._open: dict[str, _Open] = {}
-        self._decoding = asyncio.Lock()
+        self._images = InputImages(context.bus, context.config.renderer, image_model)
+        self._texts = texts or ThreadTexts(thread)
+        self._files = files or ThreadFiles(context.bus, thread)
 
     def _register_metrics(self) -> None:
         metrics = self._context.metrics.of(self._model)
@@ -120,7 +119,7 @@ class ImageWorker(GeneratorWorker):
     async def _handle(self, task: Task[PaintBody], _: list[TensorData], job: Job) -> Outcome:
         request = await self._opened(task, job)
         request_id, params = task.header.request_id, request.params
-        self._in_flight[request_id], self._open[request_id] = job, request
+        self._open[request_id] = request
         try:
             is_painted = await self._paint_once(request)
         except RequestEnded:
@@ -128,7 +127,7 @@ class ImageWorker(GeneratorWorker):
         except _NotWaiting as stopped:
             return Requeue(stopped.after_s)
         finally:
-            del self._in_flight[request_id], self._open[request_id]
+            del self._open[request_id]
         if not is_painted:
             return Requeue()
         self._context.log.info(
@@ -164,7 +163,7 @@ class ImageWorker(GeneratorWorker):
         num_tokens = await asyncio.to_thread(model.check_text, task.body.text, "prompt")
         negative = params.negative_prompt
         await asyncio.to_thread(model.check_text, negative, f"{kind}.negative_prompt")
-        images = await self._read_images(params, header.ticket.tenant)
+        images = await self._images.read(params.input_images, header.ticket.tenant)
         return _Open(
             header,
             job,
@@ -178,24 +177,6 @@ class ImageWorker(GeneratorWorker):
             images,
             size_of(images[-1].for_latents) if params.size == AUTO else parse_size(params.size),
         )
-
-    async def _read_images(self, params: PaintParams, tenant: str) -> tuple[InputImage, ...]:
-        """Return the images to edit. Raises InvalidMedia, MediaNotFound or MediaTooLarge."""
-        if not params.input_images:
-            return ()
-        model, limits = self._image_model, self._context.config.renderer
-        assert isinstance(model, EditModel)
-        images = []
-        for number, url in enumerate(params.input_images):
-            field = f"image.input_images[{number}]"
-            data = await media_store.read_stored(
-                self._context.bus, url, field, limits.max_image_bytes, tenant
-            )
-            # Decoded files are large, so there is one at a time.
-            async with self._decoding:
-                pixels = await asyncio.to_thread(read_pixels, data, limits, field)
-                images.append(await asyncio.to_thread(model.read_image, pixels, field))
-        return tuple(images)
 
     async def _paint_once(self, request: _Open) -> bool:
         """Append all images, which may come from an equal request. Returns False as `_paint` does.
@@ -257,12 +238,12 @@ class ImageWorker(GeneratorWorker):
         return True
 
     async def _paint_all(self, request: _Open) -> bool:
-        painted = await _gather(
-            [self._paint(request, number) for number in request.painting.unfinished]
-        )
+        unfinished = request.painting.unfinished
+        texts = await self._encode(request) if unfinished else []
+        painted = await _gather([self._paint(request, number, texts) for number in unfinished])
         return all(painted)
 
-    async def _paint(self, request: _Open, number: int) -> bool:
+    async def _paint(self, request: _Open, number: int, texts: list[Condition]) -> bool:
         """Do the remaining steps of an image, and append it to the log.
 
         Returns False when this worker stops: another worker then continues after the last stored
@@ -270,7 +251,6 @@ class ImageWorker(GeneratorWorker):
         """
         steps = request.params.steps
         step, progress = await self._begin(request, number)
-        texts = await self._encode(request, number)
         stored, stored_s = step, time.monotonic()
         while step < steps:
             is_stopping = self._context.shutdown.asked.is_set()
@@ -319,18 +299,26 @@ class ImageWorker(GeneratorWorker):
                 return state.step, progress
         return 0, initial
 
-    async def _encode(self, request: _Open, number: int) -> list[Condition]:
-        """Return the prompt, and with guidance the negative prompt."""
+    async def _encode(self, request: _Open) -> list[Condition]:
+        """Return the prompt, and with guidance the negative prompt.
+
+        Raises RequestEnded, and _NotWaiting when this worker stops.
+        """
         negative = negative_of(self._image_model, request.params)
         texts = [request.prompt] if negative is None else [request.prompt, negative]
         self._check_open(request)
         ticket = request.header.ticket
         assert ticket is not None
-        # The images of a request share their texts by the cache of the thread.
         encode = Encode(
             tuple(texts), ticket.cache_scope, request.params.input_images, request.images
         )
-        return await self._thread.encode(request.header.request_id, number, encode, request.due_s)
+
+        def check() -> None:
+            if self._context.shutdown.asked.is_set():
+                raise _NotWaiting(0.0)
+            self._check_open(request)
+
+        return await self._texts.encode(self._caller(request)._replace(check=check), encode)
 
     async def _step(
         self, request: _Open, number: int, progress: Progress, step: int, texts: list[Condition]
@@ -373,7 +361,9 @@ class ImageWorker(GeneratorWorker):
         state_url = preview_url = ""
         if state is not None:
             place = f"{request.header.request_id} {number} {request.painting.next_place(number)}"
-            state_url = await self._stored(request, encode_state(state, step), place)
+            state_url = await media_store.store_url(
+                self._context.bus, encode_state(state, step), request.tenant, place
+            )
         if preview is not None:
             preview_url = await self._stored_file(request, number, preview)
         steps = request.params.steps
@@ -383,20 +373,13 @@ class ImageWorker(GeneratorWorker):
             request.painting.count_state(number)
 
     async def _stored_file(self, request: _Open, number: int, latents: TensorData) -> str:
-        pixels = await self._thread.decode(
-            request.header.request_id, number, latents, request.size, request.due_s
+        fps = request.params.fps
+        return await self._files.store(self._caller(request), number, latents, request.size, fps)
+
+    def _caller(self, request: _Open) -> Caller:
+        return Caller(
+            request.header, request.tenant, request.due_s, lambda: self._check_open(request)
         )
-        if (fps := request.params.fps) is None:
-            return await self._stored(request, await asyncio.to_thread(to_png, pixels))
-        # Without videos, PyAV need not be installed.
-        from workers.generator.video_file import to_mp4
-
-        return await self._stored(request, await asyncio.to_thread(to_mp4, pixels, fps))
-
-    async def _stored(self, request: _Open, data: bytes, place: str = "") -> str:
-        name = await media_store.hash_media(data)
-        await media_store.store(self._context.bus, name, data, request.tenant, place)
-        return media_store.media_url(name)
 
     def _cancel(self, request_id: str) -> None:
         # The step that is being computed is completed, and is the image's last.
@@ -410,21 +393,6 @@ class _NotWaiting(Exception):
 
     def __init__(self, after_s: float) -> None:
         self.after_s = after_s
-
-
-def read_pixels(data: bytes, limits: RendererConfig, field: str) -> Pixels:
-    """Return the upright pixels of an image's file, as `load_image` of diffusers returns them.
-
-    Transparency is dropped. Raises InvalidMedia and MediaTooLarge.
-    """
-    return np.asarray(read_image(data, limits, field, lambda image: image.convert("RGB")))
-
-
-def to_png(pixels: Pixels) -> bytes:
-    """Return the PNG file of an image: the same bytes for the same pixels."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, bool]]) -> list[bool]:

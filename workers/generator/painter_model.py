@@ -17,6 +17,7 @@ from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
 from shared.errors import ConfigError, ContextTooLong
+from shared.helpers.validation import reason_of
 from shared.vision.quantized import find_quantization, find_quantized_tensor
 from workers.generator.core.denoising import (
     Condition,
@@ -172,12 +173,12 @@ def load_painter(folder: Path, dtype: str, sizes: Sequence[str], key: str) -> Im
         file = folder / TOKENIZER_FILE
         tokenizer: Tokenizer = Tokenizer.from_file(str(file))
     except (OSError, msgspec.DecodeError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"{key}.path: {file}: {error}", field=f"{key}.path") from error
+        raise ConfigError(f"{key}.path: {file}: {reason_of(error)}", field=f"{key}.path") from error
     except Exception as error:
         # The tokenizers library raises plain Exceptions.
         if type(error) is not Exception:
             raise
-        raise ConfigError(f"{key}.path: {file}: {error}", field=f"{key}.path") from error
+        raise ConfigError(f"{key}.path: {file}: {reason_of(error)}", field=f"{key}.path") from error
     if max(config.pad_token_id + 1, tokenizer.get_vocab_size()) > config.num_tokens:
         message = f"{file}: more tokens than num_tokens of {CONFIG_FILE}, {config.num_tokens}"
         raise ConfigError(f"{key}.path: {message}", field=f"{key}.path")

@@ -83,7 +83,6 @@ class SpeechWorker(GeneratorWorker):
         speaker = Speaker(header.voice, seed_of(header.sampling.seed, header.request_id))
         playback, is_whole = Playback(time.monotonic()), speech.num_samples == 0
         request = _Open(job, speech, speaker, playback, lag_s, patience, is_whole)
-        self._in_flight[header.request_id] = job
         try:
             async with patience:
                 has_all = await self._follow(request, task)
@@ -93,8 +92,6 @@ class SpeechWorker(GeneratorWorker):
             if not patience.expired():
                 raise
             return Requeue(SUSPECT_PAUSE_S)
-        finally:
-            del self._in_flight[header.request_id]
         if not has_all:
             return Requeue()
         self._on_finished(request)

@@ -23,6 +23,8 @@ class GeneratorWorker(ABC):
     """Serves one stage; a subclass handles its tasks."""
 
     body: ClassVar[type[TaskBody]]
+    max_claimed: ClassVar[int | None] = None
+    """Limit on tasks in flight of each lane; None for `generator.max_tasks`."""
 
     def __init__(self, context: Context, model: str, units: UnitThread[Any, Any]) -> None:
         self._context = context
@@ -39,12 +41,11 @@ class GeneratorWorker(ABC):
         metrics.set_function("generator_waiting_units", lambda: units.num_waiting)
         self._register_metrics()
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
-        await loop.add_stage(
-            [self._model], context.config.generator.max_tasks, self.body, self._handle
-        )
+        capacity = self.max_claimed or context.config.generator.max_tasks
+        await loop.add_stage([self._model], capacity, self.body, self._run)
         context.ready([self._model], lambda: self._load(loop))
-        self._background.start(units.work())
-        self._background.start(self._watch())
+        loop.depend_on(units.work())
+        loop.depend_on(self._watch())
         try:
             await loop.run()
         finally:
@@ -52,13 +53,20 @@ class GeneratorWorker(ABC):
                 task.cancel()
             units.close()
 
-    @abstractmethod
-    def _register_metrics(self) -> None:
+    def _register_metrics(self) -> None:  # noqa: B027 - not every stage has some
         """Register the metrics of this kind of output."""
+
+    async def _run(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
+        request_id = task.header.request_id
+        self._in_flight[request_id], job.running = job, True
+        try:
+            return await self._handle(task, tensors, job)
+        finally:
+            del self._in_flight[request_id]
 
     @abstractmethod
     async def _handle(self, task: Task[Any], tensors: list[TensorData], job: Job) -> Outcome:
-        """Write the stage's output for one request. While it runs, the job is in `_in_flight`."""
+        """Write the stage's output for one request, or publish the result of an item task."""
 
     def _load(self, loop: WorkerLoop) -> dict[str, float]:
         return {"held": loop.num_claimed, "waiting": self._units.num_waiting}

@@ -12,8 +12,9 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.local_keys import forget_keys
 from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
+from shared.gpu.devices import Gpu
 from shared.protocol import subjects
-from workers.roles import AGENT, BATCHER, WorkerSpec
+from workers.roles import AGENT, BATCHER, WorkerSpec, device_needs
 from workers.settings import login_of, nats_url
 from workers.supervisor.broker import (
     fit_streams,
@@ -22,6 +23,7 @@ from workers.supervisor.broker import (
     start_embedded,
     watch_disk,
 )
+from workers.supervisor.gpus import WorkerPlaces
 from workers.supervisor.preloader import Preloader
 from workers.supervisor.processes import WorkerProcesses
 from workers.supervisor.start import Quiet, Show, Watched, titles_of, wait_ready
@@ -52,8 +54,10 @@ class LocalCluster:
         *,
         preloader: Preloader | None = None,
         processes: WorkerProcesses | None = None,
+        gpus: Sequence[Gpu] = (),
     ) -> None:
-        """`configured_url` replaces the URL of the configuration."""
+        """`configured_url` replaces the URL of the configuration. `gpus` are the GPUs of this
+        machine, for the workers that need one."""
         self._config = config
         self._workers = list(workers)
         self.url = configured_url or (nats_url(config) if config.nats.url else "")
@@ -62,11 +66,15 @@ class LocalCluster:
             config_file, log_file=log_file, preloader=preloader
         )
         self.processes.url = configured_url
-        self.supervisor = Supervisor(self.processes, config.delivery.drain_s, self._refuse)
+        self.supervisor = Supervisor(
+            self.processes, config.delivery.drain_s, self._refuse, WorkerPlaces(config, gpus)
+        )
         self.gateway_url: str | None = None
         """URL of a gateway of this cluster, once it is ready."""
         self.show: Show = Quiet()
         """Receiver of the progress of the start."""
+        self.when_connectable: Callable[[], None] | None = None
+        """Is called as soon as the broker accepts connections, before any worker starts."""
         self.follow: Callable[[Bus], Awaitable[None]] | None = None
         """Scales pools of workers over a connection, until it is cancelled."""
         self.when_ready: Callable[[Bus], Awaitable[None]] | None = None
@@ -85,6 +93,8 @@ class LocalCluster:
             self.show.progress(title, "starting")
         if not self.url:
             await self._start_broker()
+        if self.when_connectable is not None:
+            self.when_connectable()
         self._refused = asyncio.get_running_loop().create_future()
         for worker in self._workers:
             self.supervisor.add(worker)
@@ -126,7 +136,9 @@ class LocalCluster:
         """
         if (process := self.supervisor.processes.get(slot)) is not None:
             return process
-        return self.processes.preloader if self.processes.forks(self._workers[slot]) else None
+        worker = self._workers[slot]
+        is_forked = device_needs(self._config, worker) is None and self.processes.forks(worker)
+        return self.processes.preloader if is_forked else None
 
     async def _start_broker(self) -> None:
         broker = self._broker = await asyncio.to_thread(start_embedded, self._config)

@@ -19,6 +19,7 @@ from shared.stage.runtime import Context
 from workers.actuator import Actuator, choose_changes, follow_plan
 from workers.pools import Pool, pools_of, workers_of
 from workers.roles import WorkerSpec
+from workers.supervisor.gpus import WorkerPlaces, plan_gpus, read_needed_gpus
 from workers.supervisor.processes import WorkerProcesses
 from workers.supervisor.supervisor import Supervisor
 
@@ -85,7 +86,11 @@ async def main(context: Context, roles: Sequence[str], processes: WorkerProcesse
     def log_refusal(worker: WorkerSpec) -> None:
         context.log.error("configuration_refused", role=worker.role, model=worker.model)
 
-    supervisor = Supervisor(processes, context.config.delivery.drain_s, log_refusal)
+    gpus = read_needed_gpus(context.config, [*workers, *(pool.spec for pool in pools)])
+    for title, place in plan_gpus(context.config, workers, gpus):
+        context.log.info("gpu_planned", worker_title=title, place=str(place))
+    places = WorkerPlaces(context.config, gpus)
+    supervisor = Supervisor(processes, context.config.delivery.drain_s, log_refusal, places)
     context.reloader.takers.append(lambda _: supervisor.reload())
     for worker in workers:
         supervisor.add(worker)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from workers.supervisor.preloader import Preloader
 from workers.supervisor.supervisor import Process
 
 _log = structlog.get_logger()
+
+# CUDA reads this variable when it is initialised. Numbers in it may differ from `nvidia-smi`.
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class WorkerProcesses:
@@ -39,8 +43,12 @@ class WorkerProcesses:
         self.preloader = preloader
 
     def forks(self, worker: WorkerSpec) -> bool:
-        """Return whether this worker is forked from the preloader."""
-        return self.preloader is not None and role_of(worker.role).can_be_forked
+        """Return whether this worker is forked from the preloader.
+
+        The process of a worker on a GPU is new, because CUDA reads its environment once.
+        """
+        is_forkable = worker.device is None and role_of(worker.role).can_be_forked
+        return self.preloader is not None and is_forkable
 
     async def __call__(self, worker: WorkerSpec) -> Process:
         arguments = self._arguments(worker)
@@ -64,6 +72,7 @@ class WorkerProcesses:
                 "workers",
                 *arguments,
                 stderr=stderr,
+                env=_environment_of(worker),
                 preexec_fn=become_child,
             )
 
@@ -80,6 +89,15 @@ class WorkerProcesses:
             arguments.append(f"--model={worker.model}")  # It may begin with a hyphen.
         if worker.stage is not None:
             arguments += ["--stage", worker.stage]
+        if worker.pool is not None:
+            arguments.append(f"--pool={worker.pool}")
         if self.config_file is not None:
             arguments += ["--config", str(self.config_file)]
         return arguments
+
+
+def _environment_of(worker: WorkerSpec) -> dict[str, str]:
+    """Return the environment of a process. A worker on a GPU sees no other GPU."""
+    if worker.device is None:
+        return dict(os.environ)
+    return {**os.environ, VISIBLE_DEVICES: worker.device}

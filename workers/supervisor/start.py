@@ -112,7 +112,13 @@ def titles_of(specs: Sequence[WorkerSpec]) -> list[str]:
     titles = []
     for spec in specs:
         so_far[spec] += 1
-        words = [spec.role, spec.model, spec.stage, total[spec] > 1 and f"#{so_far[spec]}"]
+        words = [
+            spec.role,
+            spec.model,
+            spec.stage,
+            spec.pool,
+            total[spec] > 1 and f"#{so_far[spec]}",
+        ]
         titles.append(" ".join(word for word in words if word))
     return titles
 

@@ -1,9 +1,11 @@
 """Supervisor of worker processes on one machine: restarts, drain and end."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import structlog
 
@@ -45,14 +47,24 @@ class Spawn(Protocol):
     async def __call__(self, worker: WorkerSpec) -> Process: ...
 
 
+Places: TypeAlias = Callable[[WorkerSpec], contextlib.AbstractContextManager[WorkerSpec]]
+"""Function that gives a worker a place on a device until its end. Raises ConfigError."""
+
+
 class Supervisor:
     """Keeps a worker running in each slot: a process that ends is replaced, unless it drains."""
 
     def __init__(
-        self, spawn: Spawn, drain_s: float, on_refused: Callable[[WorkerSpec], None]
+        self,
+        spawn: Spawn,
+        drain_s: float,
+        on_refused: Callable[[WorkerSpec], None],
+        places: Places | None = None,
     ) -> None:
-        """`on_refused` is called whenever a worker refuses the configuration."""
+        """`on_refused` is called whenever a worker refuses the configuration. With `places`, a
+        worker that computes on a GPU has a place on one of them until it ends."""
         self._spawn = spawn
+        self._places = places
         self._patience_s = drain_s + STOP_GRACE_S
         self._on_refused = on_refused
         self._workers: list[WorkerSpec] = []
@@ -125,11 +137,17 @@ class Supervisor:
 
     async def _keep(self, slot: int, worker: WorkerSpec) -> None:
         """Run one worker, and start it again whenever it ends, until it is drained."""
+        with contextlib.ExitStack() as until_drained:
+            await self._restart(slot, partial(self._place, worker, until_drained))
+
+    async def _restart(self, slot: int, place: Callable[[], WorkerSpec]) -> None:
         loop = asyncio.get_running_loop()
         pause_s = FIRST_RESTART_S
+        worker, placed = self._workers[slot], None
         while slot not in self._draining:
             try:
-                process = await self._spawn(worker)
+                placed = placed or place()
+                process = await self._spawn(placed)
             except (OSError, ConfigError) as error:
                 _log.error(
                     "worker_not_started", role=worker.role, reason=str(error), retry_in_s=pause_s
@@ -151,6 +169,10 @@ class Supervisor:
                 _log.warning("worker_ended", role=worker.role, code=code, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RESTART_S)
+
+    def _place(self, worker: WorkerSpec, until_drained: contextlib.ExitStack) -> WorkerSpec:
+        """Return the worker with a place on a GPU, if it needs one. Raises ConfigError."""
+        return worker if self._places is None else until_drained.enter_context(self._places(worker))
 
 
 async def _end(process: Process, patience_s: float) -> None:

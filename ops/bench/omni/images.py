@@ -23,7 +23,7 @@ from shared.protocol.requests import GenerateRequest
 from workers import settings
 from workers.generator.core.denoising import Condition, Progress, Step, noise_of
 from workers.generator.image_loader import load_image_model
-from workers.generator.image_worker import to_png
+from workers.generator.image_parts import to_png
 from workers.generator.painter import Painter
 from workers.generator.painter_model import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, PainterConfig
 from workers.roles import WorkerSpec

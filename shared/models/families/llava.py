@@ -17,6 +17,7 @@ from shared.codec.arrays import from_numpy, to_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, WireField
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.models import layout, wire_pixels
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.lazy_module import LazyModule
@@ -199,7 +200,9 @@ def _read_settings(folder: Path) -> LlavaSettings:
             (folder / "processor_config.json").read_bytes(), type=LlavaSettings
         )
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{folder}: processor_config.json: {error}", field="path") from error
+        raise ConfigError(
+            f"{folder}: processor_config.json: {reason_of(error)}", field="path"
+        ) from error
 
 
 FAMILIES = (

@@ -19,7 +19,7 @@ from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, SharedField, WireField
 from shared.errors import InvalidRequest
 from shared.models.families.qwen2_audio import AudioTower
-from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds
+from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds, levels_for
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.frames import VideoSettings
 from shared.models.language import MediaItem
@@ -374,8 +374,7 @@ class ThinkerAdapter(QwenAdapter):
     ) -> Tensor:
         """Return the output of the decoder, with the same arguments as `forward`."""
         if deepstack is not None:
-            attention["visual_pos_masks"] = torch.ones(embeddings.shape[:2], dtype=torch.bool)
-            attention["deepstack_visual_embeds"] = list(deepstack)
+            attention["deepstack_visual_embeds"] = levels_for(self.decoder, deepstack)
         hidden: Tensor = self.decoder(
             inputs_embeds=embeddings, position_ids=positions[:, None], use_cache=False, **attention
         ).last_hidden_state

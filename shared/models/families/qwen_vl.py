@@ -223,16 +223,29 @@ class Qwen3VLAdapter(QwenAdapter):
             return super().forward(embeddings, positions, sampled_rows, None, **attention)
         # The whole model computes these features from pixels, and does not accept computed ones.
         model: Any = self.model
-        hidden = model.model.language_model(
+        decoder = model.model.language_model
+        hidden = decoder(
             inputs_embeds=embeddings,
             position_ids=positions[:, None],
-            visual_pos_masks=torch.ones(embeddings.shape[:2], dtype=torch.bool),
-            deepstack_visual_embeds=list(deepstack),
+            deepstack_visual_embeds=levels_for(decoder, deepstack),
             use_cache=False,
             **attention,
         ).last_hidden_state
         logits: Tensor = model.lm_head(hidden[:, sampled_rows])
         return logits
+
+
+def levels_for(decoder: Any, deepstack: Tensor) -> list[Tensor]:
+    """Return the levels of `deepstack`, and make the decoder add each of them to all rows.
+
+    transformers selects rows by a mask instead, for which the host waits for a GPU.
+    """
+    decoder._deepstack_process = _add_level
+    return list(deepstack)
+
+
+def _add_level(hidden: Tensor, mask: None, level: Tensor) -> Tensor:
+    return hidden + level
 
 
 def grid_name(fields: Mapping[str, Any]) -> str:

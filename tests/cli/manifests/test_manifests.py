@@ -301,6 +301,21 @@ def test_only_workers_on_a_gpu_ask_for_one() -> None:
     assert with_gpu == {deployment_name(WorkerSpec("engine", name)) for name in parse().models}
 
 
+@pytest.mark.parametrize(
+    ("devices", "resource"),
+    [("[0, 1]", "nvidia.com/gpu"), ("[mig-1g.10gb+me]", "nvidia.com/mig-1g.10gb.me")],
+)
+def test_pods_ask_for_the_profile_of_their_devices(devices: str, resource: str) -> None:
+    text = CONFIG.replace("device: cuda", f"device: cuda, devices: {devices}")
+    assert containers(make("keda", text))["engine-qwen2-vl"]["resources"]["limits"] == {resource: 1}
+
+
+def test_pods_with_devices_of_several_kinds_are_refused() -> None:
+    text = CONFIG.replace("device: cuda", "device: cuda, devices: [mig-1g.10gb, 0]")
+    with pytest.raises(ConfigError, match=r"engine.devices: all pods of a Deployment"):
+        make("keda", text)
+
+
 def test_the_settings_of_pods_are_settings_of_the_configuration() -> None:
     for container in containers(make("keda")).values():
         env = {entry["name"]: entry.get("value", "10.0.0.1") for entry in container["env"]}

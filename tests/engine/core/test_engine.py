@@ -358,6 +358,23 @@ def test_a_failing_request_is_found_by_bisection() -> None:
     assert len(runner.batches) == 1 + 2 * 4
 
 
+@pytest.mark.parametrize("place", ["prepare", "encode", "run"])
+def test_a_lost_device_ends_the_step_and_fails_no_request(place: str) -> None:
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    fails: Any = {f"fails_to_{place}": ["bad"], "failure": lost}
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, **fails)
+    core = make_core(runner)
+    for name in ("good", "bad"):
+        core.add(replace(make_request(name, prompt=[7, 7]), items=[item(name, 0, 2)]))
+    with pytest.raises(RuntimeError) as raised:
+        core.step()
+    assert raised.value is lost
+    # Nothing runs after the first failure: neither halves of the batch nor one request alone.
+    assert len(runner.encoded) == (place != "prepare")
+    assert len(runner.batches) == (place == "run")
+    assert not runner.zeroed
+
+
 def test_blocks_are_copied_again_where_a_batch_has_failed() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner)

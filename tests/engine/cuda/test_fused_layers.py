@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import Tensor
 from transformers import (
@@ -184,6 +185,8 @@ def test_outputs_equal_the_outputs_of_transformers(device: torch.device, name: s
     served = serve(model, device)
     assert served.model.is_fused == (name != "gemma2")
     answers = served.answers()
+    # The chunk and the prompts are no decodes.
+    assert (served.model.num_graph_steps, served.model.num_eager_steps) == (NUM_TOKENS - 1, 2)
     model = model.eval().to(device)
     expected = [reference_answer(model, prompt, device) for prompt in PROMPTS]
     assert answers == expected
@@ -201,6 +204,24 @@ def logits_of(served: Served, positions: Tensor) -> Tensor:
     return served.model.forward(
         StepInputs(embeddings, positions.to(device), step, served.kv_cache, rows)
     )
+
+
+@torch.inference_mode()
+def test_without_graphs_all_steps_run_eagerly(device: torch.device) -> None:
+    def refuse(run: Replay) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    served = serve(build("qwen2_vl"), device, decodes=False)
+    positions = torch.zeros(3, 1, dtype=torch.int64)
+    before = logits_of(served, positions)
+    served.model._record = refuse
+    with structlog.testing.capture_logs() as logs:
+        served.model.capture(served.kv_cache)
+    assert [(log["event"], log["reason"]) for log in logs] == [
+        ("graphs_not_recorded", "operation not permitted when stream is capturing")
+    ]
+    assert logits_of(served, positions).equal(before)
+    assert (served.model.num_graph_steps, served.model.num_eager_steps) == (0, 2)
 
 
 @torch.inference_mode()

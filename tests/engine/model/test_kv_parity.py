@@ -180,9 +180,11 @@ def test_prompts_that_are_restored_in_parts_and_others_answer_as_alone(
     assert engine.num_found >= 112 + 56
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 def test_blocks_that_the_device_has_no_memory_for_are_computed(
-    monkeypatch: pytest.MonkeyPatch,
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A device that is lost ends the step instead."""
     model = FlatModel(adapt(make_model("llama", torch.float64)))
     request = replace(cases_of(False)[0].request, sampling=GREEDY)
     runs = Engine(model, None).prefill(request)
@@ -191,10 +193,16 @@ def test_blocks_that_the_device_has_no_memory_for_are_computed(
 
     def fail_once(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         if next(writes) == 2:
+            if is_lost:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
             raise torch.OutOfMemoryError("CUDA out of memory")
         return write(tensor, *args)
 
     monkeypatch.setattr(torch.Tensor, "index_copy_", fail_once)
+    if is_lost:
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            engine.answer(replace(request, received=ReceivedKV(runs)))
+        return
     assert engine.answer(replace(request, received=ReceivedKV(runs))) == expected
     assert engine.num_found == 0
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 import shutil
 from collections import Counter
@@ -423,6 +424,8 @@ class CountingRunner(ModelRunner):
         self.batch_sizes: list[int] = []
         self.num_tokens = 0
         self._reached: dict[tuple[str, int], int] = {}
+        self.max_tokens = math.inf
+        """Number of tokens above which a step has too little memory."""
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.batch_sizes.append(len(batch.scheduled))
@@ -431,7 +434,10 @@ class CountingRunner(ModelRunner):
             key, start = (s.sequence.request_id, s.sequence.choice), s.sequence.num_computed_tokens
             self.num_starts[s.sequence.request_id] += self._reached.get(key) != start
             self._reached[key] = start + s.num_new_tokens
-        return super().run(batch)
+        sampled = super().run(batch)
+        if batch.num_tokens > self.max_tokens:
+            raise torch.OutOfMemoryError
+        return sampled
 
 
 def run_core(
@@ -444,8 +450,10 @@ def run_core(
     eos_token_ids: frozenset[int] = frozenset(),
     max_model_len: int = 64,
     block_size: int = 4,
+    max_tokens: float = math.inf,
 ) -> tuple[dict[str, list[int]], CountingRunner]:
     runner = CountingRunner(twins, num_blocks, block_size)
+    runner.max_tokens = max_tokens
     order = random.Random(budget).sample(range(num_blocks), num_blocks)
     core = make_core(
         runner,
@@ -540,6 +548,16 @@ def test_preempted_requests_yield_the_tokens_of_generate(twins: Twins, budget: i
     answers, runner = run_core(twins, cases, num_blocks=17, budget=budget, steps_between=0)
     assert answers == answers_of(twins, cases)
     assert max(runner.num_starts.values()) > 1
+
+
+def test_steps_without_memory_yield_the_tokens_of_generate(seeing: Twins) -> None:
+    """Steps with more than five tokens fail after they have written keys and values."""
+    cases = make_cases(True)
+    answers, runner = run_core(
+        seeing, cases, num_blocks=64, budget=512, steps_between=0, max_tokens=5
+    )
+    assert answers == answers_of(seeing, cases)
+    assert runner.num_starts.total() > len(cases)
 
 
 def run_sampled(

@@ -58,6 +58,7 @@ def test_edits_have_the_size_and_the_events_of_their_images() -> None:
     plan = plan_images(images_request(stream=True, size="auto"), EDITOR, BASE, URLS)
     assert plan.requests[0].image == ImageParams(n=1, input_images=tuple(URLS))
     assembler = ImageAssembler(Answering("images-1", "m", 7, plan.options))
+    assembler.collects_answer = False
     records = (StepState(0, 1, 0, 2, 4, preview="media:p"), painted(0), end_of_images())
     events = [event for record in records for event in assembler.add(0, record, "file")]
     assert [(event.type, event.size) for event in events] == [
@@ -122,9 +123,9 @@ def test_the_size_is_the_configured_one_or_the_first(size: str | None) -> None:
     assert plan.options.images.size == "12x8"
 
 
-def test_a_stream_has_one_image_and_its_previews() -> None:
-    plan = plan_images(images_request(stream=True, partial_images=3), PAINTER, BASE)
-    assert plan.requests[0].image == ImageParams(n=1, partial_images=3)
+def test_a_stream_has_images_and_their_previews() -> None:
+    plan = plan_images(images_request(stream=True, partial_images=3, n=2), PAINTER, BASE)
+    assert plan.requests[0].image == ImageParams(n=2, partial_images=3)
     assert plan.delivery == Delivery.EVENTS
 
 
@@ -135,7 +136,6 @@ def test_a_stream_has_one_image_and_its_previews() -> None:
         ({"output_format": "webp"}, "output_format"),
         ({"response_format": "file"}, "response_format"),
         ({"response_format": "url", "stream": True}, "response_format"),
-        ({"n": 2, "stream": True}, "n"),
         ({"partial_images": 1}, "partial_images"),
     ],
 )
@@ -193,7 +193,6 @@ def test_names_of_one_value_may_repeat_it() -> None:
         ({"width": 12}, "height", "height: required with width"),
         ({"height": 12}, "width", "width: required with height"),
         ({"height": 99, "width": 99}, "width", "width: '99x99' is not available; available: 16x16"),
-        ({"num_images_per_prompt": 2, "stream": True}, "num_images_per_prompt", "has one image"),
     ],
 )
 def test_names_that_contradict_each_other_are_refused(
@@ -257,6 +256,24 @@ def test_a_stream_shows_numbered_previews_and_then_the_image() -> None:
     assert [event.partial_image_index for event in events[:2]] == [0, 1]
     assert events[2].usage == usage_of(6)
     assert "usage" not in msgspec.to_builtins(events[0])
+
+
+def test_a_stream_sends_each_image_with_its_number() -> None:
+    assembler = image_assembler(stream=True, partial_images=1, n=2)
+    assembler.collects_answer = False
+    records = (
+        StepState(0, 1, 1, 2, 4, preview="media:p"),
+        StepState(1, 1, 0, 2, 4, preview="media:p"),
+        painted(1),
+        painted(0),
+        end_of_images(),
+    )
+    events = [assembler.add(1, record, "file") for record in records]
+    assert [len(new) for new in events] == [1, 1, 0, 1, 1]
+    flat = [event for new in events for event in new]
+    assert [event.image_index for event in flat] == [1, 0, 1, 0]
+    assert [event.partial_image_index for event in flat[:2]] == [0, 0]
+    assert [event.usage for event in flat[2:]] == [usage_of(0), usage_of(6)]
 
 
 def test_an_answer_reads_no_previews() -> None:

@@ -37,10 +37,14 @@ def test_the_environment_overrides_any_field() -> None:
 @pytest.mark.parametrize(
     ("text", "env", "parts"),
     [
-        ("models: {}", {}, ["pagemill.yaml", "models", "length >= 1"]),
+        ("models: {}", {}, ["pagemill.yaml", "models", "at least 1"]),
         ("[1, 2]", {}, ["pagemill.yaml", "mapping"]),
         ("a: [", {}, ["pagemill.yaml", "YAML"]),
-        ("models: {demo: {path: 3}}", {}, ["pagemill.yaml", "models.demo.path", "str", "int"]),
+        (
+            "models: {demo: {path: 3}}",
+            {},
+            ["pagemill.yaml", "models.demo.path", "a text, not a whole number"],
+        ),
         ("models: {demo: {path: a, pth: b}}", {}, ["pagemill.yaml", "models.demo", "pth"]),
         (
             'models: {" a": {path: a}}',
@@ -55,7 +59,11 @@ def test_the_environment_overrides_any_field() -> None:
             {},
             ["pagemill.yaml", "models.demo.adapters", r"a\tb", "printable"],
         ),
-        ("models: {demo: {path: a, adapters: {b: 1}}}", {}, ["models.demo.adapters", "str"]),
+        (
+            "models: {demo: {path: a, adapters: {b: 1}}}",
+            {},
+            ["models.demo.adapters", "must be a text"],
+        ),
         ("models: {demo: {path: a, quantization: int4}}", {}, ["demo.quantization", "int4"]),
         (
             "models: {demo: {path: a, quantization: int8, dtype: float64}}",
@@ -67,7 +75,18 @@ def test_the_environment_overrides_any_field() -> None:
             {},
             ["models.demo.quantization", "LoRA adapters"],
         ),
-        (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),
+        (
+            "models: {demo: {path: a, quantization: int8}}",
+            {"PAGEMILL_ENGINE__DEVICE": "cuda"},
+            ["models.demo.quantization", "int8 does not run on a GPU"],
+        ),
+        (
+            GOOD + "\nengine: {device: 'cuda:1'}",
+            {},
+            ["engine.device", "one GPU that it sees", "devices: [1]"],
+        ),
+        (GOOD + "\nencoder: {device: gpu}", {}, ["encoder.device", "'gpu' is not cpu or cuda"]),
+        (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "a whole number"]),
         (GOOD + "\nengien: {}", {}, ["engien"]),
         (
             GOOD + "\nengine: {speculative: {min_ngram: 5}}",
@@ -88,12 +107,12 @@ def test_the_environment_overrides_any_field() -> None:
         (
             "models: {demo: {path: a, sampling_defaults: {temperature: -1}}}",
             {},
-            ["models.demo.sampling_defaults.temperature", ">= 0"],
+            ["models.demo.sampling_defaults.temperature", "at least 0"],
         ),
         (
             GOOD,
             {"PAGEMILL_ENGINE__BLOCK_SIZE": "many"},
-            ["PAGEMILL_ENGINE__BLOCK_SIZE", "engine.block_size", "int"],
+            ["PAGEMILL_ENGINE__BLOCK_SIZE", "engine.block_size", "a whole number"],
         ),
         (
             GOOD + "\nlog_level: info",

@@ -68,7 +68,7 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
         "log_level": "warning",
         "key": "models.demo.dtype",
         "value": "bfloat16",
-        "other_value": "float32",
+        "other_value": "auto",
     }
     for bus in (first, second):
         await bus.close()

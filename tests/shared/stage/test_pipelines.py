@@ -162,7 +162,7 @@ REFUSED = [
     ("stages.dit.sizes", "if and only if", {"dit": PAINTER | {"sizes": []}}),
     (
         "stages.dit.sampling_defaults.steps",
-        "Expected `int` >= 1",
+        "must be at least 1",
         {"dit": PAINTER | {"sampling_defaults": {"steps": 0}}},
     ),
     (
@@ -228,6 +228,46 @@ def test_a_painter_of_a_graph_takes_other_defaults_of_images() -> None:
     painter = pipeline_of(model).painter
     assert painter is not None
     assert painter.sampling_defaults == {"steps": 4, "guidance": 7.0}
+
+
+def test_texts_and_latents_have_separate_stages_if_the_configuration_names_them() -> None:
+    stages = {"vae": StageConfig(replicas=2), "text_encoder": StageConfig()}
+    model = ModelConfig("x", graph="qwen-image", stages=stages)
+    check_pipelines(Config({"demo": model}), (*ROLES, "generator"), "pagemill.yaml")
+    pipeline = pipeline_of(model)
+    work = {stage.name: pipeline.painting_of(stage.name) for stage in pipeline.stages}
+    assert work == {"dit": {"steps"}, "text_encoder": {"texts"}, "vae": {"latents"}}
+    assert {(stage.role, stage.replicas) for stage in pipeline.stages} == {
+        ("generator", 1),
+        ("generator", 2),
+    }
+    # Every image needs all three.
+    assert sorted(pipeline.required_stages) == ["dit", "text_encoder", "vae"]
+    assert pipeline.readers_of("text_encoder") == {"dit"}
+    one = pipeline_of(replace(model, stages={"vae": StageConfig(enabled=False)}))
+    assert one.painting_of("dit") == {"texts", "steps", "latents"}
+    two = pipeline_of(replace(model, stages={"vae": StageConfig()}))
+    assert two.painting_of("dit") == {"texts", "steps"}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"texts": {"from": "dit", "function": "item"}},
+        {"latents": {"from": "text_encoder", "function": "item", "mode": "fan_out"}},
+        {
+            kind: {"from": "dit", "function": "item", "mode": "fan_out"}
+            for kind in ("texts", "latents")
+        },
+    ],
+)
+def test_texts_and_latents_come_alone_from_a_stage_that_paints(inputs: dict[str, Any]) -> None:
+    stages = {"text_encoder": {}, "other": {"role": "generator", "inputs": inputs}}
+    tree = {"path": "x", "graph": "qwen-image", "stages": stages}
+    model = msgspec.convert(tree, ModelConfig)
+    with pytest.raises(ConfigError, match="are the only input of their stage") as caught:
+        check_pipelines(Config({"demo": model}), (*ROLES, "generator"), "pagemill.yaml")
+    assert caught.value.field == f"models.demo.stages.other.inputs.{next(iter(inputs))}"
 
 
 def test_sizes_of_a_configuration_are_the_only_ones() -> None:

@@ -64,6 +64,15 @@ async def test_a_worker_is_ready_from_its_first_heartbeat_to_its_drain(context: 
     assert await ask(context, "/health") == (200, "ok")
 
 
+async def test_metrics_name_the_stage_of_a_worker(bus: Bus) -> None:
+    log = structlog.get_logger()
+    context = Context("generator", "generator-1", None, CONFIG, bus, log, "vae")
+    await context.open_metrics()
+    (series,) = [one for one in context.metrics.snapshot().series if one.name == "info"]
+    await context.close()
+    assert (series.labels["role"], series.labels["stage"]) == ("generator", "vae")
+
+
 @pytest.fixture
 async def alone(own_broker: EmbeddedServer) -> AsyncIterator[Context]:
     """A worker that is ready, without the streams of its broker."""

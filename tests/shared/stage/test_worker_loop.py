@@ -306,6 +306,10 @@ async def test_a_task_of_another_stage_that_fails_for_good_ends_all_outputs(
     assert speech.closed
 
 
+async def lose_device() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 async def test_a_crash_requeues_what_it_cannot_be_blamed_on(
     bus: Bus, model: str, header: TaskHeader
 ) -> None:
@@ -326,10 +330,13 @@ async def test_a_crash_requeues_what_it_cannot_be_blamed_on(
     for each in (header, running):
         await put(bus, "engine", each)
         await asyncio.wait_for(began.acquire(), 5)
-    loop.crash(RuntimeError("the step thread"))
-    loop.crash(RuntimeError("once more"))
-    with pytest.raises(RuntimeError, match="the step thread"):
-        await asyncio.wait_for(serving, 5)
+    with structlog.testing.capture_logs() as logs:
+        loop.depend_on(lose_device())
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            await asyncio.wait_for(serving, 5)
+        loop.crash(RuntimeError("once more"))
+    (lost,) = [entry for entry in logs if entry["event"] == "device_lost"]
+    assert lost["requests"] == [running.request_id]
 
     async def outcomes(request_id: str) -> list[str]:
         stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))

@@ -136,7 +136,7 @@ async def test_a_waiter_gets_the_error_of_the_encoder(
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
     await end_request(bus, subjects.item_task(key_of(mm_hash)), 1, error, [])
-    with pytest.raises(expected):
+    with pytest.raises(expected, match=error.message):
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
 
 

@@ -19,7 +19,7 @@ from workers.cli.batch_display import BatchDisplay
 from workers.cli.batch_lines import CHAT
 from workers.cli.broker import connected
 from workers.cli.commands.requests import SamplingOptions
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, load
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, find_writer, load
 from workers.cli.terminal import (
     format_time,
     print_columns,
@@ -144,7 +144,7 @@ async def make(
         Store the files at Pagemill, even if they are small enough to be part of the lines.
     """
     loaded = load(config)
-    model = model or next(iter(loaded.models))
+    model = model or find_writer(loaded)
     model_config = loaded.models.get(model)
     pages = pages_per_line or (
         DEFAULT_PAGES if model_config is None else max(1, model_config.max_images)

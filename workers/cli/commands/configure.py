@@ -10,20 +10,22 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.filesize import decimal
 
-from shared.config.schema import Config, ModelConfig, Right
+from shared.config.schema import Config, Right
 from shared.errors import ConfigError
-from shared.models.image_folder import is_image_folder
+from shared.models.dtypes import choose_dtype
+from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
 from shared.stage.hybrids import check_settings
-from shared.stage.pipelines import ENGINE, pipelines_of
+from shared.stage.pipelines import ENGINE, pipeline_of, pipelines_of
 from shared.stage.ranks import check_rank_settings
 from workers import settings
 from workers.cli.models import reports
 from workers.cli.models.stage_weights import can_keep_numbers, count_rank_weights, count_weights
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
+from workers.supervisor.gpus import describe_gpus
 
 
 def key(
@@ -73,7 +75,7 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
-    models = _check_models(loaded)
+    models = [*_check_models(loaded), *describe_gpus(loaded)]
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
     sys.stdout.writelines(f"# {line}\n" for line in models)
     for name, pipeline in pipelines_of(loaded).items():
@@ -116,25 +118,37 @@ def _check_models(config: Config) -> list[str]:
     lines = {
         field: f"{field}: {report.family} ({report.source})"
         + ("" if report.stored_as is None else f", stored as {report.stored_as}")
-        + _describe_memory(folder, report, config.models[name], config)
+        + _describe_memory(folder, report, name, config)
         for (name, field, folder, _), report in zip(folders, checked, strict=True)
     }
     return list(lines.values())
 
 
-def _describe_memory(
-    folder: Path, report: reports.Report, model: ModelConfig, config: Config
-) -> str:
-    if report.divided:
+def _describe_memory(folder: Path, report: reports.Report, name: str, config: Config) -> str:
+    """Return the size of the weights in a worker of each stage that loads the folder."""
+    model = config.models[name]
+    if is_image_folder(folder):
+        description, pipeline = read_image_folder(folder), pipeline_of(model)
+        dtype = choose_dtype(model.dtype, description.dtype, config.generator.device)
+        num_bytes = {
+            stage.name: description.work_bytes(pipeline.painting_of(stage.name), dtype)
+            for stage in pipeline.stages
+            if Path(stage.path or model.path) == folder
+        }
+    elif report.divided:
+        dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
         ranks = count_rank_weights(folder, report, config.engine.tensor_parallel)
-        first, other = (decimal(weights.num_bytes(model.dtype)) for weights in ranks)
-        return f"; weights in memory: rank 0 {first}, each other rank {other}"
-    keeps = can_keep_numbers(config.engine) and not model.adapters
-    weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
-    num_bytes = {stage: part.num_bytes(model.dtype) for stage, part in weights.items()}
+        names = ("rank 0", "each other rank")
+        num_bytes = {
+            name: weights.num_bytes(dtype) for name, weights in zip(names, ranks, strict=True)
+        }
+    else:
+        keeps = can_keep_numbers(config.engine) and not model.adapters
+        weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
+        dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
+        num_bytes = {stage: part.num_bytes(dtype) for stage, part in weights.items()}
     sizes = [f"{stage} {decimal(size)}" for stage, size in num_bytes.items() if size]
-    # The folders of diffusers have no stage with an engine.
-    return f"; weights in memory: {', '.join(sizes)}" if sizes else ""
+    return f"; weights in memory: {', '.join(sizes)} as {dtype}"
 
 
 def _print_kernels() -> int:

@@ -14,15 +14,15 @@ from shared.errors import InvalidRequest
 from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import IMAGE
-from shared.protocol.pipeline import IMAGE_KIND, VIDEO_KIND, OutputSpec
+from shared.protocol.pipeline import VIDEO_KIND, OutputSpec
 from shared.protocol.records import Finish, ImageRecord, LogRecord, VideoRecord
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.videos import VideoParams
-from shared.stage.pipelines import pipeline_of
+from shared.stage.pipelines import pipelines_of
 from workers import settings
 from workers.cli.ask import check_output, print_answer, read_media
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load, only_model
 from workers.cli.terminal import print_note
 
 FIELDS = ("size", "n", "steps", "guidance", "negative_prompt", "seed", "frames", "fps")
@@ -103,8 +103,9 @@ async def _request_of(
 
     Images to edit are stored. Raises InvalidRequest.
     """
-    model, output = _find_painter(config, model)
     fields = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
+    makes_video = not fields.keys().isdisjoint(("frames", "fps"))
+    model, output = find_painter(config, model, edits=bool(images), makes_video=makes_video)
     if images:
         fields["input_images"] = [await client.pin_media(bus, read_media(f, IMAGE)) for f in images]
     is_video = output.kind == VIDEO_KIND
@@ -126,21 +127,35 @@ def _params(values: Mapping[str, Any], kind: type[Params]) -> Params:
         raise invalid_request(error) from error
 
 
-def _find_painter(config: Config, model: str | None) -> tuple[str, OutputSpec]:
-    """Return a model that paints or makes videos, by default the first one, and its output.
+def find_painter(
+    config: Config, model: str | None, *, edits: bool = False, makes_video: bool = False
+) -> tuple[str, OutputSpec]:
+    """Return a model and its output of images or videos.
 
-    Raises InvalidRequest if there is none.
+    By default it is the only model that edits images, that makes videos, or that paints a text;
+    models of images come before models of videos. Raises InvalidRequest if there is none, or
+    several.
     """
-    for name in config.models if model is None else [model]:
-        if name in config.models:
-            pipeline = pipeline_of(config.models[name])
-            output = pipeline.output_of(IMAGE_KIND) or pipeline.output_of(VIDEO_KIND)
-            if output is not None:
-                return name, output
-    owner = "no configured model" if model is None else model
-    raise InvalidRequest(
-        f"{owner} has no output of images or videos; see `pagemill check`", field="model"
-    )
+    stages = {
+        name: stage
+        for name, pipeline in pipelines_of(config).items()
+        if (stage := pipeline.painter or pipeline.video_maker) is not None
+    }
+    if model is None:
+        able = [
+            name
+            for name, stage in stages.items()
+            if (stage.input_images > 0) == edits and (stage.video is not None or not makes_video)
+        ]
+        does = "edit images" if edits else "make videos" if makes_video else "paint a text"
+        model = only_model([name for name in able if stages[name].video is None] or able, does)
+    if model not in stages:
+        raise InvalidRequest(
+            f"{model} has no output of images or videos; see `pagemill check`", field="model"
+        )
+    output = stages[model].output
+    assert output is not None
+    return model, output
 
 
 async def _answer(

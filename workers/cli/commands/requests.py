@@ -40,6 +40,7 @@ from workers.cli.options import (
     Sounds,
     Videos,
     find_login,
+    find_writer,
     load,
 )
 from workers.cli.sound import find_audio, while_saving
@@ -124,11 +125,13 @@ async def ask(
     """
     loaded = load(config)
     login = settings.login_of(loaded, given_url=nats)
-    model = model or next(iter(loaded.models))
+    spoken = ""
+    if speech.speak:
+        model, spoken = find_audio(loaded, model)
+    model = model or find_writer(loaded)
     params = sampling.given()
     request = build_request(model, question, image or [], params, timeout_s, adapter)
     if speech.speak:
-        spoken = find_audio(loaded, model)
         check_output(speech.output)
         outputs, on_late = [TEXT, spoken], speech.on_late
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +10,6 @@ import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from shared.bus.bus import Bus
 from shared.bus.embedded_server import check_port
 from shared.config.schema import Config
 from shared.errors import ConfigError
@@ -27,6 +27,7 @@ from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
 from workers.roles import GATEWAY, WorkerSpec
 from workers.supervisor.cluster import LocalCluster, start_on_first_use
+from workers.supervisor.gpus import plan_gpus, read_needed_gpus
 from workers.supervisor.pool import SupervisedPools
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -83,12 +84,12 @@ def up(
         cluster = local_cluster(loaded, file, nats, WorkerSpec(GATEWAY))
         with contextlib.ExitStack() as until_stopped:
 
-            async def begin(bus: Bus) -> None:
+            def name_file() -> None:
                 settings.set_running_file(file if models else None)
                 until_stopped.callback(settings.set_running_file, None)
-                await start_on_first_use(bus, cluster.supervisor)
 
-            cluster.when_ready = begin
+            cluster.when_connectable = name_file
+            cluster.when_ready = partial(start_on_first_use, supervisor=cluster.supervisor)
             return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
@@ -108,8 +109,13 @@ def local_cluster(
     workers = [*workers_of(config, pools), server]
     # The workers of a pool at zero are forked from the same process later.
     specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
+    gpus = read_needed_gpus(config, specs)
+    for title, place in plan_gpus(config, workers, gpus):
+        errors.print(f"{title}: {place}", highlight=False, markup=False, soft_wrap=True)
     log_file = settings.find_log_file(config)
-    cluster = LocalCluster(config, file, workers, nats, log_file, preloader=preload(config, specs))
+    cluster = LocalCluster(
+        config, file, workers, nats, log_file, preloader=preload(config, specs), gpus=gpus
+    )
     if pools.by_name:
         local = SupervisedPools(cluster.supervisor, pools.by_name.values())
         cluster.follow = lambda bus: follow_plan(bus, local)

@@ -45,8 +45,7 @@ async def say(
         Id of the request; with the id of an earlier request, the command saves its sound.
     """
     loaded = load(config)
-    model = model or next(iter(loaded.models))
-    audio = find_audio(loaded, model, text_given=True)
+    model, audio = find_audio(loaded, model, text_given=True)
     check_output(output)
     request = GenerateRequest(
         model, given_text=text, voice=voice, outputs=[audio], timeout_s=timeout_s

@@ -5,6 +5,7 @@ import importlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import uvloop
@@ -15,12 +16,13 @@ from shared.errors import ConfigError
 from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
 from shared.stage.listeners import Listeners, Section
+from shared.stage.pipelines import ENGINE
 from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
 from workers.cli.terminal import print_refusal, run_app
-from workers.roles import GATEWAY, POOL, WorkerSpec, role_of
-from workers.supervisor import pool
+from workers.roles import GATEWAY, POOL, WorkerSpec, device_needs, role_of
+from workers.supervisor import pool as pool_worker
 from workers.supervisor.preloader import Preloader, fork_preloader
 from workers.supervisor.processes import WorkerProcesses
 
@@ -31,6 +33,7 @@ def worker(
     *,
     model: str | None = None,
     stage: str | None = None,
+    pool: str | None = None,
     roles: str | None = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
@@ -45,11 +48,12 @@ def worker(
         The kind of worker: coordinator, renderer, encoder, prefill, engine, generator, agent,
         autoscaler, pool or gateway.
     model
-        The model that a worker of a stage serves; needed only when several are
-        configured.
+        The model that a worker of a stage serves; needed only when several are configured.
     stage
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role, or else the only one of this role.
+    pool
+        The pool of the model's engines to which the worker belongs, if there are several.
     roles
         The roles whose workers a pool starts and stops, such as `engine,encoder`.
     """
@@ -58,31 +62,40 @@ def worker(
         check_endpoint()
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
+        if model is None and len(loaded.models) == 1:
+            model = next(iter(loaded.models))
+        is_engine = role == ENGINE and stage in (None, ENGINE)
+        loaded = settings.of_pool(loaded, model, is_engine, pool)
         login = settings.login_of(loaded, role, nats)
         if role == POOL:
             settings.check_paths(loaded)
-            names = pool.read_roles(roles, loaded, nats)
+            names = pool_worker.read_roles(roles, loaded, nats)
         elif roles is not None:
             raise ConfigError("--roles belongs to the role `pool`", field="roles")
         listeners = _bind(loaded, role)
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
-    if model is None and len(loaded.models) == 1:
-        model = next(iter(loaded.models))
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if role == POOL:
-        workers, pools = pool.plan_workers(loaded, names)
-        # Forked before torch is hidden from this process.
-        preloader = preload(loaded, [*workers, *(scaled.spec for scaled in pools)])
-        processes = WorkerProcesses(file, nats, preloader=preloader)
-        main: runtime.Main = partial(load_main(role), roles=names, processes=processes)
-    else:
-        main = load_main(role)
-    reread = partial(settings.load_config, file)
+    main = _prepare_pool(loaded, names, file, nats) if role == POOL else load_main(role)
+
+    def reread() -> Config:
+        return settings.of_pool(settings.load_config(file), model, is_engine, pool)
+
     return uvloop.run(runtime.run(role, main, loaded, login, model, stage, reread, listeners))
+
+
+def _prepare_pool(
+    config: Config, roles: Sequence[str], file: Path | None, nats: str | None
+) -> runtime.Main:
+    """Return the `main` of a pool that starts and stops workers of these roles."""
+    workers, pools = pool_worker.plan_workers(config, roles)
+    # Forked before torch is hidden from this process.
+    preloader = preload(config, [*workers, *(scaled.spec for scaled in pools)])
+    processes = WorkerProcesses(file, nats, preloader=preloader)
+    return partial(load_main(POOL), roles=roles, processes=processes)
 
 
 def _bind(config: Config, role: str) -> Listeners:
@@ -123,9 +136,9 @@ def load_main(role: str) -> Callable[..., Awaitable[None]]:
 
 def preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
     """Return a process that has imported the modules of all roles that use torch."""
-    if {config.engine.device, config.encoder.device} != {"cpu"}:
-        return None  # A process that has initialised CUDA cannot be forked.
-    modules = sorted({role_of(spec.role).module for spec in specs if role_of(spec.role).uses_torch})
+    # Workers on GPUs are not forked.
+    roles = [role_of(spec.role) for spec in specs if device_needs(config, spec) is None]
+    modules = sorted({role.module for role in roles if role.uses_torch})
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return fork_preloader(modules, _run_forked) if modules else None
 

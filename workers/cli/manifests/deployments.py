@@ -4,9 +4,11 @@ from pathlib import Path
 
 from shared.bus.login import seed_file
 from shared.config.schema import Config
+from shared.errors import ConfigError
+from shared.gpu.devices import DeviceNeeds, find_profile
 from workers.cli.manifests.target import CONFIG, Manifest, Target, key_secret, labels_of, metadata
 from workers.pools import deployment_name
-from workers.roles import WorkerSpec, role_of
+from workers.roles import WorkerSpec, device_needs
 
 USER = 10001
 METRICS_PORT = 9401
@@ -124,22 +126,29 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
     if worker.role == GATEWAY:
         container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
         container["readinessProbe"] = _probe("ready", 2, "http")
-    if num_gpus := _num_gpus(worker, config):
-        container["resources"] = {"limits": {GPU: num_gpus}}
+    if (needs := device_needs(config, worker)) is not None:
+        container["resources"] = {"limits": {_resource_of(needs): needs.num_devices}}
     return container
 
 
-def _num_gpus(worker: WorkerSpec, config: Config) -> int:
-    """Return the number of GPUs of a worker, one for each rank of an engine."""
-    section = getattr(config, role_of(worker.role).section or worker.role, None)
-    if not getattr(section, "device", "").startswith("cuda"):
-        return 0
-    return getattr(section, "tensor_parallel", 1)
+def _resource_of(needs: DeviceNeeds) -> str:
+    """Return the resource of Kubernetes for a worker's device. Raises ConfigError for several."""
+    profiles = {find_profile(name) for name in needs.names} or {None}
+    if len(profiles) > 1:
+        field = f"{needs.section}.devices"
+        raise ConfigError(
+            f"{field}: all pods of a Deployment have the same kind of device: name one MIG profile",
+            field=field,
+        )
+    (profile,) = profiles
+    # Labels of resources have no plus sign; NVIDIA's plugin writes a point.
+    return GPU if profile is None else f"nvidia.com/mig-{profile.replace('+', '.')}"
 
 
 def _arguments(worker: WorkerSpec) -> list[str]:
     arguments = ["worker", worker.role, "--config", CONFIG_PATH]
-    for option, value in (("--model", worker.model), ("--stage", worker.stage)):
+    options = {"--model": worker.model, "--stage": worker.stage, "--pool": worker.pool}
+    for option, value in options.items():
         if value is not None:
             arguments += [option, value]
     return arguments

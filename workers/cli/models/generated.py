@@ -12,11 +12,11 @@ import yaml
 from shared.config.parsing import parse_config
 from shared.config.schema import Config
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.stage.graphs import CODE2WAV, ORPHEUS, ORPHEUS_CODEC, graph_of_folder
 from workers.cli.models.local import LocalModel, find_local, is_folder, missing_files
 from workers.cli.models.memory import (
-    INT8_DTYPE,
     ModelNeeds,
     PainterNeeds,
     Plan,
@@ -110,7 +110,9 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
         draft.write_text(text, encoding="utf-8")
         draft.replace(file)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error}", field="nats.store_dir") from error
+        raise ConfigError(
+            f"{file} cannot be written: {reason_of(error)}", field="nats.store_dir"
+        ) from error
     return file, [*lines, f"settings are in {file}; PAGEMILL_… variables and options override them"]
 
 
@@ -135,13 +137,15 @@ def _choose(
         model.name: {"path": str(model.folder), "hash_model_id": model.name}
         for model in models
     }
-    if base.engine.device != "cpu":
-        options = {"dtype": wishes.dtype, "max_model_len": wishes.max_model_len}
-        if wishes.quantization is not None:
-            options |= {"dtype": wishes.dtype or INT8_DTYPE, "quantization": wishes.quantization}
-        for entry, report in zip(entries.values(), reports, strict=True):
-            chosen = {"dtype": report.dtype, **{k: v for k, v in options.items() if v is not None}}
-            entry.update({name: value for name, value in chosen.items() if value is not None})
+    if base.engine.device == "cuda":
+        options = {
+            "dtype": wishes.dtype,
+            "max_model_len": wishes.max_model_len,
+            "quantization": wishes.quantization,
+        }
+        for entry in entries.values():
+            entry.update({name: value for name, value in options.items() if value is not None})
+        _parse(entries)
         return {"models": entries}, [f"engines compute on {base.engine.device}"]
     available = available_bytes()
     painters = [

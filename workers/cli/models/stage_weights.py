@@ -35,14 +35,14 @@ def count_weights(
     for the numbers of quantized weights. Both apply to the decoder that writes the text.
     """
     shapes = list(read_shapes(folder))
-    kept = read_kept_sizes(folder) if keeps and report.keeps_numbers else {}
+    bytes_by_name = read_kept_sizes(folder) if keeps and report.keeps_numbers else {}
     num_rounded = num_values = number_bytes = 0
     for name, shape in shapes:
         if ENGINE not in _stages_of(name, report):
             continue
         is_linear = _is_linear(name, shape)
-        if is_linear and name in kept:
-            number_bytes += kept[name]
+        if is_linear and name in bytes_by_name:
+            number_bytes += bytes_by_name[name]
         elif is_linear and rounds:
             num_rounded += math.prod(shape)
         else:

@@ -9,7 +9,8 @@ embeddings by their content hash.
 from collections.abc import Callable
 from dataclasses import replace
 
-from shared.errors import InvalidRequest, PagemillError, WorkerFailure
+from shared.errors import InvalidRequest, OutOfMemory, PagemillError, WorkerFailure
+from shared.helpers.device_errors import is_device_lost
 from shared.protocol.records import ChoiceDelta
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine_stats import EngineStats
@@ -124,6 +125,7 @@ class EngineCore:
             prefix_hit_tokens=self._scheduler.prefix_cache.hit_tokens,
             prefix_evictions=self._pool.num_evictions,
             num_preemptions=self._scheduler.num_preemptions,
+            memory_shortages=self._scheduler.shortage.counts.copy(),
             num_draft_tokens=self._scheduler.num_draft_tokens,
             num_accepted_tokens=self._scheduler.num_accepted_tokens,
             kv_waste=self._scheduler.num_unused_slots / max(1, self._scheduler.num_slots),
@@ -174,7 +176,11 @@ class EngineCore:
             self._remove(self._requests[request_id])
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the outputs of all requests that it changed."""
+        """Run one step and return the outputs of all requests that it changed.
+
+        An error of a request ends this request alone. Raises the error of a device that is lost:
+        every later request would fail as well.
+        """
         self._first_scheduled = []
         self.kv_exchange.restore()
         self._num_item_tokens = 0
@@ -186,7 +192,10 @@ class EngineCore:
         try:
             sampled = self._run_batch(batch) if batch.scheduled else []
         except Exception as error:
-            failures += self._bisect_batch(batch, error)
+            if self._runner.recover_memory(error):
+                failures += self._shrink_steps(batch, error)
+            else:
+                failures += self._bisect_batch(batch, error)
         else:
             self._process_sampled(batch, sampled)
         return failures + self._take_outputs()
@@ -209,7 +218,7 @@ class EngineCore:
             try:
                 self._prepare_sequence(state, s)
             except Exception as error:
-                failures.append(self._fail(state, as_pagemill_error(error)))
+                failures.append(self._fail(state, error_of_request(error)))
                 missing.pop(state.request.request_id, None)
             else:
                 if indexes := _missing_items(state, s):
@@ -240,8 +249,11 @@ class EngineCore:
                 [(state.request, sorted(missing[state.request.request_id])) for state in states]
             )
         except Exception as error:
+            if self._runner.recover_memory(error):
+                error = out_of_memory(error)
+            reported = error_of_request(error)
             if len(states) == 1:
-                return [self._fail(states[0], as_pagemill_error(error))]
+                return [self._fail(states[0], reported)]
             alone = ({request_id: indexes} for request_id, indexes in missing.items())
             return [failure for each in alone for failure in self._encode_items(each)]
         for state in states:
@@ -322,9 +334,9 @@ class EngineCore:
         Rerunning is safe: it writes the same keys and values and draws the same random numbers, and
         a failed step changes no states.
         """
-        states = self._requests_of(batch)
+        states, reported = self._requests_of(batch), error_of_request(error)
         if len(states) == 1:
-            return [self._fail_isolated(states[0], error)]
+            return [self._fail_isolated(states[0], reported)]
         failures = []
         for half in (states[: len(states) // 2], states[len(states) // 2 :]):
             request_ids = {state.request.request_id for state in half}
@@ -337,10 +349,20 @@ class EngineCore:
                 self._process_sampled(part, sampled)
         return failures
 
-    def _fail_isolated(self, state: RequestState, error: Exception) -> RequestOutput:
+    def _shrink_steps(self, batch: Batch, error: Exception) -> list[RequestOutput]:
+        """Drop a batch for which the device has too little memory, and make later steps smaller."""
+        self._last_work = StepWork()
+        action = self._scheduler.shortage.react(batch)
+        if action == "fail":
+            (state,) = self._requests_of(batch)
+            return [self._fail_isolated(state, out_of_memory(error))]
+        self._scheduler.drop(batch, preempt_last=action == "preempt")
+        return []
+
+    def _fail_isolated(self, state: RequestState, error: PagemillError) -> RequestOutput:
         blocks = state.blocks
         self._pool.unregister(blocks)
-        failure = self._fail(state, as_pagemill_error(error))
+        failure = self._fail(state, error)
         # Blocks that other requests hold too were registered before this run, which did not write
         # them.
         self._runner.zero_blocks([block for block in blocks if self._pool.ref_count(block) == 0])
@@ -376,8 +398,20 @@ def _missing_items(state: RequestState, s: ScheduledSequence) -> list[int]:
     return [index for index in needed if index not in state.encoded]
 
 
-def as_pagemill_error(error: Exception) -> PagemillError:
-    """Return the error to report for a request: a WorkerFailure in place of unknown errors."""
+def out_of_memory(error: Exception) -> OutOfMemory:
+    """Return the error to report for a request that needs more memory than the device has."""
+    failure = OutOfMemory("the device of the engine has too little memory for this request alone")
+    failure.__cause__ = error
+    return failure
+
+
+def error_of_request(error: Exception) -> PagemillError:
+    """Return the error to report for a request: a WorkerFailure in place of unknown errors.
+
+    Raises the error of a device that is lost.
+    """
+    if is_device_lost(error):
+        raise error
     if isinstance(error, PagemillError):
         return error
     # The cause goes to the log and the dead letter only: it may name paths and addresses.

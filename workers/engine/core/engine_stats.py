@@ -1,5 +1,6 @@
 """Statistics of an engine's steps and queues."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -19,6 +20,8 @@ class EngineStats:
     prefix_evictions: int
     """Cached blocks that were reused for other content."""
     num_preemptions: int
+    memory_shortages: Mapping[str, int]
+    """Reactions to steps for which the device had too little memory, see `memory_shortage`."""
     num_draft_tokens: int
     num_accepted_tokens: int
     """Draft tokens that became part of an output."""

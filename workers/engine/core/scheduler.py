@@ -28,6 +28,7 @@ from bisect import insort
 
 from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.memory_shortage import MemoryShortage
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
 from workers.engine.core.step_budget import StepBudget
@@ -58,6 +59,7 @@ class Scheduler:
             pool, prefix_caching and not keeps_states, shares_prompts=not keeps_states
         )
         self.step_cost = StepCost()
+        self.shortage = MemoryShortage()
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -66,10 +68,10 @@ class Scheduler:
         self.num_unused_slots = 0
         """KV slots in held blocks that held no token, summed over all steps."""
         self._pool = pool
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._most_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._free_slots = list(range(self._max_num_seqs))
         """Slots for the states of sequences; running sequences have the others."""
-        assert self._max_num_seqs >= 1
+        assert self._most_seqs >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
         self._num_added = 0
         self._lane = BatchLane(self.step_cost, interactive_slowdown)
@@ -78,6 +80,10 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._can_admit = True
         """False while steps admit no sequence: none can be admitted before the state changes."""
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return self.shortage.limit_seqs(self._most_seqs)
 
     @property
     def running(self) -> list[Sequence]:
@@ -131,6 +137,20 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
+    def drop(self, batch: Batch, *, preempt_last: bool = False) -> None:
+        """Let the sequences of a batch be scheduled again, because it was not computed.
+
+        With `preempt_last`, the sequence of the lowest priority returns to the queue, as do
+        sequences that begin with the copy of a block.
+        """
+        last = max(batch.scheduled, key=lambda s: s.sequence.priority) if preempt_last else None
+        for s in batch.scheduled:
+            if s is last or s.copy is not None:
+                # Its blocks may be partly written, and count as unverified.
+                s.sequence.num_computed_tokens = s.end
+                self.num_preemptions += 1
+                self._requeue(s.sequence)
+
     def schedule(self) -> Batch:
         """Return the batch of the next step.
 
@@ -151,7 +171,8 @@ class Scheduler:
                 self._schedule_tokens(sequence, step)
         num_decoding = self.max_num_batched_tokens - step.budget
         limit = self.prefill_limit.max_tokens(self.step_cost, num_decoding)
-        step.prompt_tokens = step.budget if limit is None else min(step.budget, limit)
+        limit = step.budget if limit is None else min(step.budget, limit)
+        step.prompt_tokens = self.shortage.limit_prompt_tokens(limit)
         self._schedule_prefills(prefills, step, num_preemptions)
         if self._lane.has_interactive and not step.has_interactive:
             # An interactive sequence may wait for a prefix of the batch lane.
@@ -161,7 +182,8 @@ class Scheduler:
         # If all running sequences wait for input, the next step could not admit any either.
         self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._lane.end_step()
-        self._add_drafts(step)
+        if not self.shortage.is_present:
+            self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
 
     def _schedule_prefills(
@@ -202,6 +224,7 @@ class Scheduler:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Record the time of the last step. The limits of later steps are derived from it."""
         self.step_cost.observe(work, seconds)
+        self.shortage.end_step(seconds)
         self._lane.observe(seconds)
 
     def update_after_step(self, batch: Batch) -> None:
@@ -260,7 +283,7 @@ class Scheduler:
                 # Later choices wait for the first one, whose log probabilities are logged first.
                 passed_over.add(sequence.request_id)
                 continue
-            is_full = len(self._running) + num_skipped == self._max_num_seqs
+            is_full = len(self._running) + num_skipped >= self._max_num_seqs
             if is_full and not self._preempt_for(sequence, step):
                 return
             match = self.prefix_cache.match_prefix(sequence)
@@ -354,8 +377,11 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, step: StepBudget) -> None:
         """Return a running sequence to the queue; its tokens are computed again later."""
         self.num_preemptions += 1
-        self._stop(sequence)
+        self._requeue(sequence)
         step.remove_sequence(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._stop(sequence)
         sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=_priority)
 

@@ -53,6 +53,12 @@ class StepRunner(Protocol):
         `Sequence.embedding`.
         """
 
+    def recover_memory(self, error: Exception) -> bool:
+        """Return whether an error means that the device has too little memory.
+
+        If so, the runner has given back the memory that it holds and does not use.
+        """
+
     def release(self, request_id: str) -> None:
         """Drop the state held for the request, if there is any."""
 

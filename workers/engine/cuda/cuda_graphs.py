@@ -132,23 +132,29 @@ class DecodeGraphs:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share a memory pool, because no two of them run at once."""
+    """Records CUDA graphs that share a memory pool, because no two of them run at once.
+
+    They also share the stream of the recordings: libraries keep a workspace for each stream. Other
+    threads may use CUDA meanwhile.
+    """
 
     NUM_WARM_UPS = 2
     """Runs before recording, which compile kernels and allocate the workspaces of libraries."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Replay) -> Replay:
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(self.NUM_WARM_UPS):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             output = run()
 
         def replay() -> Tensor:

@@ -29,7 +29,6 @@ from workers.engine.cuda.kernels.rotary import (
 )
 from workers.engine.model.attention import attention_of_layer as attend_in_torch
 from workers.engine.model.attention import check_arguments, pad_values
-from workers.engine.model.quantized_linear import QuantizedLinear
 from workers.engine.model.step_plan import StepPlan
 from workers.engine.model.support import layer_windows
 
@@ -44,7 +43,7 @@ def fuse_layers(decoder: PreTrainedModel, num_position_rows: int) -> bool:
     model: Any = decoder
     if "llama_like" not in find_decoder_traits(model.config):
         return False
-    if not all(_is_silu(layer.mlp) and not _is_int8(layer.mlp) for layer in model.layers):
+    if not all(_is_silu(layer.mlp) for layer in model.layers):
         return False
     like = model.norm.weight
     max_positions = model.config.max_position_embeddings
@@ -153,10 +152,6 @@ AttentionInterface.register(ATTENTION, attention_of_layer)
 
 def _is_silu(mlp: Any) -> bool:
     return hasattr(mlp, "gate_proj") and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
-
-
-def _is_int8(mlp: Any) -> bool:
-    return isinstance(mlp.gate_proj, QuantizedLinear)
 
 
 def _concat_projections(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:

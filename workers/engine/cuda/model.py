@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 
+from shared.errors import first_sentence
 from shared.models.language import LanguageAdapter
 from workers.engine.cuda.cuda_graphs import (
     CudaRecorder,
@@ -83,7 +85,8 @@ class GpuModel(FlatModel):
         """Record the graphs of decode steps over `kv_cache`.
 
         Nothing is recorded for a model with wrapped modules, or with layers that use the ids of
-        tokens.
+        tokens. If a recording fails, all steps run without graphs. Raises the error of a device
+        that is lost.
         """
         if self._adapted or self.family.uses_token_ids:
             return
@@ -92,6 +95,18 @@ class GpuModel(FlatModel):
             if self.device.type != "cuda":
                 return
             record = CudaRecorder()
+        try:
+            self._graphs = self._record_decodes(kv_cache, record)
+        except Exception as error:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            structlog.get_logger().warning(
+                "graphs_not_recorded", reason=first_sentence(error), exc_info=True
+            )
+
+    def _record_decodes(
+        self, kv_cache: KVCache, record: Callable[[Replay], Replay]
+    ) -> DecodeGraphs:
         config = self.family.decoder.config
         buffers = GraphBuffers.allocate(
             self._num_rows,
@@ -109,7 +124,7 @@ class GpuModel(FlatModel):
             sampled = rows[: len(embeddings)]
             return run(StepInputs(embeddings, positions, plan, kv_cache, sampled))
 
-        self._graphs = DecodeGraphs(forward, buffers, self._num_kv_heads, record)
+        return DecodeGraphs(forward, buffers, self._num_kv_heads, record)
 
     def forward(self, step: StepInputs) -> Tensor:
         """Run one step, as a graph if possible. After `capture`, only its cache may be used."""
@@ -118,5 +133,7 @@ class GpuModel(FlatModel):
         if self._graphs is not None and is_graph and step.hidden is None:
             logits = self._graphs.run(step.embeddings, step.positions, step.plan)
         if logits is None:
+            self.num_eager_steps += 1
             return super().forward(step)
+        self.num_graph_steps += 1
         return logits.index_select(0, step.sampled_rows)

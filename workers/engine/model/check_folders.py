@@ -79,6 +79,7 @@ def _read(folder: Path, pooling: PoolingMode | None, num_ranks: int) -> FolderRe
     from shared.errors import ConfigError
     from shared.models import registry
     from shared.models.chat_templates import check_chat_templates
+    from shared.models.dtypes import saved_dtype
     from shared.models.reach import count_positions
     from shared.models.states import count_state_bytes
     from shared.vision.quantized import read_quantized
@@ -116,7 +117,7 @@ def _read(folder: Path, pooling: PoolingMode | None, num_ranks: int) -> FolderRe
     return FolderReport(
         name,
         source,
-        dtype=_dtype_of(config) or _dtype_of(text),
+        dtype=saved_dtype(config),
         max_position_embeddings=count_positions(text),
         kv_values_per_token=num_kv_values(text) + num_item_values(config) // count_positions(text),
         state_bytes_per_sequence=count_state_bytes(text),
@@ -142,11 +143,6 @@ def _read_talker(folder: Path, config: Any) -> TalkerReport | None:
         text.max_position_embeddings,
         num_kv_values(text),
     )
-
-
-def _dtype_of(config: Any) -> str | None:
-    dtype = getattr(config, "dtype", None)
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

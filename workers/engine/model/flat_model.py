@@ -60,6 +60,8 @@ class DecoderModel(ABC):
 
     def __init__(self, family: LanguageAdapter) -> None:
         self.family = family
+        self.num_graph_steps = self.num_eager_steps = 0
+        """Steps on a GPU that were replayed as CUDA graphs, and other steps on it."""
         self._embed_tokens: Any = family.input_embeddings
         # Stored, because transformers iterates over all parameters to look them up.
         self.dtype: torch.dtype = family.model.dtype

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from shared.errors import ConfigError
-from shared.helpers.validation import split_validation_error
+from shared.helpers.validation import reason_of, split_validation_error
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -140,7 +140,7 @@ def _read_config(file: Path) -> _Config:
         reason, path = split_validation_error(error)
         _refuse(f"{CONFIG}: {path}: {reason}")
     except (OSError, ValueError, RecursionError) as error:
-        _refuse(f"{CONFIG}: {error}")
+        _refuse(f"{CONFIG}: {reason_of(error)}")
     except re.error as error:
         _refuse(f"{CONFIG}: {error.pattern!r} is not a regular expression: {error}")
     known_keys = {*_Config.__struct_fields__, *_IRRELEVANT}

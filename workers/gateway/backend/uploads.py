@@ -7,9 +7,10 @@ from typing import Any, TypeGuard
 
 from msgspec.structs import replace
 
-from shared.errors import InvalidMedia, MediaNotFound, UnsupportedContent
+from shared.errors import InvalidMedia, InvalidRequest, MediaNotFound, UnsupportedContent
 from shared.protocol.items import (
     FunctionOutputItem,
+    ImageCallItem,
     InputAudioPart,
     InputFilePart,
     InputImagePart,
@@ -32,6 +33,7 @@ from shared.protocol.requests import (
 from shared.responses.conversation import kind_of_file
 from shared.state import batch_files, media_store
 from workers.gateway.app import AppContext
+from workers.gateway.openai.response_images import NamedImage
 
 # Lengths of data: URLs. A message has room for 8 MiB, so the limit is lower for many images.
 MAX_INLINE = 256 * 2**10
@@ -97,7 +99,8 @@ async def store_large_item_media(
 ) -> list[Item]:
     """Return the items of a response with `media:` URLs in place of large `data:` URLs.
 
-    Raises InvalidMedia naming the field, or Unavailable.
+    Painted images are left out: the prompt mentions them, but does not contain them. Raises
+    InvalidMedia naming the field, or Unavailable.
     """
     lengths = [len(url) for item in items for _, part in _parts_of(item) if (url := _data_of(part))]
     limit = MAX_INLINE if sum(lengths) <= MAX_INLINE_TOGETHER else MAX_INLINE_OF_MANY
@@ -117,8 +120,19 @@ async def store_large_item_media(
                 case InputFilePart():
                     stored = replace(part, file_data=None, file_url=media)
                     item = _with_part(item, part, stored)
-        new_items.append(item)
+        new_items.append(replace(item, result=None) if isinstance(item, ImageCallItem) else item)
     return new_items
+
+
+async def store_images(context: AppContext, images: Sequence[NamedImage], tenant: str) -> list[str]:
+    """Return the `media:` URLs of images to edit, after storing them.
+
+    Raises InvalidMedia naming the field, DiskFull, QuotaExceeded or Unavailable.
+    """
+    files = [image_of(image.url, image.field) for image in images]
+    return [
+        file if isinstance(file, str) else await context.pin_media(file, tenant) for file in files
+    ]
 
 
 async def name_files(context: AppContext, items: Sequence[Item], tenant: str) -> list[Item]:
@@ -193,6 +207,19 @@ def _with_part(item: Item, old: MessagePart, new: Any) -> Item:
 
 def _is_inline(part: ContentPart) -> TypeGuard[MediaContent]:
     return not isinstance(part, TextPart) and part.url.startswith("data:")
+
+
+def image_of(url: str, field: str) -> bytes | str:
+    """Return the file in a `data:` URL, or the `media:` URL of a stored file.
+
+    Raises InvalidRequest or InvalidMedia naming the field.
+    """
+    if url.startswith("data:"):
+        return decode_data(url, field)
+    name = media_store.parse_media_url(url)
+    if name is None:
+        raise InvalidRequest(f"{field}: not a stored file or a data: URL", field=field)
+    return media_store.media_url(name)
 
 
 def decode_data(url: str, field: str) -> bytes:

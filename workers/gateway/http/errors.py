@@ -199,6 +199,8 @@ _MESSAGES = {
     "grammar_not_tried": "the machine was too busy to check the grammar; try again a little later",
     Interrupted.code: "this gateway is shutting down, and the request continues without it: ask"
     " another gateway for /v1/requests/{id} with the id from the header X-Request-Id",
+    "out_of_memory": "the request needs more memory than the device of the model has: shorten it,"
+    " or send fewer or smaller images",
     "deadline_exceeded": "the request did not end before its deadline",
     "log_truncated": "the beginning of the answer is no longer stored",
     "poison": "the request was abandoned after workers had failed on it repeatedly",

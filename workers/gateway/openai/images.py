@@ -3,6 +3,7 @@
 Pure.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,11 +99,11 @@ def plan_images(
     names = {field: name for field, name in fields.items() if name != usual[field]}
     if size is not None:
         check_size(size, painter.sizes, painter.size_rule, size_field)
-    _check(request, num_field, num_images)
+    _check(request)
     params = ImageParams(
         size,
-        # A stream has one image, even if the model's default is another number.
-        1 if request.stream else num_images,
+        # Clients of OpenAI read one image of a stream, also if the default of the model is more.
+        1 if request.stream and num_images is None else num_images,
         request.num_inference_steps,
         guidance,
         request.negative_prompt,
@@ -145,11 +146,8 @@ def _checked(
     return painter
 
 
-def _check(request: ImagesRequest, num_field: str, num_images: int | None) -> None:
+def _check(request: ImagesRequest) -> None:
     """Raises InvalidRequest for values that this endpoint does not support."""
-    if request.stream and (num_images or 1) > 1:
-        message = f"{num_field}: a stream has one image, not {num_images}"
-        raise InvalidRequest(message, field=num_field)
     check_choice("output_format", request.output_format, [PNG])
     check_choice("response_format", request.response_format, [B64_JSON, URL])
     if request.stream:
@@ -159,7 +157,7 @@ def _check(request: ImagesRequest, num_field: str, num_images: int | None) -> No
 
 
 class ImageAssembler(Assembler[ImageOptions]):
-    """Assembler of images, or of the events of one image, with previews."""
+    """Assembler of images, or of their events, with previews."""
 
     def __init__(self, request: Answering[ImageOptions]) -> None:
         super().__init__(request)
@@ -167,7 +165,8 @@ class ImageAssembler(Assembler[ImageOptions]):
         self.images = self.options.images
         self.size = self.images.size
         self.entries: dict[int, ImageEntry] = {}
-        self.num_previews = 0
+        self.num_previews: Counter[int] = Counter()
+        """Number of previews of each image."""
         self.usage: ImageUsage = usage_of(0)
 
     def file_of(self, record: AnyRecord) -> str:
@@ -180,44 +179,54 @@ class ImageAssembler(Assembler[ImageOptions]):
                 return ""
 
     def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
-        """Add a record. The end of the output has the usage, and so makes the event of an image."""
+        """Add a record. The end of the output has the usage, and so makes the last event.
+
+        A stream sends the file of an image with the next one, so that only one is in memory.
+        """
         match record:
             case ImageRecord():
                 if self.size == AUTO:
                     self.size = f"{record.width}x{record.height}"
+                events = [] if self.collects_answer else self._take_events()
                 self.entries[record.number] = (
                     ImageEntry(b64_json=file)
                     if self.images.format == B64_JSON
                     else ImageEntry(url=self.images.base_url + record.media.removeprefix(_MEDIA))
                 )
-                return []
+                return events
             case StepState(preview=preview) if preview:
-                self.num_previews += 1
-                return [self._preview(file)]
+                self.num_previews[record.number] += 1
+                return [self._preview(record.number, file)]
             case OutputEnd(cut=False):
                 self.usage = usage_of(record.summary.units.get("prompt_tokens", 0.0))
-                entries = self.entries.values()
-                return [self._completed(entry.b64_json) for entry in entries if entry.b64_json]
+                return [] if self.collects_answer else self._take_events()
             case _:
                 return []
 
-    def _preview(self, file: str) -> ImageEvent:
+    def _preview(self, number: int, file: str) -> ImageEvent:
         return ImageEvent(
             type=f"{self.images.event}.partial_image",
             b64_json=file,
             created_at=self.created_s,
             size=self.size,
-            partial_image_index=self.num_previews - 1,
+            image_index=number,
+            partial_image_index=self.num_previews[number] - 1,
         )
 
-    def _completed(self, file: str) -> ImageEvent:
-        return ImageEvent(
-            type=f"{self.images.event}.completed",
-            b64_json=file,
-            created_at=self.created_s,
-            size=self.size,
-            usage=self.usage,
-        )
+    def _take_events(self) -> list[ImageEvent]:
+        entries, self.entries = self.entries, {}
+        return [
+            ImageEvent(
+                type=f"{self.images.event}.completed",
+                b64_json=entry.b64_json,
+                created_at=self.created_s,
+                size=self.size,
+                image_index=number,
+                usage=self.usage,
+            )
+            for number, entry in entries.items()
+            if entry.b64_json
+        ]
 
     def answer(self) -> ImagesAnswer:
         entries = [self.entries[number] for number in sorted(self.entries)]

@@ -274,8 +274,7 @@ class ResponseEvents:
         _, call_item_id = self._kind_and_id(turn, number)
         if tool.paints:
             assert begun.painter is not None
-            size = begun.painter.size
-            image = new_image_item(self.state.response_id, turn.turn, number, size)
+            image = new_image_item(self.state.response_id, turn.turn, number, begun.painter)
             yield from self._begin_image(index, image)
         elif tool.label is None or tool.listed is None:
             call_id = new_call_id(begun.parser, self.state.response_id, turn.turn, number)

@@ -88,9 +88,6 @@ def _item_of(value: Any, field: str) -> Item:
         path = field if refusal.field is None else f"{field}.{refusal.field}"
         raise type(refusal)(f"{field}: {refusal.message}", field=path) from error
     match item:
-        case ImageCallItem():
-            # The prompt mentions the image, but does not contain it.
-            return replace(item, result=None)
         case MessageItem(content=list(parts)):
             for i, part in enumerate(parts):
                 _check_part(part, f"{field}.content[{i}]")

@@ -11,7 +11,7 @@ from shared.errors import InvalidRequest, MediaTooLarge, NotFound, Unavailable
 from shared.protocol.multimodal import IMAGE, MEDIA_SCHEME
 from shared.state import media_store
 from workers.gateway.app import AppContext
-from workers.gateway.backend.uploads import decode_data
+from workers.gateway.backend.uploads import image_of
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import declares_json
@@ -83,12 +83,7 @@ def _source_of(image: EditedImage, field: str) -> bytes | str:
         field, url = f"{field}.file_id", f"{MEDIA_SCHEME}{image.file_id}"
     else:
         field, url = f"{field}.image_url", image.image_url
-    if url.startswith("data:"):
-        return decode_data(url, field)
-    name = media_store.parse_media_url(url)
-    if name is None:
-        raise InvalidRequest(f"{field}: not a stored file or a data: URL", field=field)
-    return media_store.media_url(name)
+    return image_of(url, field)
 
 
 @ROUTES.answer(

@@ -8,13 +8,16 @@ text that becomes markup.
 import json
 from importlib.resources import files
 from itertools import chain
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from shared.config.schema import Config
-from shared.protocol.pipeline import TEXT
+from shared.models.image_registry import list_image_families
+from shared.protocol.images import AUTO
+from shared.protocol.pipeline import IMAGE_KIND, TEXT, VIDEO_KIND, StageSpec
 from shared.stage.pipelines import pipelines_of
 from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
@@ -23,7 +26,7 @@ from workers.roles import role_of
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
-        " media-src data:;"
+        " media-src data: blob:;"
         " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'"
     ),
@@ -66,13 +69,37 @@ def _stages(config: Config) -> list[tuple[str, str, str]]:
     ]
 
 
-def _painters(config: Config) -> list[str]:
-    """Return the models that answer with an image alone."""
-    return [
-        name
+def _painters(config: Config) -> dict[str, dict[str, Any]]:
+    """Return a description of each model that answers with images or a video alone."""
+    return {
+        name: _painter(stage, config.models[name].graph)
         for name, pipeline in pipelines_of(config).items()
-        if pipeline.painter is not None and TEXT not in pipeline.outputs
+        if (stage := pipeline.painter or pipeline.video_maker) is not None
+        and TEXT not in pipeline.outputs
+    }
+
+
+def _painter(stage: StageSpec, graph: str | None) -> dict[str, Any]:
+    """Return the fields that the page has for a stage, with the stage's defaults."""
+    family = next((family for family in list_image_families() if family.name == graph), None)
+    has_negatives = family is None or family.empty_negative is not None
+    is_guided = has_negatives or (family is not None and family.guidance > 0)
+    fields = [
+        "size",
+        "n" if stage.video is None else "seconds",
+        "steps",
+        *(["guidance"] if is_guided else []),
+        "seed",
+        *(["negative_prompt"] if has_negatives else []),
     ]
+    size = AUTO if stage.input_images else stage.sizes[0]
+    return {
+        "kind": IMAGE_KIND if stage.video is None else VIDEO_KIND,
+        "input_images": stage.input_images,
+        "sizes": list(dict.fromkeys([size, *stage.sizes])),
+        "fields": fields,
+        "defaults": {"size": size, "n": 1, **stage.sampling_defaults},
+    }
 
 
 def _limits(config: Config) -> dict[str, int]:

@@ -127,7 +127,7 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
 @ROUTES.endpoint(
     "DELETE",
     PATH,
-    "Cancel a request, in whatever stage it is",
+    "Cancel a request, in any stage",
     answer=Cancelling,
     refuses=(InvalidRequest, NotFound, Unavailable),
     statuses=(202,),

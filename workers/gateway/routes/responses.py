@@ -22,24 +22,29 @@ from shared.errors import (
     WorkerFailure,
 )
 from shared.protocol.encoding import to_json
-from shared.protocol.items import ImageCallItem, ListToolsItem, OutputItem
+from shared.protocol.items import ImageCallItem, Item, ListToolsItem, OutputItem
 from shared.protocol.renderer_rpc import TokenizeRequest
-from shared.protocol.steps import Begun
+from shared.protocol.steps import Begun, PaintTool
 from shared.responses.conversation import Entry, check_outputs, entries_of, messages_of
 from shared.responses.state import state_of
-from shared.responses.tools import PAINT_TOOL
 from shared.responses.turns import turn_request
 from shared.state.step_log import StepLog
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend import approvals, response_stream, responses
 from workers.gateway.backend.responses import FirstTurn
-from workers.gateway.backend.uploads import name_files, store_large_item_media
+from workers.gateway.backend.uploads import name_files, store_images, store_large_item_media
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream, run_until_disconnect
-from workers.gateway.openai.response_images import check_writes_text, painter_of, writes_text
+from workers.gateway.openai.response_images import (
+    check_writes_text,
+    images_to_edit,
+    paint_tools_of,
+    painter_of,
+    writes_text,
+)
 from workers.gateway.openai.response_object import without_images
-from workers.gateway.openai.response_tools import functions_of, has_painter
+from workers.gateway.openai.response_tools import functions_of
 from workers.gateway.openai.responses import (
     RESPONSE_FIELDS,
     asks_at_once,
@@ -161,7 +166,8 @@ async def _begin(
     items = await name_files(context, input_of(body.input, response_id), tenant)
     before, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     check_outputs([*before.items, *items])
-    painter, card = painter_of(body, items, context.pipelines), None
+    painter = await _painter_of(context, body, before.items, items, tenant)
+    card = None
     if needs_card(body, [*before.items, *items]) and writes_text(body.model, context.pipelines):
         card = await context.model_card(body.model)
     now_s, config = context.now_s, context.config.agent
@@ -175,6 +181,21 @@ async def _begin(
     # A response with a name may have begun before, with a different request.
     first = None if is_named else _first_turn(begun, logs, response_id)
     return await responses.begin(context, begun, response_id, first, is_named=is_named)
+
+
+async def _painter_of(
+    context: AppContext,
+    body: ResponseRequest,
+    before: Sequence[Item],
+    items: Sequence[Item],
+    tenant: str,
+) -> PaintTool | None:
+    """Return the tool that paints images, after storing the images that it edits."""
+    painter = painter_of(body, items, context.pipelines)
+    if painter is None:
+        return None
+    images = images_to_edit(body, before, items, context.pipelines)
+    return replace(painter, input_images=await store_images(context, images, tenant))
 
 
 def _first_turn(begun: Begun, logs: Sequence[StepLog], response_id: str) -> FirstTurn | None:
@@ -341,7 +362,7 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     entries += [Entry(item) for item in items]
     messages = messages_of(body.instructions, entries, takes_tools=card.takes_tools)
     shows_tools = card.takes_tools and body.tool_choice != "none"
-    tools = [*functions_of(body), *([PAINT_TOOL] if has_painter(body) else [])]
+    tools = [*functions_of(body), *paint_tools_of(body, context.pipelines)]
     question = TokenizeRequest(messages, tools=tools if shows_tools else [])
     with RESPONSE_FIELDS.translated():
         reply = await client.tokenize(context.bus, body.model, question, tenant=caller.tenant)

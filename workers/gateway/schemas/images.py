@@ -28,7 +28,7 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
     """Description of the images."""
     n: NumImages | None = None
-    """Number of images; by default 1. A stream has only one."""
+    """Number of images; by default 1, or as configured if it is no stream."""
     num_images_per_prompt: NumImages | None = None
     """Name of `n` in diffusers. Two names of one value must agree."""
     size: str | None = None
@@ -122,7 +122,7 @@ class ImagesAnswer(Struct, frozen=True):
 
 
 class ImageEvent(Struct, frozen=True, kw_only=True):
-    """A preview (`image_generation.partial_image`), or the image (`image_generation.completed`).
+    """A preview (`image_generation.partial_image`), or an image (`image_generation.completed`).
 
     Events of edited images begin with `image_edit` instead.
     """
@@ -131,10 +131,12 @@ class ImageEvent(Struct, frozen=True, kw_only=True):
     b64_json: str
     created_at: int
     size: str
+    image_index: int
+    """Number of the image in the request, from 0."""
     partial_image_index: int | UnsetType = UNSET
-    """Number of the preview, from 0."""
+    """Number of the preview of its image, from 0."""
     usage: ImageUsage | UnsetType = UNSET
-    """Set in the last event."""
+    """Set with an image. The tokens of the prompt are counted with the last one."""
     output_format: str = PNG
     quality: str = AUTO
     background: str = "opaque"

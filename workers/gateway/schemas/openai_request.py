@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shared.helpers import patterns
 from shared.protocol.items import InputAudio, InputFile
 from shared.protocol.requests import AudioURL, FunctionCall, ImageURL, OnLate, Tool, VideoURL
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
@@ -107,7 +108,7 @@ class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="jso
 
 
 class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=patterns.NAME)]
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None

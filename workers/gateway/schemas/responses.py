@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shared.helpers import patterns
 from shared.protocol.items import Item, Label, OutputItem, ToolName
 from shared.protocol.multimodal import AUDIO
 from shared.protocol.sampling import NumLogprobs, Probability
@@ -30,7 +31,7 @@ Include = Literal["message.output_text.logprobs", "message.input_image.image_url
 
 
 class SchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="json_schema"):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=patterns.NAME)]
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -54,7 +55,7 @@ class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=patterns.NAME)]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
@@ -83,12 +84,15 @@ class ImageTool(Struct, frozen=True, forbid_unknown_fields=True, tag="image_gene
     model: str | None = None
     """Model that paints; by default the model of the response."""
     size: str | None = None
-    """One of the painting model's sizes; by default, and for `auto`, its default size."""
+    """One of the painting model's sizes; by default, and for `auto`, its default size, or of an
+    edited image about the aspect ratio of the last image to edit."""
     partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
     """Previews in a stream, at equal distances; by default none."""
+    action: Literal["auto", "generate", "edit"] | None = None
+    """`edit` requires a model that edits images, and `generate` one that paints without an image;
+    by default, and for `auto`, the model does what it can."""
 
     # Other values of these fields would have an effect that is not implemented.
-    action: Literal["auto", "generate"] | None = None
     background: Literal["auto", "opaque"] | None = None
     complexity: None = None
     frame_count: None = None

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from shared.helpers import patterns
+
 UNSUPPORTED = frozenset(
     {"chunking_strategy", "include", "timestamp_granularities", "known_speaker_names"}
     | {"known_speaker_references", "translate"}
@@ -21,7 +23,7 @@ class TranscriptionForm(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Fields of the form, except for `file`, which is the recording."""
 
     model: str
-    language: Annotated[str, Meta(pattern="^[a-z]{2,3}$")] | None = None
+    language: Annotated[str, Meta(pattern=patterns.LANGUAGE)] | None = None
     """ISO 639 code of the spoken language, such as `en`; by default the model detects it."""
     prompt: Annotated[str, Meta(max_length=4096)] | None = None
     """Further instructions to the model, such as the spelling of names; for Whisper, the text

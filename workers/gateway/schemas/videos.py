@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from shared.helpers import patterns
 from shared.protocol.images import Guidance, NegativePrompt, NumSteps, Seed
 from shared.protocol.videos import FrameRate, NumFrames
 
@@ -11,7 +12,7 @@ UNSUPPORTED = frozenset({"characters", "input_reference"})
 MP4 = "video/mp4"
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
-Seconds = Annotated[str, Meta(pattern=r"^[0-9]{1,4}(\.[0-9]{1,3})?$")]
+Seconds = Annotated[str, Meta(pattern=patterns.SECONDS)]
 
 
 class VideoRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,7 +4,9 @@ import { $, headers, showLines } from "./elements.js";
 import { Images } from "./images.js";
 import { Recorder } from "./recorder.js";
 import { partOf } from "./media.js";
-import { Painting, bodyOf } from "./painting.js";
+import { Filming } from "./filming.js";
+import { Editing, Painting, bodyOf } from "./painting.js";
+import { Parameters } from "./parameters.js";
 import { LIMITS, PAINTERS } from "./pipeline.js";
 import { Run, explain } from "./run.js";
 import { Follower } from "./scrolling.js";
@@ -17,9 +19,11 @@ import { Turn, newTurn } from "./turn.js";
 const HEALTH_MS = 5000;
 const SAVE_MS = 250;
 const MIB = 2 ** 20;
+const RUNS = { text: Run, image: Painting, edit: Editing, video: Filming };
 
 const images = new Images($("drop"), $("file"), $("images"), (faults) => showLines($("notice"), faults));
 new Recorder($("record"), (files) => images.add(files), (faults) => showLines($("notice"), faults));
+const parameters = new Parameters($("painting"));
 const follower = new Follower($("log"), $("turns"), $("to-end"));
 let turns = [];
 let voices = {}; // the first voice of each model that speaks
@@ -33,8 +37,7 @@ async function submit() {
   if (isBusy()) return;
   const asked = compose();
   if (asked === null) return;
-  const kept = newTurn(asked.question, images.chosen);
-  if (paints()) kept.painted = "";
+  const kept = newTurn(asked.question, images.chosen, asked.kind ?? "text");
   const turn = show(kept, images.chosen.map(({ url }) => url));
   if (turn.urls.length && !store.saveImages(turn.number, turn.urls)) {
     turn.remark("The images are too large to be kept across a reload.");
@@ -44,7 +47,8 @@ async function submit() {
   $("question").value = "";
   showLines($("notice"), []);
   follower.toEnd();
-  await follow(turn, asked.body, asked.player);
+  const { error } = await follow(turn, asked.body, asked.player);
+  if (error?.field && asked.kind) parameters.refuse(error);
   const isEmpty = $("question").value === "" && images.chosen.length === 0;
   if (kept.state !== "failed" || turn.messages.length || !isEmpty || !turns.includes(turn)) return;
   $("question").value = kept.question;
@@ -61,14 +65,14 @@ function show(kept, urls) {
 /** Read the answer of a turn to its end. */
 async function follow(turn, body, player = null) {
   const save = saver(turn);
-  const kind = turn.kept.painted === null ? Run : Painting;
-  const run = new kind(turn, headers(), save.soon, player);
+  const run = new RUNS[turn.kept.kind](turn, headers(), save.soon, player);
   running = run;
   drawButtons();
   save.now();
   await run.read(body);
   save.now();
   drawButtons();
+  return run;
 }
 
 /** Return functions that store a turn: at once, and within SAVE_MS however often it changes. */
@@ -106,6 +110,9 @@ function finishTimeline(turn) {
 function resume() {
   const turn = turns.at(-1);
   if (turn?.busy && !isBusy()) follow(turn, null);
+  for (const made of turns.filter((other) => other.lacksVideo)) {
+    new Filming(made, headers(), () => {}).load().then(() => made.fail([]), (error) => made.fail(explain(error)));
+  }
 }
 
 function startAnew() {
@@ -119,7 +126,7 @@ function startAnew() {
   $("question").focus();
 }
 
-const paints = () => PAINTERS.includes($("model").value);
+const painter = () => PAINTERS[$("model").value] ?? null;
 const isBusy = () => running !== null && !running.over;
 
 function drawButtons() {
@@ -143,12 +150,9 @@ function compose() {
   if (more === null || typeof more !== "object" || Array.isArray(more)) {
     return complain("The parameters must be one JSON object.", $("more"));
   }
+  if (painter() !== null) return composePainting(question, painter(), more);
   for (const id of ["max-tokens", "temperature"]) {
     if (!$(id).checkValidity()) return complain($(id).validationMessage, $(id));
-  }
-  if (paints()) {
-    if (images.chosen.length) return complain("This model paints images, and takes none.", $("question"));
-    return { question, body: bodyOf($("model").value, question, more) };
   }
   const parts = images.chosen.map((image) => partOf(image, image.url));
   const content = parts.length ? [...parts, { type: "text", text: question }] : question;
@@ -169,6 +173,27 @@ function compose() {
   if (body.length <= LIMITS.maxBodyBytes) return { question, body, player: isSpoken ? new Player() : null };
   const limit = `${LIMITS.maxBodyBytes / MIB} MiB`;
   return complain(`The conversation with its images exceeds the limit of ${limit}. Start a new conversation.`, $("new"));
+}
+
+function composePainting(question, { kind, input_images: limit }, more) {
+  const count = images.chosen.length;
+  if (limit === 0 && count) {
+    return complain(`This model makes ${kind === "video" ? "videos" : "images"} of a text, and takes no files.`, $("question"));
+  }
+  if (images.chosen.some((image) => image.kind !== "image")) {
+    return complain("This model edits images, and takes no other files.", $("file"));
+  }
+  if (limit && !(count >= 1 && count <= limit)) {
+    return complain(`This model edits ${limit === 1 ? "one image" : `1 to ${limit} images`}, not ${count}: add files.`, $("file"));
+  }
+  const values = parameters.values();
+  if (values === null) return null;
+  const model = $("model").value;
+  const fields = { ...values, ...more };
+  if (kind === "video") return { question, kind, body: JSON.stringify({ model, prompt: question, ...fields }) };
+  const body = bodyOf(model, question, images.chosen, fields);
+  if (body.length <= LIMITS.maxBodyBytes) return { question, kind: limit ? "edit" : "image", body };
+  return complain(`The images exceed the limit of ${LIMITS.maxBodyBytes / MIB} MiB.`, $("file"));
 }
 
 function complain(text, input) {
@@ -203,10 +228,15 @@ function offer(names, otherwise) {
   if (names.includes(chosen)) select.value = chosen;
   select.disabled = names.length === 0;
   drawButtons();
-  drawSpeech();
+  drawModel();
 }
 
-const drawSpeech = () => { $("speech").hidden = !($("model").value in voices); };
+/** Show the controls that the chosen model has. */
+function drawModel() {
+  $("speech").hidden = !($("model").value in voices);
+  for (const field of document.querySelectorAll(".of-text")) field.hidden = painter() !== null;
+  parameters.show(painter());
+}
 
 async function pollHealth() {
   const health = $("health");
@@ -233,7 +263,7 @@ $("question").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isBusy()) running.cancel();
 });
-$("model").addEventListener("change", drawSpeech);
+$("model").addEventListener("change", drawModel);
 $("cancel").addEventListener("click", () => running?.cancel());
 $("new").addEventListener("click", startAnew);
 $("key").addEventListener("change", () => {

@@ -1,19 +1,26 @@
-// One request for an image: reads its previews, and then the image itself, into a turn.
+// One request for images: reads their previews, and then the images themselves, into a turn.
 
 import { Run } from "./run.js";
 
 const PREVIEWS = 6;
 
-/** Return the body of a request for an image. */
-export const bodyOf = (model, prompt, more) =>
-  JSON.stringify({ model, prompt, stream: true, partial_images: PREVIEWS, durable: true, ...more });
+/** Return the body of a request for images, or for edits of `images`. */
+export function bodyOf(model, prompt, images, fields) {
+  const edited = images.length ? { images: images.map(({ url }) => ({ image_url: url })) } : {};
+  return JSON.stringify({ model, prompt, ...edited, stream: true, partial_images: PREVIEWS, durable: true, ...fields });
+}
 
 export class Painting extends Run {
   path = "v1/images/generations";
   done = "Painted";
 
-  take({ type, b64_json: file, partial_image_index: index }) {
-    this.turn.paint(`data:image/png;base64,${file}`);
-    if (type !== "image_generation.completed") this.turn.say(`Preview ${index + 1} of ${PREVIEWS}`);
+  take({ type, b64_json: file, image_index: image, partial_image_index: preview }) {
+    this.turn.paint(`data:image/png;base64,${file}`, image);
+    const which = image > 0 ? ` of image ${image + 1}` : "";
+    if (!type.endsWith(".completed")) this.turn.say(`Preview ${preview + 1} of ${PREVIEWS}${which}`);
   }
+}
+
+export class Editing extends Painting {
+  path = "v1/images/edits";
 }

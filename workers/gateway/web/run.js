@@ -26,6 +26,7 @@ export class Run {
     this.headers = headers;
     this.changed = changed;
     this.abort = new AbortController();
+    this.error = null; // why the request has failed
     this.first = null;
     this.counted = null; // tokens that arrived with the first event
     this.cancelled = false;
@@ -63,6 +64,7 @@ export class Run {
     if (this.cancelled) return this.turn.end("cancelled", "Cancelled");
     // After a reload the page has no key any more. The request goes on without it.
     if (error.status === 401 && this.kept.id !== null) return this.turn.say("Enter the API key to continue");
+    this.error = error;
     this.turn.fail(explain(error));
     this.turn.end("failed", "Failed");
   }

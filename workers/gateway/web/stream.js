@@ -46,7 +46,7 @@ export async function* ask(path, name, body, headers, signal, listener, last = n
       }
       error = new Error("The connection ended before the answer was complete.");
     } catch (thrown) {
-      if (signal.aborted || !(thrown instanceof TypeError || TRANSIENT.has(thrown.status))) throw thrown;
+      if (signal.aborted || !isTransient(thrown)) throw thrown;
       error = thrown;
     }
     lostAt ??= performance.now();
@@ -56,6 +56,24 @@ export async function* ask(path, name, body, headers, signal, listener, last = n
     pauseMs = Math.min(2 * pauseMs, MAX_PAUSE_MS);
   }
 }
+
+/** Return the response to a request that may be repeated. A broken connection is opened again. */
+export async function fetchAgain(path, options, signal, lost) {
+  const beganMs = performance.now();
+  for (let pauseMs = FIRST_PAUSE_MS; ; pauseMs = Math.min(2 * pauseMs, MAX_PAUSE_MS)) {
+    try {
+      const response = await fetch(path, { ...options, signal });
+      if (response.ok) return response;
+      throw await refusal(response);
+    } catch (error) {
+      if (signal.aborted || !isTransient(error) || performance.now() - beganMs > MAX_OUTAGE_MS) throw error;
+      lost(error);
+      await sleep(Math.max(pauseMs, error.retryAfterMs ?? 0), signal);
+    }
+  }
+}
+
+const isTransient = (error) => error instanceof TypeError || TRANSIENT.has(error.status);
 
 async function open(path, name, body, headers, signal, id, last) {
   const from = last === null ? {} : { "Last-Event-ID": last };
@@ -114,7 +132,7 @@ function parse(block) {
   return event;
 }
 
-function sleep(ms, signal) {
+export function sleep(ms, signal) {
   return new Promise((resolve, reject) => {
     const stop = () => { done(); reject(signal.reason); };
     const timer = setTimeout(() => done(resolve), ms);

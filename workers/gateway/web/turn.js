@@ -18,16 +18,17 @@ const COPIED_MS = 2000;
 const NARROW = matchMedia("(max-width: 56rem)");
 
 /** Return the part of a turn that is stored: plain values. */
-export function newTurn(question, images) {
+export function newTurn(question, images, kind) {
   return {
     question,
+    kind, // of the answer: text, image, edit or video
     images: images.map(({ name, size, kind }) => ({ name, size, kind })),
     state: "running", // or done, failed, cancelled
     name: `page-${crypto.getRandomValues(new BigUint64Array(1))[0].toString(16).padStart(16, "0")}`,
     id: null,
     last: null, // the id of the last event whose text is in `texts`
     texts: [],
-    painted: null, // the URL of the image that is the answer, "" before it comes
+    painted: [], // the URLs of the images of the answer
     status: "Sending",
     error: [],
     facts: { resumed: "never" },
@@ -44,10 +45,11 @@ export class Turn {
     this.kept = kept;
     this.urls = urls;
     this.writers = [];
+    this.paintings = [];
     this.element = newElement("article", "turn");
     this.element.ariaLabel = `Question ${number + 1}`;
     this.element.append(this.askedPart(), this.answerPart(), this.timelinePart());
-    if (kept.painted) this.paint(kept.painted);
+    kept.painted.forEach((url, index) => this.paint(url, index));
     kept.texts.forEach((text, index) => this.writerOf(index).write(text));
     this.busy = kept.state === "running";
     this.say(kept.status);
@@ -86,10 +88,31 @@ export class Turn {
   }
 
   /** Show an image, or a preview of it, in the place of the one before. */
-  paint(url) {
-    this.kept.painted = url;
-    this.image ??= Object.assign(add(this.text, "img", "painted"), { alt: `Painted: ${this.kept.question}` });
-    this.image.src = url;
+  paint(url, index) {
+    while (this.paintings.length <= index) {
+      this.kept.painted[this.paintings.length] ??= "";
+      this.paintings.push(Object.assign(add(this.text, "img", "painted"), { alt: `Painted: ${this.kept.question}` }));
+    }
+    this.kept.painted[index] = url;
+    if (url) this.paintings[index].src = url;
+  }
+
+  /** Show how much of a video is made, in percent. */
+  progress(percent) {
+    this.bar ??= Object.assign(add(this.text, "progress"), { max: 100, ariaLabel: "Progress of the video" });
+    this.bar.value = percent;
+    this.say(`Making the video: ${percent} %`);
+  }
+
+  film(url) {
+    const video = Object.assign(newElement("video", "painted"), { src: url, controls: true, loop: true });
+    video.ariaLabel = `Video: ${this.kept.question}`;
+    this.text.replaceChildren(video);
+  }
+
+  /** Whether a reload has forgotten the video. */
+  get lacksVideo() {
+    return this.kept.kind === "video" && this.kept.state === "done" && this.text.childElementCount === 0;
   }
 
   fact(name, text) {
@@ -119,8 +142,9 @@ export class Turn {
     this.kept.state = state;
     this.busy = false;
     this.say(status);
+    this.bar?.remove();
     this.writers.forEach((writer) => writer.finish());
-    if (this.messages.length === 0 && this.kept.painted === null) this.remark("This question has no answer, and later ones are sent without it.");
+    if (this.messages.length === 0 && this.kept.kind === "text") this.remark("This question has no answer, and later ones are sent without it.");
   }
 
   remark(text) {

@@ -22,7 +22,10 @@ MAX_TOKENS = 4096
 
 
 class PartLoader:
-    """Loads the parts of a folder. Its methods raise ConfigError, which names the part's folder."""
+    """Loads the parts of a folder. Its methods raise ConfigError, which names the part's folder.
+
+    A part that is absent gets settings and a dtype, and no weights: its device is `meta`.
+    """
 
     def __init__(
         self, folder: ImageFolder, dtype: str, device: str, report: Callable[[str], None]
@@ -33,11 +36,20 @@ class PartLoader:
 
     def load_network(self, model_class: Any, name: str) -> Any:
         """Load a network of diffusers."""
+        if name in self._folder.absent:
+            with refusing(self._folder.folder / name), torch.device("meta"):
+                settings = model_class.load_config(self._folder.folder / name)
+                return model_class.from_config(settings).to(self._dtype_of(name))
         return load_module(model_class, *self._announce(name))
 
     def load_text_encoder(self, model_class: Any, name: str, without: Sequence[str] = ()) -> Any:
         """Load a network of transformers, without these submodules."""
-        with refusing(self._folder.folder / name):
+        folder = self._folder.folder / name
+        with refusing(folder):
+            if name in self._folder.absent:
+                with torch.device("meta"):
+                    config = model_class.config_class.from_pretrained(folder, local_files_only=True)
+                    return model_class(config).to(self._dtype_of(name))
             return load_weights(model_class, *self._announce(name), without=without)
 
     def load_tokenizer(self, tokenizer_class: Any, name: str) -> Any:
@@ -109,8 +121,11 @@ class PartLoader:
     def _announce(self, name: str) -> tuple[Path, torch.dtype, str]:
         mib = self._folder.num_bytes(name, self._dtype) / 2**20
         self._report(f"loading the {name.replace('_', ' ')}, {mib:.0f} MiB")
-        dtype = getattr(torch, self._folder.served_dtype(name, self._dtype))
-        return self._folder.folder / name, dtype, self._device
+        return self._folder.folder / name, self._dtype_of(name), self._device
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._folder.served_dtype(name, self._dtype))
+        return dtype
 
 
 def _plain(tokenizer: Any) -> Any:

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from ops.gpu.aot import is_too_large
+from ops.gpu.aot import MODELS, is_too_large
 
 KERNELS = {
     "_attend",
@@ -18,27 +19,27 @@ KERNELS = {
     "_rotate_and_write",
     "_write_cache",
 }
-MODELS = ("Qwen2-VL-2B", "Gemma-3-4B", "gpt-oss-20b", "GQA-fp32-64", "GQA-fp16-80")
 # Limit per program: Hopper has 227 KiB, the smaller chips of the Ada generation have 99 KiB.
 SHARED_BYTES = 99 * 2**10
 
 
-@pytest.mark.long
-def test_every_kernel_compiles_for_hopper_and_would_fit_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "models", [("SmolLM2-135M", "GQA-fp32-64"), pytest.param(MODELS, marks=pytest.mark.long)]
+)
+def test_no_kernel_spills_on_hopper_and_each_fits_elsewhere(
+    tmp_path: Path, models: Iterable[str]
+) -> None:
     # A separate process, because Triton may be set to interpret in this one.
     file = tmp_path / "kernels.jsonl"
     done = subprocess.run(
-        [sys.executable, "-m", "ops.gpu", "aot", *MODELS, "--json", str(file)],
+        [sys.executable, "-m", "ops.gpu", "aot", *models, "--json", str(file)],
         env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
     kernels = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {kernel["kernel"] for kernel in kernels} == KERNELS, done.stdout + done.stderr
-    # Chunks of prompts in float32 spill, and no other kernel does.
-    large = {(k["model"], k["case"]) for k in kernels if is_too_large(k)}
-    assert large <= {("GQA-fp32-64", "chunk")}, done.stdout
-    assert done.returncode == (1 if large else 0)
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_BYTES
 
 

@@ -80,6 +80,19 @@ def rope_modules() -> dict[str, tuple[torch.nn.Module, int]]:
     }
 
 
+class Strict:
+    """A rotary module that refuses what those of the oldest supported transformers refuse."""
+
+    def __init__(self, module: Any, num_axes: int) -> None:
+        self._module = module
+        self._num_dims = 2 if num_axes == 1 else 3
+
+    def __call__(self, like: Tensor, positions: Tensor) -> Any:
+        if positions.ndim != self._num_dims:
+            raise IndexError("too many indices for tensor")
+        return self._module(like, positions)
+
+
 @pytest.mark.parametrize("norms_heads", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "scaled", "sections", "interleaved"])
@@ -105,7 +118,7 @@ def test_rotation_equals_transformers_and_is_stored_in_its_slots(
 
     caches = torch.zeros(2, 4, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
     slots = torch.tensor([6, 0, -1, 3, 7], dtype=torch.int32, device=device)
-    rotary = tabulate_rotary(module, 100, num_axes, qkv)
+    rotary = tabulate_rotary(Strict(module, num_axes), 100, num_axes, qkv)
     turned = rotate_and_write(qkv, positions, rotary, caches[0], caches[1], slots, norm)
     close(turned, query[0])
     written = [0, 1, 3, 4]

@@ -20,9 +20,10 @@ TILE = tl.constexpr(TILE_WIDTH)
 # Smallest side of a product on the matrix units.
 MIN_SIDE = 16
 # Bytes of keys per step of a program's loop. Several steps are pipelined; with the queries they fit
-# into the 99 KiB of shared memory that smaller chips have.
+# into the 99 KiB of shared memory that smaller chips have. For 4-byte types see `count_queries`.
 DECODE_BYTES = 8 * 2**10
 CHUNK_BYTES = 16 * 2**10
+WIDE_CHUNK_BYTES = 8 * 2**10
 
 
 def paged_attention(
@@ -42,7 +43,8 @@ def paged_attention(
     arguments = (query, key_cache, value_cache, plan, scale, window, softcap, sinks)
     if len(plan.chunks):
         rows = pad_to_power_of_two(count_queries(group, head_dim, query.dtype) * group, MIN_SIDE)
-        _launch(output, None, plan.chunks, 1, rows, CHUNK_BYTES, *arguments)
+        step_bytes = WIDE_CHUNK_BYTES if query.dtype.itemsize > 2 else CHUNK_BYTES
+        _launch(output, None, plan.chunks, 1, rows, step_bytes, *arguments)
     if len(plan.decodes):
         rows = pad_to_power_of_two(group, MIN_SIDE)
         if plan.num_splits == 1:
@@ -89,7 +91,6 @@ def _launch(
     dim_pad = pad_to_power_of_two(head_dim, MIN_SIDE)
     keys = step_bytes // (dim_pad * key_cache.element_size())
     part, part_lse = parts or (output, output)
-    is_chunk = step_bytes == CHUNK_BYTES
     _attend[(len(tiles), num_kv_heads, num_splits)](
         output,
         part,
@@ -116,7 +117,7 @@ def _launch(
         SOFTCAP=softcap is not None,
         num_warps=8 if rows > 64 else 4,
         # Loads of the block table take half of the stages, because the loads of keys wait for them.
-        num_stages=2 if is_chunk else 5,
+        num_stages=2 if tiles is plan.chunks else 5,
     )
 
 

@@ -17,9 +17,10 @@ TILE_WIDTH = 4
 sequence, row of the sequence in the block table."""
 
 # Rows of a tile in a prefill, one per query and query head: enough to fill the matrix units, and
-# limited in bytes so that the rows fit into registers.
-CHUNK_ROWS = 128
-CHUNK_BYTES = 32 * 2**10
+# limited in bytes so that the rows fit into registers. Products of 4-byte types do not use the
+# matrix units and need several times as many registers.
+CHUNK_ROWS, CHUNK_BYTES = 128, 32 * 2**10
+WIDE_CHUNK_ROWS, WIDE_CHUNK_BYTES = 32, 16 * 2**10
 
 # Four programs for each of the 132 multiprocessors of an H100 or H200; smaller chips have fewer.
 TARGET_PROGRAMS = 528
@@ -103,7 +104,10 @@ def plan_for_kernels(
 
 def count_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the queries per tile of a prefill; `group` query heads share a KV head."""
-    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (head_dim * dtype.itemsize)) // group)
+    is_wide = dtype.itemsize > 2
+    max_rows = WIDE_CHUNK_ROWS if is_wide else CHUNK_ROWS
+    max_bytes = WIDE_CHUNK_BYTES if is_wide else CHUNK_BYTES
+    return max(1, min(max_rows, max_bytes // (head_dim * dtype.itemsize)) // group)
 
 
 def count_splits(num_decodes: int, num_kv_heads: int) -> int:

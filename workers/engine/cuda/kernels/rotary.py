@@ -39,6 +39,8 @@ class HeadNorm:
 def tabulate_rotary(module: Any, max_positions: int, num_axes: int, like: Tensor) -> Rotary:
     """Tabulate a rotary embedding of transformers, in the dtype and on the device of `like`."""
     positions = torch.arange(max_positions, device=like.device)[None]
+    if num_axes > 1:
+        positions = positions.expand(num_axes, 1, -1)
     cos, sin = module(like, positions)
     half = cos.shape[-1] // 2
     axes = torch.zeros(half, dtype=torch.int32, device=like.device)

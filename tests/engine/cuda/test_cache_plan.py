@@ -1,0 +1,126 @@
+"""The size of the KV cache on a GPU: its arithmetic, and the steps whose memory is measured."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config.schema import EngineConfig, ModelConfig
+from shared.errors import ConfigError
+from workers.engine.core.sequence import RequestOutput
+from workers.engine.cuda.cache_plan import MemoryUse, plan_blocks
+from workers.engine.cuda.profiling import ClaimedMemory, Profile
+from workers.engine.loader import LoadedModel, load
+from workers.engine.main import build_core, size_cache
+from workers.settings import DEMO_MODEL
+
+GIB, MIB = 2**30, 2**20
+H100 = MemoryUse(72 * GIB, 79 * GIB, 15 * GIB, GIB, 2 * GIB)
+
+sizes = st.integers(0, 100 * GIB)
+
+
+@given(sizes, sizes, sizes, sizes, sizes, st.integers(1, 64 * MIB), st.integers(1, 10**6))
+def test_a_cache_never_takes_what_others_have(
+    limit: int, free: int, weights: int, graphs: int, step: int, block_bytes: int, length: int
+) -> None:
+    use = MemoryUse(limit, free, weights, graphs, step)
+    try:
+        num_blocks = plan_blocks(use, block_bytes, 16, length)
+    except ConfigError:
+        assert max(0, use.cache) // block_bytes < -(-length // 16)
+    else:
+        assert weights + graphs + step + num_blocks * block_bytes <= min(limit, free)
+        assert num_blocks * 16 >= length
+        # Another block would not fit.
+        assert use.cache < (num_blocks + 1) * block_bytes
+
+
+@given(st.integers(1, 60 * GIB), st.integers(1, 4 * MIB))
+def test_the_remedies_of_an_error_would_fit(weights: int, block_bytes: int) -> None:
+    use, length = MemoryUse(40 * GIB, 79 * GIB, weights, GIB, 8 * GIB), 10**6
+    try:
+        plan_blocks(use, block_bytes, 16, length)
+    except ConfigError as error:
+        if shorter := re.search(r"max_model_len to (\d+)", error.message):
+            assert plan_blocks(use, block_bytes, 16, int(shorter[1]))
+        if larger := re.search(r"gpu_memory to (\d+) MiB", error.message):
+            limit = int(larger[1]) * MIB
+            wider = MemoryUse(limit, use.free, weights, use.graphs, use.step)
+            assert plan_blocks(wider, block_bytes, 16, length)
+
+
+def test_an_error_names_the_uses_of_the_memory() -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_blocks(H100, MIB, 16, 1_000_000)
+    assert raised.value.message == (
+        "engine.gpu_memory: one sequence of max_model_len 1000000 needs 65.5 GB. KV cache 58.0 GB"
+        " of 77.3 GB: weights take 16.1 GB, a step 2.1 GB, CUDA graphs 1.1 GB. Either set the"
+        " model's max_model_len to 884736 or less, or use a device with more memory"
+    )
+
+
+class RecordedMemory:
+    """Readings of a device, in the order in which a worker takes them."""
+
+    def __init__(self) -> None:
+        self._allocated = [600 * MIB, 640 * MIB]
+
+    def free(self) -> int:
+        return 900 * MIB
+
+    def allocated(self) -> int:
+        return self._allocated.pop(0)
+
+    def peak(self) -> int:
+        return 700 * MIB
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    model = ModelConfig(str(DEMO_MODEL), max_model_len=1024)
+    return load(model, EngineConfig(kernels="torch", kv_cache_mib=16))
+
+
+def test_the_cache_gets_what_the_largest_steps_leave(loaded: LoadedModel) -> None:
+    engine = EngineConfig(kernels="torch", max_num_seqs=4, max_num_batched_tokens=32)
+    memory = ClaimedMemory(RecordedMemory(), limit=800 * MIB, kept=20 * MIB)
+    sized = size_cache(loaded, engine, memory)
+    block_bytes = 16 * MIB / loaded.num_blocks
+    assert sized.num_blocks * block_bytes == pytest.approx(80 * MIB, rel=0.01)
+    assert sized.max_model_len == 1024
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "budget", "steps"),
+    [
+        # The largest step, a prompt next to decodes, decodes alone, and the last ones.
+        (4, 32, [32, 11, 4, 1]),
+        (1, 2048, [1021, 1021, 1, 1]),
+    ],
+)
+def test_the_largest_steps_of_an_engine_are_run(
+    loaded: LoadedModel,
+    num_seqs: int,
+    budget: int,
+    steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = EngineConfig(kernels="torch", max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+    profile = Profile.of(engine, loaded.block_size, loaded.max_model_len)
+    small = replace(loaded, num_blocks=profile.num_blocks, max_model_len=profile.max_model_len)
+    core = build_core(small, engine)
+    num_tokens: list[int] = []
+    run = core.step
+
+    def step() -> list[RequestOutput]:
+        before = core.stats().num_batched_tokens
+        outputs = run()
+        num_tokens.append(core.stats().num_batched_tokens - before)
+        return outputs
+
+    monkeypatch.setattr(core, "step", step)
+    profile.run(core)
+    assert num_tokens == steps
