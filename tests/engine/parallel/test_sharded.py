@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SEEING = ("qwen2_vl", "qwen3_vl_moe")
 # Biases, norms of heads, soft caps with windows, experts that are stored one by one, a tower, and
 # experts that are stored together, with deepstack features.
-FAMILIES = ["phi", "qwen3", "gemma2", "qwen3_moe", *SEEING]
+FAMILIES = ["starcoder2", "qwen3", "gemma2", "qwen3_moe", *SEEING]
 
 
 def build(name: str, **changes: Any) -> PreTrainedModel:
