@@ -38,6 +38,7 @@ async def test_answers_continue_after_the_death_of_each_rank(tmp_path: Path) -> 
         assert tokens_of(records) == expected
         assert attempts_of(records) == [1, 2]
         await until(partial(are_gone, {leader, follower}), 30)
-    assert "rank_failed" in cluster.log.read_text()
     await bus.close()
     assert stop_cluster(cluster) == 0
+    # Neither the death of a leader nor a drain is a failure of the follower.
+    assert cluster.log.read_text().count("rank_failed") == 1
