@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-kinds bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage quiet-tests-lowest tests-lowest coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-kinds bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -23,12 +23,15 @@ install: .venv/installed  ## what running needs; `make test` installs the tools 
 
 # torch has a version there and no hashes: its CPU and CUDA builds of one version are other files.
 # The CUDA packages are those that torch's own metadata pins.
-lock:  ## renew requirements.lock: the newest versions that pyproject.toml allows
+lock:  ## renew requirements.lock and requirements-lowest.txt: the newest and oldest versions that pyproject.toml allows
 	$(PYTHON) -m ops.install --tools
 	$(UV) pip compile pyproject.toml --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --no-header --quiet > requirements.new
 	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-[^m]|cuda-)/ } /^torch=/ { print $$1 } keep' \
 		requirements.new > requirements.lock
+	$(UV) pip compile pyproject.toml --group dev --all-extras --universal --python-version 3.11 \
+		--resolution lowest-direct --no-annotate --no-header --quiet \
+		| grep -vE '^(torch=|nvidia-[^m]|cuda-)' > requirements-lowest.txt
 	rm requirements.new
 
 wheel: .venv/installed  ## dist/pagemill-*.whl, for pipx and `uv tool install`
@@ -67,14 +70,14 @@ demo: .venv/installed  ## images, sounds and a tool, answered over NATS; a speec
 # Style and the pure packages need no cluster: they run in the time in which other tests wait, and
 # print at their end. AFTER_TESTS names targets that wait for the tests, but not for these.
 test: .venv/dev  ## style, types, import contracts, tests, coverage of the pure packages
-	$(MAKE) --jobs tests $(AFTER_TESTS) quiet-check quiet-coverage
+	$(MAKE) --jobs tests $(AFTER_TESTS) quiet-check quiet-coverage quiet-tests-lowest
 
 ifdef AFTER_TESTS
 $(AFTER_TESTS): tests
 endif
 
 QUIET ?= nice -n 10
-quiet-check quiet-coverage: quiet-%: .venv/dev
+quiet-check quiet-coverage quiet-tests-lowest: quiet-%: .venv/dev
 	@log=$$(mktemp); $(QUIET) $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 # Three processes for two cores, because tests wait for a third of their time. A file stays
@@ -86,6 +89,17 @@ tests: .venv/dev
 		$(PURE_TESTS:%=--ignore=%) || $(TESTS) --last-failed --last-failed-no-failures none
 
 TESTS = $(BIN)/pytest -m "not long" --override-ini cache_dir=.pytest_cache/tests
+
+# The parts that call the libraries most, within a minute of processor time.
+LOWEST_TESTS := $(addprefix tests/,engine/cuda/test_fused_layers.py \
+	engine/cuda/kernels/test_elementwise.py engine/model/test_parity.py gateway/routes/test_chat.py \
+	models/test_hybrids.py::test_answers_depend_on_the_states models/test_llava_next_video.py)
+.venv/lowest/installed: .venv/installed requirements-lowest.txt
+	$(PYTHON) -m ops.install --lowest
+	touch $@
+
+tests-lowest: .venv/lowest/installed  ## a part of the tests, with the oldest versions that pyproject.toml allows
+	.venv/lowest/bin/pytest -m "not long" -p no:cacheprovider $(LOWEST_TESTS)
 
 tests-long: .venv/dev  ## cells that repeat others, and 200 examples of each property
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \

@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "requirements.lock"
+LOWEST = ROOT / "requirements-lowest.txt"
 VENV = ROOT / ".venv"
+LOWEST_VENV = VENV / "lowest"
 PYTHON, UV = str(VENV / "bin" / "python"), str(VENV / "bin" / "uv")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 # No step is silent for longer than five seconds.
@@ -111,14 +113,18 @@ def uv_command(packages: list[str], options: list[str]) -> list[str]:
     return [*install, *pinned, *options, *packages]
 
 
+def locked_torch() -> str:
+    lines = LOCK.read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith("torch=="))
+
+
 def pip_commands(folder: Path) -> Iterator[list[str]]:
     """Yield the commands of pip, for an index that uv cannot use: the whole lock file.
 
     pip checks hashes only of files in which every package has one.
     """
     hashed = folder / "requirements.txt"
-    text = LOCK.read_text(encoding="utf-8")
-    torch = next(line for line in text.splitlines() if line.startswith("torch=="))
+    text, torch = LOCK.read_text(encoding="utf-8"), locked_torch()
     hashed.write_text(text.replace(f"{torch}\n", ""), encoding="utf-8")
     pip = [PYTHON, "-m", "pip", "install", "--no-compile"]
     yield [*pip, "--no-deps", "--require-hashes", "--requirement", str(hashed)]
@@ -136,6 +142,21 @@ def install(packages: list[str]) -> int:
         for command in pip_commands(Path(folder)):
             if (code := subprocess.run(command, check=False)).returncode:
                 return code.returncode
+    return 0
+
+
+def install_lowest() -> int:
+    """Make .venv/lowest with the versions of requirements-lowest.txt; return the exit code.
+
+    torch is the locked one: an older one is in no index without gigabytes of CUDA packages.
+    """
+    make = [UV, "venv", "--quiet", "--clear", "--python", PYTHON, str(LOWEST_VENV)]
+    install = [UV, "pip", "install", "--quiet", "--python", str(LOWEST_VENV / "bin" / "python")]
+    install += ["--system-certs", "--no-deps", "--build-constraints", str(LOCK)]
+    install += [*choose_torch(), *index_options(), "--requirement", str(LOWEST), locked_torch()]
+    for command in (make, [*install, "--editable", str(ROOT)]):
+        if code := subprocess.run(command, check=False).returncode:
+            return code
     return 0
 
 
@@ -157,10 +178,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Install from requirements.lock.")
     parser.add_argument("--group", help="a dependency group of pyproject.toml; default: Pagemill")
     parser.add_argument("--tools", action="store_true", help="only .venv with pip and uv")
+    parser.add_argument(
+        "--lowest", action="store_true", help="only .venv/lowest, from requirements-lowest.txt"
+    )
     arguments = parser.parse_args()
     began = time.monotonic()
     if (code := make_venv()) or arguments.tools:
         return code
+    if arguments.lowest:
+        return install_lowest()
     group = ["--group", arguments.group]
     if code := install(group if arguments.group else ["--editable", str(ROOT)]):
         return code

@@ -88,6 +88,8 @@ class FakeRunner:
         self.copied: list[tuple[int, int]] = []
         self.batches: list[int] = []
         """Number of tokens of each batch."""
+        self.sampled: list[int] = []
+        """Tokens that the last batch has sampled, as they would be on a device."""
         self.encoded: list[list[str]] = []
         """Requests of each call of `encode`."""
 
@@ -160,7 +162,7 @@ class FakeRunner:
                 if (content := self._slots.get((source, slot))) is not None:
                     self._slots[destination, slot] = content
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def launch(self, batch: Batch) -> "FakeLaunched":
         self.batches.append(batch.num_tokens)
         if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
             raise MemoryError
@@ -171,15 +173,17 @@ class FakeRunner:
             self._write(s)
         for s in batch.scheduled:
             self._verify(s)
-        for s in batch.scheduled:
+        return FakeLaunched(self, batch)
+
+    def sample(self, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
+        """Return the tokens of a launched batch, or of a part of it."""
+        for s in scheduled:
             if s.samples and not s.sequence.samples_tokens:
                 s.sequence.embedding = bytes(s.sequence.token_ids)
-        return [
-            self._sample(s) if s.samples and s.sequence.samples_tokens else []
-            for s in batch.scheduled
-        ]
+        return [self._sample(s) if s.samples_token else [] for s in scheduled]
 
     def _sample(self, s: ScheduledSequence) -> list[SampledToken]:
+        assert s.sequence.num_tokens == s.end - len(s.draft_token_ids), "not all tokens are known"
         sampled: list[int] = []
         for draft in (*s.draft_token_ids, None):
             sampled.append(self.next_token(s.sequence, sampled))
@@ -192,44 +196,59 @@ class FakeRunner:
         return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % self._vocab_size
 
     def _write(self, s: ScheduledSequence) -> None:
-        start, stop = s.sequence.num_computed_tokens, _stop(s)
-        request = s.sequence.request
+        start, stop, request = s.start, s.end, s.sequence.request
         embedded = self._prepared[s.sequence.request_id]
         assert embedded.issuperset(request.items_within(start, stop)), "no embeddings"
         before = self._slots[self._slot(s.sequence, start - 1)] if start else _root(request)
         for position in range(start, stop):
-            before = _content(s, position, before)
+            before = self._content(s, position, before)
             self._slots[self._slot(s.sequence, position)] = before
 
     def _verify(self, s: ScheduledSequence) -> None:
         assert s.num_new_tokens > 0
         num_drafts = len(s.draft_token_ids)
-        assert s.samples == (_stop(s) - num_drafts == s.sequence.num_tokens)
+        assert s.samples == (s.end - num_drafts == s.sequence.num_tokens)
         assert s.samples or num_drafts == 0
         before = _root(s.sequence.request)
-        for position in range(_stop(s)):
-            before = _content(s, position, before)
+        for position in range(s.end):
+            before = self._content(s, position, before)
             stored = self._slots[self._slot(s.sequence, position)]
             assert stored == before, "a block holds what another sequence has written"
+
+    def _content(self, s: ScheduledSequence, position: int, before: bytes) -> bytes:
+        request = s.sequence.request
+        num_tokens, token_ids = s.sequence.num_tokens, s.sequence.token_ids
+        drafts = s.draft_token_ids
+        token_id = token_ids[position] if position < num_tokens else drafts[position - num_tokens]
+        if token_id < 0:
+            assert position == s.end - 1, "only the last token is awaited"
+            token_id = self.sampled[-1 - token_id]
+        items = [request.items[i] for i in request.items_within(position, position + 1)]
+        filled = [(item.mm_hash, position - item.placeholder.offset) for item in items]
+        return hashlib.sha256(before + repr((token_id, filled)).encode()).digest()
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         block, slot = divmod(position, self._block_size)
         return sequence.block_table[block], slot
 
 
-def _stop(s: ScheduledSequence) -> int:
-    return s.sequence.num_computed_tokens + s.num_new_tokens
+class FakeLaunched:
+    """Batch of a `FakeRunner`. Its tokens can only be sampled once, and before the next launch."""
+
+    def __init__(self, runner: FakeRunner, batch: Batch) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._tokens: list[list[SampledToken]] | None = None
+
+    def sample(self, kept: Iterable[int]) -> None:
+        assert self._tokens is None, "sampled twice"
+        self._tokens = self._runner.sample([self._batch.scheduled[i] for i in kept])
+        self._runner.sampled = [tokens[-1].token_id for tokens in self._tokens if tokens]
+
+    def result(self) -> list[list[SampledToken]]:
+        assert self._tokens is not None
+        return self._tokens
 
 
 def _root(request: EngineRequest) -> bytes:
     return request.tenant.encode()
-
-
-def _content(s: ScheduledSequence, position: int, before: bytes) -> bytes:
-    request = s.sequence.request
-    num_tokens, token_ids = s.sequence.num_tokens, s.sequence.token_ids
-    drafts = s.draft_token_ids
-    token_id = token_ids[position] if position < num_tokens else drafts[position - num_tokens]
-    items = [request.items[i] for i in request.items_within(position, position + 1)]
-    filled = [(item.mm_hash, position - item.placeholder.offset) for item in items]
-    return hashlib.sha256(before + repr((token_id, filled)).encode()).digest()

@@ -224,6 +224,16 @@ def test_images_for_gpus_change_what_uses_torch_alone() -> None:
             assert f"ARG {argument}=" in dockerfile
 
 
+@pytest.mark.parametrize("name", ["docker-compose.gpu.yml", "docker-compose.autoscale.yml"])
+def test_no_service_mounts_two_file_systems_at_one_place(name: str) -> None:
+    """Compose appends the lists of an override to those of the service, and refuses the result."""
+    base = read("docker-compose.yml")["services"]
+    for service, override in read(name)["services"].items():
+        merged = [*base.get(service, {}).get("tmpfs", []), *override.get("tmpfs", [])]
+        places = [entry.partition(":")[0] for entry in merged]
+        assert len(set(places)) == len(places), service
+
+
 def test_no_container_has_the_socket_of_the_docker_engine() -> None:
     """It is root of the machine."""
     assert "docker.sock" not in (FOLDER / "docker-compose.yml").read_text(encoding="utf-8")

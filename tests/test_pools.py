@@ -160,15 +160,16 @@ def test_a_pool_of_engines_has_the_settings_of_all_engines_and_its_own() -> None
 
 def test_a_worker_of_a_pool_has_its_settings_as_those_of_engines() -> None:
     config = parse_config(DIVIDED, {}, "test")
-    assert of_pool(config, "a", True, "small").engine.max_num_seqs == 4
-    assert of_pool(config, "a", False, None) is of_pool(config, "b", True, None) is config
+    assert of_pool(config, WorkerSpec("engine", "a", pool="small")).engine.max_num_seqs == 4
+    for worker in (WorkerSpec("engine", "a", "talker"), WorkerSpec("engine", "b")):
+        assert of_pool(config, worker) is config
     for model, pool, reason in (
         ("a", None, "the worker needs the name of a pool of its model; there are: large, small"),
         ("a", "big", "'a' has no pool 'big' of engines; there are: large, small"),
         ("b", "small", "'b' has no pool 'small' of engines; there are: none"),
     ):
         with pytest.raises(ConfigError, match=f"^--pool: {reason}$"):
-            of_pool(config, model, True, pool)
+            of_pool(config, WorkerSpec("engine", model, pool=pool))
 
 
 @pytest.mark.parametrize(
@@ -184,10 +185,30 @@ def test_faults_of_pools_of_engines_are_named(change: tuple[str, str], reason: s
         parse_config(DIVIDED.replace(*change), {}, "test")
 
 
-def test_pools_of_engines_are_not_scaled() -> None:
-    config = parse_config(f"{DIVIDED}scale: {{pools: [{{role: engine, model: a}}]}}", {}, "test")
-    with pytest.raises(ConfigError, match=r"engines of 'a' have the fixed sizes in models.a.pools"):
-        pools_of(config)
+def test_pools_of_engines_are_scaled_by_name() -> None:
+    entries = "{role: engine, model: a, pool: large, min: 1, max: 4}, {role: engine, model: b}"
+    config = parse_config(f"{DIVIDED}scale: {{pools: [{entries}]}}", {}, "test")
+    scaled = pools_of(config)
+    assert {name: pool.spec for name, pool in scaled.by_name.items()} == {
+        "engine.large/a": WorkerSpec("engine", "a", pool="large"),
+        "engine/b": WorkerSpec("engine", "b"),
+    }
+    engines = [worker for worker in workers_of(config, scaled) if worker.role == "engine"]
+    assert Counter(worker.pool for worker in engines) == {"large": 1, "small": 1}
+
+
+@pytest.mark.parametrize(
+    ("entry", "known"),
+    [
+        ("model: a", "'large', 'small'"),
+        ("model: a, pool: big", "'large', 'small'"),
+        ("model: b, pool: big", "none"),
+    ],
+)
+def test_a_scaled_pool_of_engines_is_one_of_the_models(entry: str, known: str) -> None:
+    text = f"{DIVIDED}scale: {{pools: [{{role: engine, {entry}}}]}}"
+    with pytest.raises(ConfigError, match=rf"scale.pools\[0\].pool: name a pool .*: {known}$"):
+        pools_of(parse_config(text, {}, "test"))
 
 
 def test_a_model_without_engines_has_no_pools_of_them() -> None:

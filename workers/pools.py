@@ -3,7 +3,8 @@
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import msgspec
 
@@ -25,7 +26,7 @@ class Pool:
     """Group of identical workers. The autoscaler decides their number."""
 
     name: str
-    """Stage, and for a role of one model a slash and the model, such as `engine/demo`."""
+    """Name by `pool_name`, such as `engine/demo`."""
     spec: WorkerSpec
     settings: PoolSettings
     stage: str
@@ -78,7 +79,7 @@ def pools_of(config: Config, source: str = "scale") -> Pools:
     Raises ConfigError for the first fault, with `source`, the file's name, and the key.
     """
     pipelines, pools = pipelines_of(config), dict[str, Pool]()
-    divided = [name for name, model in config.models.items() if model.pools]
+    divided = {name: model.pools for name, model in config.models.items()}
     for number, entry in enumerate(config.scale.pools):
         pool_or_fault = _make(entry, pipelines, pools, divided)
         if isinstance(pool_or_fault, Fault):
@@ -112,9 +113,9 @@ def _make(
     entry: PoolConfig,
     pipelines: Mapping[str, Pipeline],
     pools: Mapping[str, Pool],
-    divided: Collection[str],
+    divided: Mapping[str, Collection[str]],
 ) -> Pool | Fault:
-    """Return the pool of an entry. Engines of `divided` models have pools of fixed sizes."""
+    """Return the pool of an entry. `divided` has the names of the pools of engines by model."""
     roles = {spec.name: spec for spec in all_roles() if spec.serves_stages}
     if (role := roles.get(entry.role)) is None:
         return Fault("role", f"no role {entry.role!r} that serves a stage; there are {_all(roles)}")
@@ -132,10 +133,11 @@ def _make(
     if not served:
         of_model = "" if model is None else f" of model {model!r}"
         return Fault("stage", f"no stage {stage!r} of role {role.name!r}{of_model}")
-    if stage == ENGINE and model in divided:
-        key = f"models.{model}.pools"
-        return Fault("model", f"the engines of {model!r} have the fixed sizes in {key}")
-    name = pool_name(stage, model)
+    names = divided.get(model or "", ()) if stage == ENGINE else ()
+    if (entry.pool is None) == bool(names) or (names and entry.pool not in names):
+        known = _all([*names]) if names else "none"
+        return Fault("pool", f"name a pool of models.{model}.pools here; there are: {known}")
+    name = pool_name(stage, model, entry.pool)
     if name in pools:
         return Fault("role", f"the pool {name} is listed twice")
     if entry.min < role.min_workers:
@@ -143,7 +145,7 @@ def _make(
     settings = msgspec.convert(
         {field: getattr(entry, field) for field in PoolSettings.__struct_fields__}, PoolSettings
     )
-    spec = worker_of(*next(iter(served.items())))
+    spec = replace(worker_of(*next(iter(served.items()))), pool=entry.pool)
     return Pool(name, spec, settings, stage, tuple(served))
 
 
@@ -160,21 +162,19 @@ def _edges(
 
     Tasks that wait for workers of all models wake the pools of their model, see `num_arrived`.
     """
-    names = {
-        (model, pool.stage): pool.name
-        for pool in pools.values()
-        if role_of(pool.spec.role).one_model
-        for model in pool.models
-    }
+    names: dict[tuple[str, str], list[str]] = {}
+    for pool in pools.values():
+        for model in pool.models if role_of(pool.spec.role).one_model else ():
+            names.setdefault((model, pool.stage), []).append(pool.name)
     for model, pipeline in pipelines.items():
         for edge in pipeline.edges:
             for source, target in (
                 (edge.source, edge.target),
                 (edge.target, edge.gathered_by or edge.target),
             ):
-                ends = names.get((model, source)), names.get((model, target))
-                if source not in (REQUEST, target) and None not in ends:
-                    yield ends  # type: ignore[misc]
+                if source not in (REQUEST, target):
+                    ends = names.get((model, source), ()), names.get((model, target), ())
+                    yield from product(*ends)
 
 
 def _all(names: Sequence[str] | Mapping[str, object]) -> str:

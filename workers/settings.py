@@ -18,11 +18,11 @@ from shared.helpers.validation import reason_of
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.protocol.permissions import OPERATOR
 from shared.stage.graphs import CODE2WAV, ORPHEUS, ORPHEUS_CODEC, graph_of_folder
-from shared.stage.pipelines import check_pipelines
+from shared.stage.pipelines import ENGINE, check_pipelines
 from shared.vision.quantized import find_quantization
 from workers import generation_config
 from workers.pools import pools_of
-from workers.roles import stage_roles
+from workers.roles import WorkerSpec, stage_roles
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -157,24 +157,28 @@ def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
     return replace(settings, **{name: str(folder / path) for name, path in paths.items()})
 
 
-def of_pool(config: Config, model: str | None, is_engine: bool, pool: str | None) -> Config:
-    """Return the configuration for a worker of a pool, with the pool's settings as `engine`.
+def load_for(worker: WorkerSpec, file: Path | None) -> Config:
+    """Read the configuration as `load_config`; `engine` has the settings of the worker's pool."""
+    return of_pool(load_config(file), worker)
 
-    `is_engine` is whether the worker serves the stage whose workers may have pools. Raises
-    ConfigError.
+
+def of_pool(config: Config, worker: WorkerSpec) -> Config:
+    """Return the configuration with the settings of the worker's pool as `engine`.
+
+    Raises ConfigError if the worker names no pool of its model, or needs one and names none.
     """
+    model = worker.model or (next(iter(config.models)) if len(config.models) == 1 else "")
+    is_engine = worker.role == ENGINE and worker.stage in (None, ENGINE)
     pools = config.models[model].pools if is_engine and model in config.models else {}
-    if pool is None and not pools:
+    if worker.pool is None and not pools:
         return config
-    if pool not in pools:
+    if worker.pool not in pools:
+        problem = "the worker needs the name of a pool of its model"
+        if worker.pool is not None:
+            problem = f"{model!r} has no pool {worker.pool!r} of engines"
         known = ", ".join(pools) or "none"
-        raise ConfigError(
-            f"--pool: the worker needs the name of a pool of its model; there are: {known}"
-            if pool is None
-            else f"--pool: {model!r} has no pool {pool!r} of engines; there are: {known}",
-            field="pool",
-        )
-    return replace(config, engine=pools[pool])
+        raise ConfigError(f"--pool: {problem}; there are: {known}", field="pool")
+    return replace(config, engine=pools[worker.pool])
 
 
 def check_paths(config: Config) -> None:

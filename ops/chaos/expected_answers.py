@@ -31,6 +31,7 @@ from shared.stage.pipelines import pipelines_of
 from workers.coordinator.admission import admit
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
+from workers.engine.log_records import merge_deltas
 from workers.renderer.processing import prompt
 
 CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
@@ -171,7 +172,7 @@ def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, 
         for output in core.step():
             if output.error is not None:
                 raise output.error
-            for delta in output.choices:
+            for delta in merge_deltas([output]):
                 _extend(answers[output.request_id].choices[delta.index], delta)
             num_in_flight -= output.usage is not None
 

@@ -94,6 +94,8 @@ class FakeRunner:
         self.encoded_items = 0
         self.mm_cache_queries = self.mm_cache_hits = 0
         self._slots: dict[tuple[int, int], bytes] = {}
+        self._sampled: list[int] = []
+        """Tokens that the last batch has sampled."""
         self._seen: dict[str, bytes] = {}
         """Hash of the images, by request."""
 
@@ -130,7 +132,7 @@ class FakeRunner:
                 if (content := self._slots.get((source, slot))) is not None:
                     self._slots[destination, slot] = content
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def launch(self, batch: Batch) -> "_Launched":
         if self._step_s:
             time.sleep(self._step_s)
         for s in batch.scheduled:
@@ -138,12 +140,14 @@ class FakeRunner:
                 self._harm(s.sequence, self._on_harm)
             self._write(s)
         for s in batch.scheduled:
-            if s.num_new_tokens > 1 or s.sequence.num_tokens % BLOCK_SIZE == 0:
+            if s.num_new_tokens > 1 or s.end % BLOCK_SIZE == 0:
                 self._verify(s)
-        return [
-            [SampledToken(self.next_token(s.sequence))] if s.samples else []
-            for s in batch.scheduled
-        ]
+        return _Launched(self, batch)
+
+    def sample(self, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
+        tokens = [self.next_token(s.sequence) if s.samples else None for s in scheduled]
+        self._sampled = [token_id for token_id in tokens if token_id is not None]
+        return [[] if token_id is None else [SampledToken(token_id)] for token_id in tokens]
 
     def next_token(self, sequence: EngineSequence) -> int:
         before = array("q", [sequence.seed, sequence.choice, *sequence.token_ids]).tobytes()
@@ -164,22 +168,23 @@ class FakeRunner:
         time.sleep(HANG_S)
 
     def _write(self, s: ScheduledSequence) -> None:
-        start, stop = s.sequence.num_computed_tokens, _stop(s)
-        before = self._slots[_slot(s.sequence, start - 1)] if start else b""
-        for position in range(start, stop):
-            before = _content(s.sequence, position, before)
+        before = self._slots[_slot(s.sequence, s.start - 1)] if s.start else b""
+        for position in range(s.start, s.end):
+            before = self._content(s.sequence, position, before)
             self._slots[_slot(s.sequence, position)] = before
 
     def _verify(self, s: ScheduledSequence) -> None:
         before = b""
-        for position in range(_stop(s)):
-            before = _content(s.sequence, position, before)
+        for position in range(s.end):
+            before = self._content(s.sequence, position, before)
             content = self._slots[_slot(s.sequence, position)]
             assert content == before, "a block holds what another sequence has written"
 
-
-def _stop(s: ScheduledSequence) -> int:
-    return s.sequence.num_computed_tokens + s.num_new_tokens
+    def _content(self, sequence: EngineSequence, position: int, before: bytes) -> bytes:
+        token_id = sequence.token_ids[position]
+        if token_id < 0:  # It is awaited from the last batch.
+            token_id = self._sampled[-1 - token_id]
+        return hashlib.blake2b(before + token_id.to_bytes(8, "little"), digest_size=16).digest()
 
 
 def _slot(sequence: EngineSequence, position: int) -> tuple[int, int]:
@@ -187,12 +192,22 @@ def _slot(sequence: EngineSequence, position: int) -> tuple[int, int]:
     return sequence.block_table[block], slot
 
 
-def _content(sequence: EngineSequence, position: int, before: bytes) -> bytes:
-    token = sequence.token_ids[position].to_bytes(8, "little")
-    return hashlib.blake2b(before + token, digest_size=16).digest()
+class _Launched:
+    def __init__(self, runner: FakeRunner, batch: Batch) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._tokens: list[list[SampledToken]] = []
+
+    def sample(self, kept: Sequence[int]) -> None:
+        self._tokens = self._runner.sample([self._batch.scheduled[i] for i in kept])
+
+    def result(self) -> list[list[SampledToken]]:
+        return self._tokens
 
 
-def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> EngineCore:
+def build_core(
+    runner: FakeRunner, num_blocks: int, max_num_seqs: int, *, runs_ahead: bool = False
+) -> EngineCore:
     return EngineCore(
         runner,
         decode,
@@ -202,6 +217,7 @@ def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Engine
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
+        runs_ahead=runs_ahead,
     )
 
 

@@ -152,6 +152,8 @@ class Settings(Struct, frozen=True):
     """Generators that paint; with 0, no request may be for images."""
     painter: Literal["demo", "qwen-image"] = "demo"
     """Model that paints if the engine is not a fake: the demo's, or a small one of diffusers."""
+    painter_parts: int = 0
+    """Generators that encode texts, and ones that decode latents; with 0, painters do both."""
     max_codes: int = 96
     """Most frames of a speech."""
     engine: Literal["fake", "demo"] = "fake"
@@ -172,6 +174,8 @@ class Settings(Struct, frozen=True):
     """Share of the requests with stop strings."""
     num_blocks: int = 256
     max_num_seqs: int = 16
+    steps_ahead: Literal[0, 1] = 0
+    """Steps that engines launch before the tokens of the step before them are known."""
     timeout_s: float = 240.0
     """Deadline of all requests that are expected to finish."""
     ack_wait_s: float = 2.0

@@ -21,6 +21,7 @@ from ops.chaos.plan import (
     painted_sizes,
 )
 from ops.harness.deployment import write_config
+from shared.stage.graphs import PARTS
 from workers.gateway.http import auth
 
 EMBEDDINGS_TTL_S = 10.0
@@ -84,6 +85,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             "threads": 1,
             "num_blocks": settings.num_blocks,
             "max_num_seqs": settings.max_num_seqs,
+            "steps_ahead": settings.steps_ahead,
         },
         "scale": {"pools": [] if settings.scaled is None else [_pool_of(settings.scaled)]},
         "log_level": "warning",
@@ -147,7 +149,7 @@ def _speech_stages(settings: Settings) -> dict[str, object]:
 
 
 def _image_stages(settings: Settings, folder: Path) -> dict[str, object]:
-    """Return the stage of a painter, with small images, which take little time."""
+    """Return the stages of a painter, with small images, which take little time."""
     if not settings.painters:
         return {}
     painter = PAINTER_FOLDER
@@ -157,7 +159,16 @@ def _image_stages(settings: Settings, folder: Path) -> dict[str, object]:
 
         painter = folder / settings.painter
         write(painter)
-    return {
+    parts: dict[str, object] = {
+        part: {
+            "role": "generator",
+            "path": str(painter),
+            "inputs": {carries: {"from": PAINTER, "function": "item", "mode": "fan_out"}},
+        }
+        for part, carries in PARTS.items()
+        if settings.painter_parts
+    }
+    return parts | {
         PAINTER: {
             "role": "generator",
             "path": str(painter),
@@ -185,11 +196,11 @@ def bounds_of(settings: Settings) -> Bounds:
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         TALKER: (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
         VOCODER: VOCODER_RSS_MIB,
-        PAINTER: VOCODER_RSS_MIB if fake else RSS_MIB["engine"],
+        **dict.fromkeys((PAINTER, *PARTS), VOCODER_RSS_MIB if fake else RSS_MIB["engine"]),
     }
     # Readers map the arenas of owners, and have buffers of the same size to receive into.
     arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)
-    for role in ("renderer", "encoder", "engine", TALKER):
+    for role in ("renderer", "encoder", "engine", TALKER, PAINTER, *PARTS):
         rss_mib[role] += arenas_mib
     return Bounds(
         recovery_s=5.0 if fake else 15.0,

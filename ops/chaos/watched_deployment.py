@@ -33,6 +33,7 @@ from shared.errors import PagemillError
 from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
+from shared.stage.graphs import PARTS
 from shared.stage.runtime import HEARTBEAT_S
 from workers import settings as product_settings
 from workers.gateway.openai.speech import SPEECH
@@ -271,6 +272,7 @@ def _counts(settings: Settings) -> dict[str, int]:
         TALKER: settings.talkers,
         VOCODER: settings.vocoders,
         PAINTER: settings.painters,
+        **dict.fromkeys(PARTS, settings.painter_parts),
         "gateway": settings.gateways,
         "autoscaler": int(is_scaled),
         ACTUATOR: int(is_scaled),

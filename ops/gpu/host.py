@@ -9,8 +9,9 @@ that computes nothing: its logits are a fixed table. All sequences decode. For e
 sequences and kind of sampling this prints the medians of the processor time and of the time of a
 step, and its Python calls, which are the same on every machine.
 
-With `--device-ms` the model sleeps in `forward`, as a device computes while the interpreter is
-free, and the share of the time in which the device is idle is printed too. The products of the
+With `--device-ms` each batch takes this time on a device that computes one batch after the other,
+while the interpreter is free. The next step is launched before the tokens of a step are awaited,
+and the share of the time in which the device is idle is printed too. The products of the
 sampler run on this machine's processor, over a vocabulary of 1,024 tokens. Run it on a machine that
 does nothing else.
 """
@@ -31,8 +32,9 @@ from torch import Tensor
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
-from workers.engine.core.sequence import EngineRequest
+from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
 from workers.engine.cuda.kernels.plan import BlockTables, KernelPlan, plan_for_kernels
+from workers.engine.launched_batch import LaunchedBatch
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.runner import ModelRunner
@@ -54,11 +56,13 @@ class NullFamily:
     """Language adapter of a model with three axes of positions and no layers."""
 
     num_position_rows = 3
+    position_type = "int64"
+    attends_items = False
 
     def __init__(self) -> None:
-        config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE)
-        self.decoder = SimpleNamespace(config=config)
+        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_hidden_layers": 0}
         self.model = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+        self.decoder = SimpleNamespace(config=SimpleNamespace(**sizes), **vars(self.model))
         self._rows = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
 
     def input_embeddings(self, token_ids: Tensor) -> Tensor:
@@ -75,12 +79,11 @@ class NullFamily:
 
 
 class NullModel(DecoderModel):
-    """Decoder that plans as a GPU model does, sleeps, and returns rows of a fixed table."""
+    """Decoder that plans as a GPU model does, and returns rows of a fixed table."""
 
-    def __init__(self, device_s: float) -> None:
+    def __init__(self) -> None:
         family: Any = NullFamily()
         super().__init__(family)
-        self._device_s = device_s
         self._tables = BlockTables()
         generator = torch.Generator().manual_seed(0)
         self._logits = torch.randn(MAX_SEQUENCES, VOCAB_SIZE, generator=generator)
@@ -103,16 +106,41 @@ class NullModel(DecoderModel):
         )
 
     def forward(self, step: StepInputs) -> Tensor:
-        if self._device_s:
-            time.sleep(self._device_s)
         return self._logits[: len(step.sampled_rows)]
+
+
+class NullRunner(ModelRunner):
+    """Runner whose batches are computed one after the other by a device that needs no processor."""
+
+    def __init__(self, num_blocks: int, device_s: float) -> None:
+        super().__init__(NullModel(), num_blocks, BLOCK_SIZE)
+        self.device_s = device_s
+        self.free_s = 0.0
+        """Time at which the device has computed all batches."""
+
+    def launch(self, batch: Batch) -> LaunchedBatch:
+        launched: Any = super().launch(batch)
+        self.free_s = max(self.free_s, time.perf_counter()) + self.device_s
+        return DeviceBatch(launched, self.free_s) if self.device_s else launched
+
+
+class DeviceBatch(LaunchedBatch):
+    """A batch that the device has computed at a given time."""
+
+    def __init__(self, launched: LaunchedBatch, done_s: float) -> None:
+        vars(self).update(vars(launched))
+        self._done_s = done_s
+
+    def result(self) -> list[list[SampledToken]]:
+        time.sleep(max(0.0, self._done_s - time.perf_counter()))
+        return super().result()
 
 
 def start(num_sequences: int, context: int, params: dict[str, Any], device_s: float) -> EngineCore:
     """Return a core in which this number of sequences decode."""
     num_blocks = num_sequences * (-(-(context + MAX_NEW) // BLOCK_SIZE) + 3)
     core = EngineCore(
-        ModelRunner(NullModel(device_s), num_blocks, BLOCK_SIZE),
+        NullRunner(num_blocks, device_s),
         lambda token_ids, /, *, skip_special_tokens=True: "x" * len(token_ids),
         frozenset(),
         pool=BlockPool(num_blocks, BLOCK_SIZE),
@@ -120,6 +148,7 @@ def start(num_sequences: int, context: int, params: dict[str, Any], device_s: fl
         max_num_batched_tokens=8192,
         max_model_len=context + MAX_NEW,
         vocab_size=VOCAB_SIZE,
+        runs_ahead=device_s > 0,
     )
     sampling = SamplingParams(max_tokens=MAX_NEW, ignore_eos=True, **params)
     for i in range(num_sequences):

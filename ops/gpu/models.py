@@ -60,7 +60,8 @@ _SEEING_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VL", _INTERLEAVED, _DEEPSTACK),
     "qwen3_vl_moe": ("Qwen3VLMoe", _INTERLEAVED | _EXPERTS, _DEEPSTACK),
 }
-FAMILIES = (*_TEXT_MODELS, *_SEEING_MODELS)
+SEEING = tuple(_SEEING_MODELS)
+FAMILIES = (*_TEXT_MODELS, *SEEING)
 
 
 def build(name: str, **vision_changes: Any) -> PreTrainedModel:

@@ -1,17 +1,20 @@
 """Count the copies and the synchronisations of an engine step, without a GPU.
 
     python -m ops.gpu round-trips                     # all families
-    python -m ops.gpu round-trips qwen2 -v --most 5
+    python -m ops.gpu round-trips qwen2 -v
+    python -m ops.gpu round-trips --kinds greedy images adapters
 
 The model, its recorded decodes, the runner, the engine core and the sampler run on tensors of
 torch's device `meta`, which have a shape and a dtype and no values. Triton kernels are not
 launched. A read of a value by the host is a synchronisation; it returns a value with which no row
 needs special treatment. A copy between the host and the device is counted with the line that causes
-it, unless it is asynchronous.
+it, unless it is asynchronous. Images come with embeddings, because a tower reads the grids of its
+images from the device.
 
 An operation on tensors of both devices is an error, and so are a copy and a synchronisation in a
-decode that a graph records. The exit status is 1 if a family has errors, or more copies and
-synchronisations in a step than --most allows.
+decode that a graph records. Each step is launched before the tokens of the step before are known,
+so a copy or a synchronisation in between would make the host wait. The exit status is 1 if a family
+has errors, or more copies and synchronisations in a step than `MOST`.
 """
 
 import argparse
@@ -20,7 +23,8 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from ops.gpu.models import FAMILIES, build
+from ops.gpu.models import FAMILIES, SEEING, build, image_request, text_request
+from shared.models.language import LanguageAdapter
 from shared.models.registry import adapt
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.block_pool import BlockPool
@@ -37,6 +42,8 @@ from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.cuda.cuda_graphs import Replay
 from workers.engine.cuda.model import GpuModel
+from workers.engine.model.lora import AdaptedLinear, Adapters
+from workers.engine.model.peft_format import LoraWeights
 from workers.engine.runner import ModelRunner
 
 DEVICE = torch.device("meta")
@@ -54,7 +61,25 @@ SAMPLING: dict[str, dict[str, Any]] = {
         "logit_bias": {5: 1.0},
     },
     "logprobs": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1},
+    # Greedy requests with the embeddings of images, in families that see; with a LoRA adapter.
+    "images": {"temperature": 0},
+    "adapters": {"temperature": 0},
 }
+ADAPTED = ("llama", "qwen3_vl")
+"""Families that are served with an adapter. Adapters replace layers in the same way in all."""
+IMAGE_SIZES = [(4, 4), (8, 6)]
+ADAPTER = "lora"
+MOST = {
+    "greedy": 1,
+    "temperature": 1,
+    "top_p": 6,
+    "penalties": 14,
+    "logprobs": 10,
+    "images": 2.3,
+    "adapters": 1,
+}
+"""Copies and synchronisations that a step may have, by the kind of sampling. They may only become
+fewer. One of them fetches the tokens, and images bring copies of their embeddings."""
 
 
 class Record:
@@ -240,28 +265,80 @@ def recorder(record: Record) -> Callable[[Replay], Replay]:
     return record_graph
 
 
-def serve(name: str, dtype: torch.dtype, record: Record) -> Iterator[tuple[str, float, float]]:
-    """Serve requests; yield the copies and synchronisations of a step by kind of sampling."""
-    with DEVICE:
-        model: Any = build(name)
-        model = model.to(dtype)
+def serve(
+    name: str, dtype: torch.dtype, record: Record, kinds: Sequence[str]
+) -> Iterator[tuple[str, float, float]]:
+    """Serve requests; yield the copies and synchronisations of a step by kind of requests."""
+    all_served: dict[bool, Served] = {}
     with ConstructorCounter(record), OperationCounter(record):
-        served = GpuModel(
-            adapt(model),
-            max_num_seqs=NUM_SEQS,
-            max_model_len=MAX_MODEL_LEN,
-            record=recorder(record),
-        )
-        runner = ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE)
-        for kind, params in SAMPLING.items():
+        for kind in kinds:
+            is_adapted = kind == "adapters"
+            if (is_adapted and name not in ADAPTED) or (kind == "images" and name not in SEEING):
+                continue
+            if is_adapted not in all_served:
+                all_served[is_adapted] = load(name, dtype, record, is_adapted)
+            served = all_served[is_adapted]
+            requests = requests_of(kind, served.width)
             record.copies.clear()
             record.syncs.clear()
-            num_steps = run_requests(runner, kind, params)
+            num_steps = run_requests(served.runner, requests)
             yield kind, record.copies.total() / num_steps, record.syncs.total() / num_steps
 
 
-def run_requests(runner: ModelRunner, kind: str, params: dict[str, Any]) -> int:
-    """Return the number of steps of three requests."""
+class Served(NamedTuple):
+    runner: ModelRunner
+    width: int
+    """Width of the embeddings of an image; 0 for a family that does not see."""
+
+
+def load(name: str, dtype: torch.dtype, record: Record, is_adapted: bool) -> Served:
+    with DEVICE:
+        model: Any = build(name)
+    family = adapt(model.to(dtype))
+    adapters = add_adapter(family) if is_adapted else None
+    served = GpuModel(
+        family,
+        max_num_seqs=NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        adapted=is_adapted,
+        record=recorder(record),
+    )
+    runner = ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE, adapters=adapters)
+    return Served(runner, 0 if family.tower is None else family.tower.width)
+
+
+def add_adapter(family: LanguageAdapter) -> Adapters:
+    """Add an adapter of rank 2 to a layer of the decoder."""
+    adapters, decoder = Adapters([ADAPTER]), cast(Any, family.decoder)
+    attention = decoder.layers[0].self_attn
+    base = attention.q_proj
+    weights = LoraWeights(
+        base.weight.new_zeros(2, base.in_features), base.weight.new_zeros(base.out_features, 2)
+    )
+    attention.q_proj = AdaptedLinear(base, {1: weights}, 1, adapters.step)
+    return adapters
+
+
+def requests_of(kind: str, width: int) -> list[EngineRequest]:
+    """Return three requests of a kind; `width` is the width of the embeddings of an image."""
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, **SAMPLING[kind])
+    if kind == "images":
+        return [embed(image_request(i, IMAGE_SIZES, sampling), width) for i in range(3)]
+    adapter = ADAPTER if kind == "adapters" else None
+    return [replace(text_request(i, 17 + 30 * i, sampling), adapter=adapter) for i in range(3)]
+
+
+def embed(request: EngineRequest, width: int) -> EngineRequest:
+    """Return the request with embeddings of its images, as from an encoder."""
+    items = [
+        replace(item, embedding=torch.ones(item.placeholder.length, width))
+        for item in request.items
+    ]
+    return replace(request, items=items)
+
+
+def run_requests(runner: ModelRunner, requests: Sequence[EngineRequest]) -> int:
+    """Return the number of steps of the requests."""
     core = EngineCore(
         runner,
         lambda token_ids, /, *, skip_special_tokens=True: "x" * len(token_ids),
@@ -271,10 +348,10 @@ def run_requests(runner: ModelRunner, kind: str, params: dict[str, Any]) -> int:
         max_num_batched_tokens=64,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=512,
+        runs_ahead=True,
     )
-    sampling = SamplingParams(max_tokens=4, ignore_eos=True, **params)
-    for i in range(3):
-        core.add(EngineRequest(f"{kind}{i}", list(range(3, 20 + 30 * i)), [], sampling))
+    for request in requests:
+        core.add(request)
     num_steps = 0
     while core.has_work and num_steps < MAX_STEPS:
         for output in core.step():
@@ -284,15 +361,15 @@ def run_requests(runner: ModelRunner, kind: str, params: dict[str, Any]) -> int:
     return num_steps
 
 
-def check_family(name: str, dtype: torch.dtype, most: float | None, verbose: bool) -> bool:
+def check_family(name: str, dtype: torch.dtype, kinds: Sequence[str], verbose: bool) -> bool:
     """Print the counts of a family; return whether it has no problems."""
     record = Record()
     replace_launches(record)
     try:
-        for kind, copies, syncs in serve(name, dtype, record):
+        for kind, copies, syncs in serve(name, dtype, record, kinds):
             say(f"  {name:13} {kind:12} {copies:5.1f} copies, {syncs:5.1f} synchronisations a step")
-            if most is not None and copies + syncs > most:
-                record.problems[f"{kind}: more than {most:g} a step"] += 1
+            if copies + syncs > MOST[kind]:
+                record.problems[f"{kind}: more than {MOST[kind]} a step"] += 1
             for event, count in (record.copies + record.syncs).items() if verbose else ():
                 say(f"      {count:4} {event}")
     except Exception as error:
@@ -316,14 +393,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.gpu round-trips", description=__doc__)
     parser.add_argument("families", nargs="*", help=f"by default all: {', '.join(FAMILIES)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--most", type=float, help="copies and synchronisations allowed in a step")
+    parser.add_argument("--kinds", nargs="+", default=list(SAMPLING), choices=list(SAMPLING))
     parser.add_argument("-v", "--verbose", action="store_true", help="print each with its line")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.families) - set(FAMILIES):
         parser.error(f"unknown families: {', '.join(sorted(unknown))}")
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     right = [
-        check_family(name, dtype, arguments.most, arguments.verbose)
+        check_family(name, dtype, arguments.kinds, arguments.verbose)
         for name in arguments.families or FAMILIES
     ]
     return int(not all(right))

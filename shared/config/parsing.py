@@ -161,16 +161,20 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
             if not is_model_name(adapter):
                 yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
         if model.quantization is not None:
-            key = f"models.{name}.quantization"
-            if model.dtype not in ("auto", "float32", "bfloat16"):
-                yield Fault(key, f"int8 needs dtype bfloat16 or float32, not {model.dtype}")
-            if config.engine.device == "cuda":
-                yield Fault(
-                    key,
-                    "int8 does not run on a GPU: remove the setting, or set engine.device to cpu",
-                )
-            if model.adapters:
-                yield Fault(key, "int8 and LoRA adapters exclude each other")
+            yield from _faults_of_int8(config, name, model)
+
+
+def _faults_of_int8(config: Config, name: str, model: ModelConfig) -> Iterator[Fault]:
+    key = f"models.{name}.quantization"
+    if model.dtype not in ("auto", "float32", "bfloat16"):
+        yield Fault(key, f"int8 needs dtype bfloat16 or float32, not {model.dtype}")
+    if model.adapters:
+        yield Fault(key, "int8 and LoRA adapters exclude each other")
+    devices = {f"models.{name}.pools.{pool}": each.device for pool, each in model.pools.items()}
+    for place, device in (devices or {"engine": config.engine.device}).items():
+        if device == "cuda":
+            message = f"int8 does not run on a GPU: remove it, or set {place}.device to cpu"
+            yield Fault(key, message)
 
 
 def _faults_of_sections(config: Config) -> Iterator[Fault]:

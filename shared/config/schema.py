@@ -455,6 +455,11 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """Limit on the time of one step. Beyond it, the step counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
+    steps_ahead: Literal[0, 1] | None = None
+    """Number of steps whose forward pass is launched before the tokens of the step before are
+    known; by default 1 on a GPU, which then does not wait for the engine, and 0 on a CPU. A step
+    with drafts waits for the tokens, and so do talkers and models with recurrent layers. Answers
+    stay the same."""
     max_step_ms: Annotated[float, Meta(gt=0)] | None = None
     """Target time of a step while sequences decode. Prompts get the part that decoding leaves, by
     the measured time of a token. A shorter time makes running answers smoother and first tokens
@@ -473,7 +478,8 @@ class EnginePool(EngineConfig, frozen=True, forbid_unknown_fields=True):
     """A pool of engines: all settings of `engine`, and a size."""
 
     replicas: Positive = 1
-    """Number of engines that `pagemill up` starts, for each of the `devices` if they are named."""
+    """Number of engines that `pagemill up` starts, for each of the `devices` if they are named. The
+    `min` of an entry of `scale.pools` replaces it."""
 
 
 class GeneratorConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
@@ -691,6 +697,9 @@ class PoolConfig(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_only=
     that serves all models."""
     stage: str | None = None
     """Stage that the workers serve; by default the stage with the name of the role."""
+    pool: str | None = None
+    """Pool in `pools` of the model, which is needed if the model has any. The pool with the higher
+    `priority` grows first, and the next one when it is at its `max`."""
 
 
 class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,6 +15,8 @@ from rich.filesize import decimal
 from shared.config.gpu_memory import GpuMemory, memory_bytes
 from shared.errors import ConfigError
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Variable that CUDA reads when it is initialised. Its numbers may differ from `nvidia-smi`."""
 _PROFILE = re.compile(r"mig-(\d+g\.\d+gb(?:[.+][a-z0-9.+]+)?)")
 
 

@@ -101,6 +101,18 @@ class Detokenizer:
         self._num_exempt = max(0, self._num_exempt - num_sure)
         return text, matched
 
+    def read(self, token_ids: list[int]) -> str:
+        """Return the text of further tokens, at once. There must be no stop strings.
+
+        It is the text that the tokens would have one after the other.
+        """
+        text, window = read_text(self._decode, self._window, token_ids)
+        if REPLACEMENT in text or window.num_held or not window.num_out:
+            # The text of bytes that are no character depends on the tokens that are read with them.
+            return "".join([self._read([token_id]) for token_id in token_ids])
+        self._window = window
+        return text
+
     def finish(self) -> str:
         """Return the held text. No tokens may follow."""
         self._held += self._read([], is_last=True)

@@ -219,6 +219,9 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     host: str = ""
     """Machine and network namespace of the process; empty for workers without this field."""
 
+    pool: str = ""
+    """Pool of the model's engines, if there are several."""
+
     def may_run_on(self, host: str) -> bool:
         """Return whether the worker runs on this host, also if its host is unknown."""
         own = self.host or ("" if self.blobs is None else self.blobs.host)

@@ -1,6 +1,6 @@
 """Tasks: the messages between stages. All have the same header, and a body for their stage."""
 
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -175,6 +175,8 @@ class PaintBody(TaskBody, frozen=True):
 class TextsBody(TaskBody, frozen=True):
     """Item task of a stage that encodes texts for a stage that paints."""
 
+    since_version: ClassVar[int] = 3
+
     key: str
     """Name of the result, which is a blob with the encoded texts."""
     texts: list[str]
@@ -190,6 +192,8 @@ class TextsBody(TaskBody, frozen=True):
 
 class LatentsBody(TaskBody, frozen=True):
     """Item task of a stage that decodes latents for a stage that paints."""
+
+    since_version: ClassVar[int] = 3
 
     key: str
     """Name of the result, which is the `media:` URL of the file."""

@@ -19,9 +19,13 @@ Reason = Literal[
 ]
 
 
-def pool_name(stage: str, model: str | None) -> str:
-    """Return the name of a stage's pool. `model` is None for workers that serve all models."""
-    return stage if model is None else f"{stage}/{model}"
+def pool_name(stage: str, model: str | None, pool: str | None = None) -> str:
+    """Return the name of a stage's pool. `model` is None for workers that serve all models.
+
+    `pool` is the name of one of several pools, such as `big` in `engine.big/demo`.
+    """
+    place = stage if pool is None else f"{stage}.{pool}"
+    return place if model is None else f"{place}/{model}"
 
 
 class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):

@@ -103,6 +103,7 @@ class Context:
         log: logs.Logger,
         stage: str | None = None,
         listeners: Listeners | None = None,
+        pool: str | None = None,
     ) -> None:
         """`stage` is the name of the stage to serve. If it is None, `default_stage` chooses it.
 
@@ -112,6 +113,8 @@ class Context:
         self.worker = worker
         self.model = model
         """The model to serve, for a role whose workers serve one model each."""
+        self.pool = pool
+        """The pool of the worker, in a model that has several."""
         self.config = config
         self.bus = bus
         self.log = log
@@ -273,6 +276,7 @@ class Context:
                 stage=self._own_stage_name,
                 reads=readable(),
                 host=host_id(),
+                pool=self.pool or "",
             )
             try:
                 await self.bus.heartbeats.publish(self.worker, to_json(beat))
@@ -304,6 +308,7 @@ async def run(
     stage: str | None,
     reread: Callable[[], Config] | None = None,
     listeners: Listeners | None = None,
+    pool: str | None = None,
 ) -> int:
     """Run one worker until it has stopped, and return the exit code of the process.
 
@@ -321,7 +326,7 @@ async def run(
     except PagemillError as error:
         log.error("not_started", code=error.code, reason=error.message)
         return _exit_code(error)
-    context = Context(role, worker, model, config, bus, log, stage, listeners)
+    context = Context(role, worker, model, config, bus, log, stage, listeners, pool)
     context.reloader = Reloader(config, reread, log)
     try:
         _drain_on_signals(context)

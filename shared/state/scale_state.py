@@ -73,8 +73,15 @@ async def change_orders(bus: Bus, change: Callable[[ScaleOrders], ScaleOrders]) 
 
 
 async def find_pool(bus: Bus, stage: str, model: str) -> tuple[str, PoolPlan] | None:
-    """Return name and plan of the pool that serves a stage; None if it is not scaled."""
+    """Return name and plan of the pool that serves a stage; None if it is not scaled.
+
+    If it has several pools, the pool with the most workers is returned.
+    """
     plan = await read_current_plan(bus)
     names = (pool_name(stage, model), pool_name(stage, None))
-    pools = ((name, plan.pools[name]) for name in names if plan and name in plan.pools)
-    return next(pools, None)
+    pools = {
+        name: pool
+        for name, pool in (plan.pools.items() if plan else ())
+        if name in names or (name.startswith(f"{stage}.") and name.endswith(f"/{model}"))
+    }
+    return max(pools.items(), key=lambda item: item[1].running, default=None)

@@ -79,6 +79,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     ("counter", ENGINE, ()): {
         "prompt_tokens_total": "Prefilled prompt tokens, including those from the prefix cache.",
         "generation_tokens_total": "Sampled tokens.",
+        "engine_step_seconds_total": (
+            "Time of steps, in seconds. Its rate is the share of time in which the engine computed;"
+            " the rest is idle."
+        ),
         "engine_memory_shortages_total{action}": (
             "Steps for which the device had too little memory, by the reaction: `retry` as it was,"
             " `cut` prompts, `preempt` a sequence, or `fail` a request that was alone."
@@ -286,6 +290,20 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "info{version,stage}": (
             "Always 1. The stage of a worker may have another name than its role; the label"
             " `worker` joins it with other metrics."
+        ),
+    },
+    ("gauge", "workers on GPUs", ()): {
+        "gpu_memory_used_bytes{gpu}": (
+            "Memory in use on the worker's GPU, by all programs. The label `gpu` is its UUID."
+        ),
+        "gpu_memory_total_bytes{gpu}": "Memory of the worker's GPU.",
+        "gpu_utilization{gpu}": (
+            "Share of the last second in which the worker's GPU computed, 0 to 1. Instances of MIG"
+            " do not report it, the power or the throttling."
+        ),
+        "gpu_power_watts{gpu}": "Power of the worker's GPU.",
+        "gpu_throttled{gpu}": (
+            "1 while power, heat or the hardware keeps the clock of the worker's GPU down, else 0."
         ),
     },
     ("gauge", "`pagemill metrics`", ()): {

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from shared.bus.bus import Bus
+from shared.config.schema import Config, EnginePool, ModelConfig, PoolConfig, ScaleConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat, WorkerSlot
@@ -14,6 +15,7 @@ from shared.state import scale_state
 from tests.autoscaler.conftest import ENCODER, ENGINE, beat, report, two_pools
 from workers.autoscaler.figures import Look, Queue, Reader, figures_of
 from workers.autoscaler.presence import Workers
+from workers.pools import pools_of
 
 POOLS = two_pools()
 EMPTY = Queue(0, 0, 0.0)
@@ -72,6 +74,31 @@ async def reader(bus: Bus) -> Reader:
     for stream in (subjects.SCALE_STREAM, subjects.WORKERS_STREAM):
         await bus.purge(stream, ">")
     return Reader(bus, "autoscaler-1", POOLS)
+
+
+def test_pools_of_one_queue_divide_its_tasks_by_priority() -> None:
+    """The second pool gets what the first one has no room for."""
+    entries = [
+        PoolConfig(role="engine", pool="small", max=4, per_engine=10),
+        PoolConfig(role="engine", pool="large", max=2, per_engine=20, priority=1),
+    ]
+    model = ModelConfig("demo", pools={"small": EnginePool(), "large": EnginePool()})
+    pools = pools_of(Config({"demo": model}, scale=ScaleConfig(entries)))
+    workers = dict.fromkeys(pools.by_name, NOBODY)
+
+    def tasks(pending: int, in_flight: int) -> dict[str, tuple[int, int, float, int]]:
+        read = queues("engine", Queue(pending, in_flight, 3.0), EMPTY)
+        figures = figures_of(pools, Look(read, workers, {}), Counter(demo=1))
+        return {
+            name: (f.pending, f.in_flight, f.oldest_s, f.num_arrived)
+            for name, f in figures.items()
+            if f is not None
+        }
+
+    large, small = "engine.large/demo", "engine.small/demo"
+    assert tasks(5, 7) == {large: (5, 7, 3.0, 1), small: (0, 0, 0.0, 0)}
+    assert tasks(60, 30) == {large: (10, 30, 3.0, 1), small: (20, 30, 3.0, 0)}
+    assert tasks(900, 0) == {large: (40, 0, 3.0, 1), small: (860, 0, 3.0, 0)}
 
 
 async def test_nothing_is_known_without_the_actuator_or_the_own_heartbeat(

@@ -44,6 +44,14 @@ def test_a_worker_that_dies_again_and_again_has_one_start() -> None:
     assert workers.starting == {"7": 4.0}
 
 
+def test_a_worker_of_another_pool_of_the_model_does_not_count() -> None:
+    presence = Presence(POOL)
+    other = msgspec.structs.replace(beat(71), pool="large")
+    workers = presence.look(report([WorkerSlot(7, 70)]), [beat(70), other], 10.0)
+    assert workers.ready == (WorkerLoad("7"),)
+    assert workers.others == ()
+
+
 def test_a_worker_that_has_died_is_no_worker_of_another_actuator() -> None:
     """Its last heartbeat is read for seconds; counted, its replacement would be superfluous."""
     presence, last = Presence(POOL), beat(70)

@@ -166,6 +166,18 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
     ]
 
 
+def test_check_prints_the_dtype_of_each_device(tmp_path: Path) -> None:
+    pools = "pools: {big: {device: cuda}, small: {device: cpu}}"
+    model = f"{{path: {ROOT / 'ops' / 'demo_model'}, {pools}}}"
+    (tmp_path / "pagemill.yaml").write_text(f"models: {{demo: {model}}}")
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("# models.demo.path"))
+    # The checkpoint is in float16.
+    sizes = [f"weights in memory: engine {size}" for size in ("5.3 MB", "10.5 MB")]
+    assert line.endswith(f"; {sizes[0]} as float16; {sizes[1]} as float32")
+
+
 @pytest.mark.parametrize(
     ("chunks", "key", "message"),
     [

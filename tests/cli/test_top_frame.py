@@ -168,3 +168,19 @@ def test_pools_at_zero_are_shown_although_they_have_no_worker() -> None:
     ]
     assert "at zero" in shown(first)
     assert "scaled pool" not in shown(frame(None, survey(100)))
+
+
+def test_engines_on_gpus_have_columns_of_their_devices() -> None:
+    on_gpu = engine("engine-1", started_s=0)
+    on_gpu.set_function("gpu_memory_total_bytes", lambda: 80.0, gpu="GPU-1")
+    on_gpu.set_function("gpu_memory_used_bytes", lambda: 60.0, gpu="GPU-1")
+    on_gpu.set_function("gpu_utilization", lambda: 0.95, gpu="GPU-1")
+    on_cpu = engine("engine-2", started_s=0)
+    view = frame(None, survey(10, on_gpu, on_cpu))
+    assert [(row.gpu_utilization, row.gpu_memory_usage) for row in view.engines] == [
+        (0.95, 0.75),
+        (None, None),
+    ]
+    assert "GPU memory" in shown(view)
+    assert "95.0%" in shown(view)
+    assert "GPU" not in shown(frame(None, survey(10, on_cpu)))

@@ -31,6 +31,8 @@ async def test_two_pools_of_a_model_answer_its_requests(tmp_path: Path) -> None:
     try:
         by_blocks = {int(b.load["blocks"]): b.pid for b in await living(bus, "engine")}
         assert by_blocks.keys() == {600, 300}
+        pools = {int(beat.load["blocks"]): beat.pool for beat in await living(bus, "engine")}
+        assert pools == {600: "large", 300: "small"}
         greeting = request_text("What is this?", max_tokens=8)
         expected = text_of(await answer(bus, greeting))
         for pid in by_blocks.values():

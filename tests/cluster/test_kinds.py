@@ -61,7 +61,7 @@ STEP_S = 0.05
 
 
 def register_roles() -> None:
-    slow_down(ModelRunner, "run", STEP_S)
+    slow_down(ModelRunner, "launch", STEP_S)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ QUESTIONS = ["Hi", "Count three red circles."]
 
 
 def register_roles() -> None:
-    slow_down(ModelRunner, "run", STEP_S)
+    slow_down(ModelRunner, "launch", STEP_S)
 
 
 @pytest.fixture(scope="module")

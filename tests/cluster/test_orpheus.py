@@ -57,7 +57,7 @@ STEP_S = 0.02
 
 
 def register_roles() -> None:
-    slow_down(ModelRunner, "run", STEP_S)
+    slow_down(ModelRunner, "launch", STEP_S)
 
 
 @pytest.fixture(scope="module")

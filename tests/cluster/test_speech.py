@@ -106,7 +106,7 @@ TEXTS = [f"three {color} circles" for color in ("red", "blue", "green")]
 
 
 def register_roles() -> None:
-    slow_down(ModelRunner, "run", STEP_S)
+    slow_down(ModelRunner, "launch", STEP_S)
 
 
 @pytest.fixture(scope="module")

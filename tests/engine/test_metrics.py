@@ -124,6 +124,18 @@ def test_times_are_from_acceptance_and_from_arrival() -> None:
     assert sum_of(rig.metrics, "engine_time_to_first_token_seconds") == STEP_S
     assert sum_of(rig.metrics, "inter_token_latency_seconds") == 2 * STEP_S
     assert sum_of(rig.metrics, "e2e_request_latency_seconds") == 2.0 + 3 * STEP_S
+    assert total(rig.samples, "engine_step_seconds_total") == 3 * STEP_S
+
+
+def test_steps_without_memory_are_counted_by_the_reaction() -> None:
+    rig = Rig()
+    rig.runner.max_tokens = 4
+    rig.add([1] * 8, max_tokens=2)
+    rig.run()
+    shortages = "engine_memory_shortages_total"
+    counts = {action: total(rig.samples, shortages, action=action) for action in ("retry", "cut")}
+    assert counts == {"retry": 1, "cut": 1}
+    assert total(rig.samples, shortages) == 2
 
 
 def test_preemptions_and_waste_are_reported() -> None:

@@ -27,11 +27,12 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.state.token_log import end_request
 from tests.engine.core.test_kv_exchange import Engine, request_of
+from tests.fakes import FakeLaunched
 from tests.support.waiting import until
 from tests.support.workers import Announcement
 from tests.tasks import engine_task
 from workers.engine import kv_transfer, prefill
-from workers.engine.core.sequence import Batch, SampledToken
+from workers.engine.core.sequence import Batch
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.main import Built
@@ -257,14 +258,14 @@ async def test_a_request_that_has_ended_is_not_forwarded(rig: Rig) -> None:
 def hold_steps(rig: Rig) -> tuple[asyncio.Event, threading.Event]:
     """Hold all steps. The first event is set when a step has begun; the second releases them."""
     runner, began, go_on = rig.engine.runner, asyncio.Event(), threading.Event()
-    run, loop = runner.run, asyncio.get_running_loop()
+    launch, loop = runner.launch, asyncio.get_running_loop()
 
-    def run_slowly(batch: Batch) -> list[list[SampledToken]]:
+    def launch_slowly(batch: Batch) -> FakeLaunched:
         loop.call_soon_threadsafe(began.set)
         go_on.wait(20)
-        return run(batch)
+        return launch(batch)
 
-    runner.run = run_slowly  # type: ignore[method-assign]
+    runner.launch = launch_slowly  # type: ignore[method-assign]
     return began, go_on
 
 

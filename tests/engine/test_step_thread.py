@@ -3,12 +3,12 @@
 import threading
 
 from shared.protocol.sampling import SamplingParams
-from tests.fakes import FakeRunner
+from tests.fakes import FakeLaunched, FakeRunner
 from tests.support.engine import make_core
 from tests.support.waiting import wait_until
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine_stats import EngineStats
-from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
+from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput
 from workers.engine.step_thread import StepThread
 
 
@@ -20,10 +20,10 @@ class SlowRunner(FakeRunner):
         self.begun = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def launch(self, batch: Batch) -> FakeLaunched:
         self.begun.release()
         self.go_on.acquire()
-        return super().run(batch)
+        return super().launch(batch)
 
 
 def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:

@@ -120,7 +120,7 @@ async def test_requests_with_equal_texts_in_one_scope_share_a_task(bus: Bus, mod
             stored = await tasks_of(bus, model, "text_encoder")
             return stored if len(stored) == 2 else None
 
-        for message in await until(published):
+        for message in await until(published, 20):
             task, _ = tasks.decode(message.data, TextsBody)
             await store.put(task.body.key, texts, bus.now_ms() + 2_000)
         assert await asyncio.gather(*encoding) == [texts] * 3

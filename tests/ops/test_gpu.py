@@ -7,7 +7,7 @@ import os
 import pkgutil
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from ops import gpu
-from ops.gpu import prepare, round_trips
+from ops.gpu import host, prepare, round_trips
 from ops.gpu.load import Load, Rates, rates_of
+from ops.gpu.models import FAMILIES
 from ops.gpu.plan import CUDA_TESTS, SECTIONS, Section
 from ops.gpu.run import STATUS_OF_LIMIT, Run, choose_sections, main, make_environment
 from ops.gpu.summary import LEFT_OUT, read_results, summarise
@@ -167,6 +168,24 @@ def test_every_wheel_that_travels_has_a_pinned_version() -> None:
         prepare.find_pins(lock, ["msgspec", "no-such-package"])
 
 
+# -- time of the host -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_s", "most"),
+    [("greedy", 0.0, 6000), ("temperature", 0.0, 6500), ("temperature", 1e-9, 7000)],
+)
+def test_a_step_of_256_sequences_has_few_python_calls(
+    kind: str, device_s: float, most: int
+) -> None:
+    """Calls do not depend on the machine. A step without a device is not launched ahead."""
+    num_calls = {
+        num: host.count_calls(host.start(num, 8, host.SAMPLING[kind], device_s)) for num in (16, 48)
+    }
+    slope = (num_calls[48] - num_calls[16]) / 32
+    assert num_calls[16] + 240 * slope < most
+
+
 # -- copies and synchronisations ------------------------------------------------------------------
 
 
@@ -212,9 +231,15 @@ def test_an_operation_on_tensors_of_two_devices_is_a_problem() -> None:
     assert record.problems.total() == 1
 
 
-def test_no_graph_holds_a_round_trip_and_a_step_has_no_more_than_before() -> None:
-    """The limit is the number of a step with penalties. It may only be lowered."""
-    command = [*preloaded.PYTHON, "-m", "ops.gpu", "round-trips", "qwen2", "--most", "22"]
+@pytest.mark.parametrize(
+    ("families", "kinds"), [(["qwen2"], []), (FAMILIES, ["greedy", "images", "adapters"])]
+)
+def test_no_graph_holds_a_round_trip_and_a_step_has_no_more_than_before(
+    families: Sequence[str], kinds: Sequence[str]
+) -> None:
+    """No operation mixes devices."""
+    command = [*preloaded.PYTHON, "-m", "ops.gpu", "round-trips", *families]
+    command += ["--kinds", *kinds] if kinds else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "qwen2: ok" in done.stdout
+    assert all(f"{family}: ok" in done.stdout for family in families)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -19,7 +20,7 @@ from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.protocol.task_messages import RequestTicket
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import WorkerLoop
-from tests.fakes import FakeRunner
+from tests.fakes import FakeLaunched, FakeRunner
 from tests.support.waiting import until
 from tests.support.workers import Announcement
 from tests.tasks import engine_task
@@ -27,9 +28,10 @@ from workers.engine.code_lead import CodeLead
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.request_state import Decode
-from workers.engine.core.sequence import Batch, SampledToken
+from workers.engine.core.sequence import Batch, RequestOutput, SampledToken
 from workers.engine.core.step_runner import StepRunner
 from workers.engine.item_loader import ItemLoader
+from workers.engine.log_records import merge_deltas
 from workers.engine.open_request import RecordPacer
 from workers.engine.stage_output import StageOutput, TextOutput
 from workers.engine.worker import EngineWorker
@@ -44,6 +46,16 @@ def spell(token_ids: list[int], **_: object) -> str:
     return "".join(f"{token_id} " for token_id in token_ids)
 
 
+class CoreWithText(EngineCore):
+    """Makes the text of each step at once, as if each step had a record in the log."""
+
+    def step(self) -> list[RequestOutput]:
+        return [
+            dataclasses.replace(output, choices=merge_deltas([output]), texts=[])
+            for output in super().step()
+        ]
+
+
 def make_core(
     runner: StepRunner,
     pool: BlockPool,
@@ -56,8 +68,11 @@ def make_core(
     max_model_len: int = 64,
     **options: Any,
 ) -> EngineCore:
-    """Return a core that takes 8 requests and 64 tokens a step; `options` are EngineCore's."""
-    return EngineCore(
+    """Return a core that takes 8 requests and 64 tokens a step; `options` are EngineCore's.
+
+    Its outputs have their text.
+    """
+    return CoreWithText(
         runner,
         decode,
         frozenset(eos),
@@ -70,6 +85,13 @@ def make_core(
     )
 
 
+def run_batch(runner: StepRunner, batch: Batch) -> list[list[SampledToken]]:
+    """Launch a batch, sample the tokens of all its sequences and return them."""
+    launched = runner.launch(batch)
+    launched.sample(range(len(batch.scheduled)))
+    return launched.result()
+
+
 class StepwiseRunner(FakeRunner):
     """Runner each of whose steps waits until the test releases `go_on`."""
 
@@ -79,10 +101,10 @@ class StepwiseRunner(FakeRunner):
         self.served: dict[str, None] = {}
         """Requests in the order in which they have begun."""
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def launch(self, batch: Batch) -> FakeLaunched:
         self.go_on.acquire()
         self.served |= dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
-        return super().run(batch)
+        return super().launch(batch)
 
 
 class EngineRig:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.figures import QueueDepth
@@ -123,7 +124,43 @@ def _sum(first: Queue, second: Queue) -> Queue:
 def figures_of(pools: Pools, look: Look, arrivals: Counter[str]) -> dict[str, PoolFigures | None]:
     """Return the figures of each pool; None for one without its workers or any of its queues."""
     before = arrivals + _tasks_before(look.queues, pools.by_name.values())
-    return {name: _figures_of(pool, look, before) for name, pool in pools.by_name.items()}
+    figures = {name: _figures_of(pool, look, before) for name, pool in pools.by_name.items()}
+    for group in _sharing(pools.by_name.values()):
+        num_ahead = 0
+        for pool in group:
+            whole, capacity = figures[pool.name], pool.settings.max * pool.settings.per_engine
+            if whole is not None:
+                limit = None if pool is group[-1] else capacity
+                figures[pool.name] = _part_of(whole, num_ahead, limit)
+            num_ahead += capacity
+    return figures
+
+
+def _sharing(pools: Iterable[Pool]) -> list[list[Pool]]:
+    """Return the pools that claim tasks from the same queues, the highest priority first."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Pool]] = {}
+    for pool in pools:
+        groups.setdefault((pool.stage, pool.models), []).append(pool)
+    ordered = (sorted(group, key=lambda p: -p.settings.priority) for group in groups.values())
+    return [group for group in ordered if len(group) > 1]
+
+
+def _part_of(whole: PoolFigures, num_ahead: int, limit: int | None) -> PoolFigures:
+    """Return the figures of a pool without the tasks that others have room for.
+
+    Pools with a higher priority take `num_ahead` tasks, and this pool at most `limit`.
+    """
+    num_tasks = max(0, whole.pending + whole.in_flight - num_ahead)
+    if limit is not None:
+        num_tasks = min(num_tasks, limit)
+    in_flight = min(whole.in_flight, num_tasks)
+    return replace(
+        whole,
+        pending=num_tasks - in_flight,
+        in_flight=in_flight,
+        oldest_s=whole.oldest_s if num_tasks else 0.0,
+        num_arrived=0 if num_ahead else whole.num_arrived,
+    )
 
 
 def _tasks_before(queues: Queues, pools: Iterable[Pool]) -> Counter[str]:

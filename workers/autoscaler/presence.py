@@ -109,7 +109,8 @@ class Presence:
 
 def _serves(beat: Heartbeat, pool: Pool) -> bool:
     stage = beat.stage or beat.role
-    return (beat.role, stage) == (pool.spec.role, pool.stage) and (
+    served = (pool.spec.role, pool.stage, pool.spec.pool or "")
+    return (beat.role, stage, beat.pool) == served and (
         pool.spec.model is None or pool.spec.model in beat.models
     )
 

@@ -203,6 +203,7 @@ def _models(frame: Frame) -> Table:
 
 def _engines(frame: Frame) -> Table:
     columns = ("engine", "model", "#run", "#wait", "#KV use", "#waste", "#in tok/s", "#out tok/s")
+    on_gpus = any(row.gpu_memory_usage is not None for row in frame.engines)
     rows = (
         (
             row.worker,
@@ -213,10 +214,11 @@ def _engines(frame: Frame) -> Table:
             _share(row.kv_waste),
             *_token_rates(row.flow),
             row.totals.preemptions,
+            *((_share(row.gpu_utilization), _share(row.gpu_memory_usage)) if on_gpus else ()),
         )
         for row in frame.engines
     )
-    return _table((*columns, "#preempted"), rows)
+    return _table((*columns, "#preempted", *(("#GPU", "#GPU memory") if on_gpus else ())), rows)
 
 
 def _table(columns: Iterable[str], rows: Iterable[tuple[str | int, ...]]) -> Table:

@@ -109,6 +109,10 @@ class EngineRow(Struct, frozen=True):
     """Share of the slots in used blocks that hold no token, 0 to 1."""
     flow: Throughput
     totals: Totals
+    gpu_utilization: float | None = None
+    """Share of the last second in which the GPU computed, 0 to 1; None if it is not reported."""
+    gpu_memory_usage: float | None = None
+    """Share of the GPU's memory in use, 0 to 1; None without a GPU."""
 
 
 class Frame(Struct, frozen=True):
@@ -195,6 +199,9 @@ def _engine_row(
     before: ClusterSnapshot | None, now: ClusterSnapshot, worker: str, model: str
 ) -> EngineRow:
     samples = now.samples[worker]
+    gpu_bytes = total(samples, "gpu_memory_total_bytes")
+    used_bytes = total(samples, "gpu_memory_used_bytes")
+    has_gpu = "gpu_utilization" in samples
     return EngineRow(
         worker=worker,
         model=model,
@@ -204,6 +211,8 @@ def _engine_row(
         kv_waste=total(samples, "kv_waste"),
         flow=_flow(before, now, [worker]),
         totals=_totals(now, [worker]),
+        gpu_utilization=total(samples, "gpu_utilization") if has_gpu else None,
+        gpu_memory_usage=used_bytes / gpu_bytes if gpu_bytes else None,
     )
 
 

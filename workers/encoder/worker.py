@@ -18,6 +18,7 @@ from shared.codec.tensors import to_torch
 from shared.config.schema import EncoderConfig, ModelConfig
 from shared.errors import BlobLost, ConfigError, Overloaded
 from shared.gpu.allocator import limit_memory
+from shared.gpu.meter import measure_gpu
 from shared.models.tower import Tower, dtype_of_folder, load_tower
 from shared.protocol.task_messages import EncodeBody, Task
 from shared.stage.job import Job
@@ -41,6 +42,7 @@ async def main(context: Context) -> None:
     model = config.models[name]
     context.step("loading the tower", WeightsProgress(Path(model.path)).measure)
     limit_memory(config.encoder)
+    measure_gpu(config.encoder, context.metrics.of(name))
     tower = await asyncio.to_thread(_load_tower, model, config.encoder)
     blobs = await context.open_blobs()
     embeddings = EmbeddingStore(context.bus, blobs, config, name, "producer")

@@ -46,12 +46,22 @@ def _num_values(output: RequestOutput) -> int:
 
 
 def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
-    """Merge the consecutive deltas of each choice into one."""
+    """Merge the consecutive deltas of each choice into one, and make their text if it has none.
+
+    The outputs of a request must be merged once, in order.
+    """
     by_choice: dict[int, list[ChoiceDelta]] = defaultdict(list)
     for output in outputs:
         for delta in output.choices:
             by_choice[delta.index].append(delta)
-    return [_merge(by_choice[index]) for index in sorted(by_choice)]
+    texts = next((output.texts for output in outputs if output.texts), [])
+    merged = [_merge(by_choice[index]) for index in sorted(by_choice)]
+    if not texts:
+        return merged
+    return [
+        replace(delta, text=texts[delta.index](delta.token_ids, delta.finish_reason))
+        for delta in merged
+    ]
 
 
 def _merge(deltas: list[ChoiceDelta]) -> ChoiceDelta:
@@ -61,7 +71,7 @@ def _merge(deltas: list[ChoiceDelta]) -> ChoiceDelta:
         deltas[-1],
         position=deltas[0].position,
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        text="".join(delta.text for delta in deltas),
+        text="".join([delta.text for delta in deltas]),
         logprobs=[logprobs for delta in deltas for logprobs in delta.logprobs or []] or None,
     )
 

@@ -19,6 +19,7 @@ from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
 from shared.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError, UnsupportedContent
+from shared.gpu.meter import measure_gpu
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
@@ -96,15 +97,15 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     def set_step(step: str) -> None:
         context.step(step, measure if step in (READING, PACKING) else None)
 
-    memory = ClaimedMemory.claim(config.engine)
+    memory = await asyncio.to_thread(ClaimedMemory.claim, config.engine)
+    measure_gpu(config.engine, context.metrics.of(name))
     set_step("loading the model")
     stage = _stage_of(context, name)
     speaks = stage is not None and stage.output is not None and stage.output.kind == CODES
     loaded = await asyncio.to_thread(load, model, config.engine, set_step, speaks=speaks)
     attended = loaded.model.family.attends_items
     items = ItemLoader(blobs, embeddings, to_torch, reads_last, attended)
-    num_ranks = config.engine.tensor_parallel
-    context.metrics.of(name).set_function("num_ranks", lambda: num_ranks)
+    context.metrics.of(name).set_function("num_ranks", lambda: config.engine.tensor_parallel)
     context.step("building the engine")
     is_own = speaks or model is not config.models[name]
     # Routers that read KV events look for prompts of the model itself.
@@ -224,8 +225,17 @@ def build_core(
         pooling=loaded.pooling,
         kv_memory=runner,
         keeps_states=loaded.model.keeps_states,
+        runs_ahead=_runs_ahead(loaded, engine),
         new_rules=partial(_new_rules, loaded),
     )
+
+
+def _runs_ahead(loaded: LoadedModel, engine: EngineConfig) -> bool:
+    if loaded.model.keeps_states:
+        return False
+    if engine.steps_ahead is None:
+        return loaded.model.device.type == "cuda"
+    return engine.steps_ahead == 1
 
 
 def _new_rules(loaded: LoadedModel, request: EngineRequest) -> TokenMask | None:

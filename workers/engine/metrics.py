@@ -65,6 +65,7 @@ class EngineMetrics:
         self._prompt_tokens = metrics.counter("prompt_tokens_total")
         self._generation_tokens = metrics.counter("generation_tokens_total")
         self._iteration_tokens = metrics.histogram("iteration_tokens_total")
+        self._step_seconds = metrics.counter("engine_step_seconds_total")
         self._inter_token = metrics.histogram("inter_token_latency_seconds")
         self._first_token = metrics.histogram("time_to_first_token_seconds")
         self._engine_first_token = metrics.histogram("engine_time_to_first_token_seconds")
@@ -115,6 +116,7 @@ class EngineMetrics:
         if stats.num_steps > self._stats.num_steps:
             num_tokens = stats.num_batched_tokens - self._stats.num_batched_tokens
             self._iteration_tokens.observe(num_tokens)
+            self._step_seconds.add(ended_s - began_s)
         self._stats = stats
         for timing in first_scheduled:
             began_ms = self._at_ms(began_s)

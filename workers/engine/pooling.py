@@ -24,7 +24,7 @@ def num_pooled_rows(s: ScheduledSequence) -> int:
     """Return the number of trailing rows of the step that the sequence's embedding needs."""
     if s.sequence.pools_all_tokens:
         return s.num_new_tokens
-    return int(s.samples and not s.sequence.samples_tokens)
+    return int(s.samples and not s.samples_token)
 
 
 def pool(hidden: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
@@ -53,7 +53,7 @@ def pool(hidden: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
 
 def _add_to_mean(s: ScheduledSequence, states: Tensor) -> Tensor:
     """Add the hidden states of a chunk to the sequence's sum; return the mean so far."""
-    sequence, start = s.sequence, s.sequence.num_computed_tokens
+    sequence, start = s.sequence, s.start
     stop, total = start + len(states), states.sum(dim=0)
     before = {}
     if start > 0:

@@ -23,22 +23,16 @@ from shared.models.language import AttendItems, PromptPositions
 from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
-from workers.engine.core.sequence import (
-    Batch,
-    EngineRequest,
-    Item,
-    SampledToken,
-    ScheduledSequence,
-    Span,
-)
+from workers.engine.core.sequence import Batch, EngineRequest, Item, ScheduledSequence, Span
+from workers.engine.launched_batch import LaunchedBatch
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
 from workers.engine.model.talker import SpeechRows, Talker
-from workers.engine.pooling import check_dimensions, num_pooled_rows, pool
-from workers.engine.sampling.logprobs import num_prompt_rows, record_prompt_logprobs
-from workers.engine.sampling.verifier import sample_batch
+from workers.engine.pooling import check_dimensions
+from workers.engine.step_rows import StepRows
+from workers.engine.transfers import send, upload
 
 _log = structlog.get_logger()
 
@@ -76,6 +70,8 @@ class ModelRunner:
         """
         self.encoded_items = 0
         self._model = model
+        self._sampled = torch.empty(0, dtype=torch.int64, device=model.device)
+        """Tokens that the last batch has sampled. The next batch may await them."""
         self._talker = model.family if isinstance(model.family, Talker) else None
         self._tower = tower
         self._on_encoded = on_encoded
@@ -250,33 +246,23 @@ class ModelRunner:
                 start = stop
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def launch(self, batch: Batch) -> LaunchedBatch:
         scheduled = batch.scheduled
-        lengths = [s.num_new_tokens for s in scheduled]
-        query_start_loc = [0, *np.cumsum(lengths).tolist()]
+        rows = StepRows(scheduled)
         tables = [s.sequence.block_table for s in scheduled]
-        spans = [s.spans for s in scheduled]
-        layout = BatchLayout(tables, query_start_loc, [s.end for s in scheduled], spans)
+        spans = [s.spans if s.sequence.spans else [] for s in scheduled]
+        layout = BatchLayout(tables, rows.starts, [s.end for s in scheduled], spans)
         plan = self._model.plan(layout, self._kv_cache)
         slots = [s.sequence.state_slot for s in scheduled]
-        states = self._states.step(query_start_loc, layout.seq_lens, slots)
-        self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
-        sampling = [i for i, s in enumerate(scheduled) if s.samples and s.sequence.samples_tokens]
-        pooled = [i for i, s in enumerate(scheduled) if num_pooled_rows(s)]
-        rows: list[int] = []
-        for i in sampling:
-            stop = query_start_loc[i + 1]
-            rows += range(stop - 1 - len(scheduled[i].draft_token_ids), stop)
-        num_sampled = len(rows)
-        for s, first_row in zip(scheduled, query_start_loc, strict=False):
-            rows += range(first_row, first_row + num_prompt_rows(s))
+        states = self._states.step(rows.starts, layout.seq_lens, slots)
+        if self._adapters:
+            self._adapters.assign([s.sequence.request.adapter for s in scheduled], rows.starts)
         token_ids = self._gather_tokens(scheduled)
-        embeddings, deepstack = self._embed(token_ids, scheduled, query_start_loc)
-        sampled_rows = self._to_device(rows)
+        embeddings, deepstack = self._embed(token_ids, scheduled, rows.starts)
+        sampled_rows = self._to_device(rows.logits)
         hidden_rows, hidden = None, None
-        if pooled:
-            stops = [(query_start_loc[i + 1], num_pooled_rows(scheduled[i])) for i in pooled]
-            hidden_rows = self._to_device([r for stop, n in stops for r in range(stop - n, stop)])
+        if rows.pooled:
+            hidden_rows = self._to_device(rows.pooled_rows())
             size = (len(hidden_rows), embeddings.shape[1])
             hidden = torch.empty(size, dtype=torch.float32, device=embeddings.device)
         elif self._talker is not None and self._talker.num_codebooks > 1:
@@ -285,7 +271,7 @@ class ModelRunner:
         logits = self._model.forward(
             StepInputs(
                 embeddings=embeddings,
-                positions=self._make_positions(scheduled),
+                positions=self._make_positions(scheduled, rows.starts),
                 plan=plan,
                 kv_cache=self._kv_cache,
                 sampled_rows=sampled_rows,
@@ -294,27 +280,26 @@ class ModelRunner:
                 hidden=hidden,
                 token_ids=token_ids,
                 states=states,
-                attend_items=self._attend_items(scheduled, query_start_loc),
+                attend_items=self._attend_items(scheduled, rows.starts),
             )
         )
-        sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
-        if len(rows) > num_sampled:
-            record_prompt_logprobs(logits[num_sampled:], scheduled)
-        if pooled and hidden is not None:
-            pool(hidden, [scheduled[i] for i in pooled])
-        elif self._talker is not None and hidden is not None:
-            chosen = [scheduled[i].sequence for i in sampling]
-            sampled = self._talker.add_residuals(hidden, sampled, chosen)
-        states.commit()
-        tokens = dict(zip(sampling, sampled, strict=True))
-        return [tokens.get(i, []) for i in range(len(scheduled))]
+        talker = None if rows.pooled else self._talker
+        return LaunchedBatch(scheduled, rows, logits, hidden, states, talker, self._hold_sampled)
+
+    def _hold_sampled(self, token_ids: Tensor) -> None:
+        self._sampled = token_ids
 
     def _gather_tokens(self, scheduled: list[ScheduledSequence]) -> Tensor:  # [num_tokens]
         token_ids: list[int] = []
         for s in scheduled:
-            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : s.end]
+            token_ids += s.sequence.token_ids[s.start : s.end]
             token_ids += s.draft_token_ids
-        return self._to_device(token_ids)
+        on_device = self._to_device(token_ids)
+        if min(token_ids) >= 0:
+            return on_device
+        # Tokens of the batch before. They may be known on the device alone.
+        awaited = self._sampled[(-1 - on_device).clamp(min=0)]
+        return torch.where(on_device < 0, awaited, on_device)
 
     def _attend_items(
         self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
@@ -332,6 +317,8 @@ class ModelRunner:
         [num_levels, num_tokens, hidden_size], zero in all other rows; None if no item has any.
         """
         rows = self._model.embed(token_ids)
+        if not self._prepared:
+            return rows, None
         num_tokens, width = rows.shape
         levels: Tensor | None = None
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
@@ -341,12 +328,12 @@ class ModelRunner:
                 self._talker.write_rows(rows[span], s, prepared.speech)
             for placeholder, embedding in prepared.embeddings if prepared else []:
                 # The placeholder is [offset, offset + length); the step has tokens
-                # [num_computed_tokens, end of s).
+                # [start, end).
                 offset = placeholder.offset
-                start = max(offset, s.sequence.num_computed_tokens)
+                start = max(offset, s.start)
                 stop = min(offset + placeholder.length, s.end)
                 if start < stop:
-                    row = first_row + start - s.sequence.num_computed_tokens
+                    row = first_row + start - s.start
                     span = slice(row, row + stop - start)
                     scatter_embeddings(
                         rows[span], embedding[:, :width], placeholder, start - offset
@@ -362,22 +349,25 @@ class ModelRunner:
             return rows, None
         return rows, levels.view(num_tokens, -1, width).transpose(0, 1)
 
-    def _make_positions(self, scheduled: list[ScheduledSequence]) -> Tensor:
-        """Return the rotary positions of the step, [num_position_rows, num_tokens]."""
-        num_tokens = sum(s.num_new_tokens for s in scheduled)
-        positions = np.empty((len(self._no_positions), num_tokens), self._no_positions.dtype)
-        begin = 0
-        for s in scheduled:
-            start, stop = s.sequence.num_computed_tokens, s.end
-            end = begin + stop - start
-            prepared = self._prepared.get(s.sequence.request_id)
-            prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
-            # The prompt's positions are computed in advance. Later positions are consecutive.
-            middle = begin + max(0, min(stop, prompt.shape[1]) - start)
-            positions[:, begin:middle] = prompt[:, start : start + middle - begin]
-            positions[:, middle:end] = np.arange(start + middle - begin, stop) + delta
-            begin = end
-        return torch.from_numpy(positions).to(self._model.device)
+    def _make_positions(self, scheduled: list[ScheduledSequence], starts: list[int]) -> Tensor:
+        """Return the rotary positions of the step, [num_position_rows, num_tokens].
 
-    def _to_device(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
+        `starts` are the first rows of the sequences.
+        """
+        counts = np.array([s.num_new_tokens for s in scheduled])
+        offsets = np.array([s.start for s in scheduled]) - np.array(starts[:-1])
+        indexes = np.arange(starts[-1]) + np.repeat(offsets, counts)
+        positions = np.empty((len(self._no_positions), starts[-1]), self._no_positions.dtype)
+        positions[:] = indexes
+        for s, begin in zip(scheduled, starts, strict=False) if self._prepared else ():
+            if (prepared := self._prepared.get(s.sequence.request_id)) is None:
+                continue
+            prompt, delta = prepared.prompt_positions
+            # The prompt's positions are computed in advance. Later positions are consecutive.
+            middle = begin + max(0, min(s.end, prompt.shape[1]) - s.start)
+            positions[:, begin:middle] = prompt[:, s.start : s.start + middle - begin]
+            positions[:, middle : begin + s.num_new_tokens] += delta
+        return send(torch.from_numpy(positions), self._model.device)
+
+    def _to_device(self, values: list[int]) -> Tensor:
+        return upload(values, self._model.device)

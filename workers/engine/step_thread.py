@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-from workers.engine.core.engine import EngineCore, error_of_request
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.engine_stats import EngineStats
+from workers.engine.core.request_errors import error_of_request
 from workers.engine.core.sequence import EngineRequest, RequestOutput, SpokenText
 
 LAST_STEP_S = 1.0

@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.gpu.meter import measure_gpu
 from shared.helpers.heap import keep_freed_memory
 from shared.models.dtypes import choose_dtype
 from shared.protocol.pipeline import AUDIO, CODES, IMAGE_KIND, LATENTS, TEXTS, VIDEO_KIND, StageSpec
@@ -38,6 +39,17 @@ def _folder(context: Context, model: str, stage: StageSpec) -> Path:
     return Path(stage.path or context.config.models[model].path)
 
 
+def _claim_gpu(context: Context, model: str) -> None:
+    """Limit the memory of this worker on its GPU, and report the device, if it computes on one."""
+    generator = context.config.generator
+    if generator.device != "cpu":
+        # Some vocoders compute without torch.
+        from shared.gpu.allocator import limit_memory
+
+        limit_memory(generator)
+        measure_gpu(generator, context.metrics.of(model))
+
+
 async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str) -> None:
     from workers.generator.loader import load_vocoder
     from workers.generator.speech_worker import SpeechWorker
@@ -49,6 +61,7 @@ async def _serve_sound(context: Context, model: str, stage: StageSpec, key: str)
     context.step("loading the vocoder")
     folder = _folder(context, model, stage)
     config = context.config
+    _claim_gpu(context, model)
     vocoder = await asyncio.to_thread(
         load_vocoder,
         folder,
@@ -67,7 +80,6 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     # Only a worker that paints loads torch.
     import torch
 
-    from shared.gpu.allocator import limit_memory
     from shared.models.digest import digest_of_files
     from workers.generator.core.denoising import check_input_images
     from workers.generator.image_items import LatentsWorker, StageFiles, StageTexts, TextWorker
@@ -83,7 +95,7 @@ async def _serve_images(context: Context, model: str, stage: StageSpec, key: str
     context.step("loading the painter")
     folder, dtype = _folder(context, model, stage), config.models[model].dtype
     device, report, work = config.generator.device, context.step, pipeline.painting_of(stage.name)
-    limit_memory(config.generator)
+    _claim_gpu(context, model)
     painter = await asyncio.to_thread(
         load_image_model, folder, dtype, stage.sizes, key, device, report, stage.size_rule, work
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import structlog
 
+from shared.gpu.devices import VISIBLE_DEVICES
 from shared.helpers.forking import become_child
 from workers.roles import WorkerSpec, role_of
 from workers.supervisor.log_file import open_for_append
@@ -15,9 +16,6 @@ from workers.supervisor.preloader import Preloader
 from workers.supervisor.supervisor import Process
 
 _log = structlog.get_logger()
-
-# CUDA reads this variable when it is initialised. Numbers in it may differ from `nvidia-smi`.
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class WorkerProcesses:

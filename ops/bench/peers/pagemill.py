@@ -17,7 +17,7 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.models.media import DecodedImage
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.engine import runner
+from workers.engine import launched_batch
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.loader import load
@@ -112,16 +112,16 @@ def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
     for owner, name, phase in (
         (inside, "step", "rest of the step"),
         (inside._scheduler, "schedule", "schedule"),
-        (inside, "_prepare_batch", "prepare"),
+        (inside._preparation, "prepare", "prepare"),
         (inside, "_process_sampled", "process sampled"),
         (inside, "_take_outputs", "process sampled"),
         (inside._factory, "decode", "detokenize"),
         (inside._runner, "encode", "encode images"),
-        (inside._runner, "run", "rest of the run"),
+        (inside._runner, "launch", "rest of the run"),
         (inside._runner, "_embed", "embed"),
         (inside._runner._model, "plan", "plan"),
         (inside._runner._model, "forward", "forward"),
-        (runner, "sample_batch", "sample"),
+        (launched_batch, "draw_batch", "sample"),
     ):
         stopwatch.watch(owner, name, phase)
 

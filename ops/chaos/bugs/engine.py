@@ -48,7 +48,7 @@ def batch_fails_together() -> None:
 
     def fail_all(self: EngineCore, batch: Batch, error: Exception) -> list[RequestOutput]:
         failure = WorkerFailure("the batch failed")
-        return [self._fail(state, failure) for state in self._requests_of(batch)]
+        return [self._fail(state, failure) for state in self._requests_of(batch.scheduled)]
 
     replace_attribute(EngineCore, "_bisect_batch", fail_all)
 

@@ -19,6 +19,7 @@ from ops.chaos.history import (
 from ops.chaos.plan import PAINTER, TALKER, VOCODER
 from shared.protocol import subjects
 from shared.protocol.records import Failure
+from shared.stage.graphs import PARTS
 
 # Exit codes of a process that ended by itself: a configuration error, or a crash of the
 # interpreter. A worker that gave up its broker exits with 1 and is started again.
@@ -72,7 +73,7 @@ POOL_THREADS = {
     "batcher": 6,
     TALKER: 6,
     VOCODER: 6,
-    PAINTER: 6,
+    **dict.fromkeys((PAINTER, *PARTS), 6),
 }
 COUNTED_RESOURCES = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
@@ -215,7 +216,7 @@ def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
         firsts = over_http if fault.role == "gateway" else over_nats
         if fault.role in (TALKER, VOCODER):
             firsts = spoken
-        elif fault.role == PAINTER:
+        elif fault.role in (PAINTER, *PARTS):
             firsts = painted
         sent_at = [t for t, _ in firsts]
         # All requests of the next two seconds count, because the first of them may be a long one.

@@ -30,6 +30,7 @@ from ops.chaos.history import (
 from ops.chaos.plan import PAINTER, ROOT, TALKER, VOCODER
 from ops.chaos.processes.brokers import Brokers
 from shared.helpers.forking import end_with_parent
+from shared.stage.graphs import PARTS
 from workers.supervisor.preloader import Preloader
 from workers.supervisor.supervisor import Process
 
@@ -52,7 +53,7 @@ FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
 WORKER_MODULE = "ops.chaos.worker"
 # Roles in the product of the workers of these stages.
-STAGE_ROLES = {TALKER: "engine", VOCODER: "generator", PAINTER: "generator"}
+STAGE_ROLES = {TALKER: "engine"} | dict.fromkeys((VOCODER, PAINTER, *PARTS), "generator")
 
 
 @dataclass(slots=True, eq=False)

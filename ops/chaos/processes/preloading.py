@@ -7,6 +7,7 @@ every second, and imports would take most of the processor time.
 import sys
 
 from ops.chaos.plan import PAINTER, TALKER, VOCODER, Settings
+from shared.stage.graphs import PARTS
 from workers.roles import AUTOSCALER, BATCHER, role_of
 from workers.supervisor.preloader import Preloader, fork_preloader
 
@@ -39,13 +40,13 @@ def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
         modules.append(role_of(AUTOSCALER).module)
     light = fork_preloader(modules, _run_worker)
     roles = ("coordinator", "renderer", "gateway", "encoder", "engine", BATCHER, AUTOSCALER)
-    preloaders = dict.fromkeys((*roles, TALKER, VOCODER, PAINTER), light)
+    preloaders = dict.fromkeys((*roles, TALKER, VOCODER, PAINTER, *PARTS), light)
     if settings.engine != "fake":
         modules = [*(role_of(role).module for role in ("encoder", "engine")), MAIN]
         if settings.painters:
             modules += PAINTING
         using_torch = fork_preloader(modules, _run_worker)
-        preloaders |= dict.fromkeys(("encoder", "engine", TALKER, PAINTER), using_torch)
+        preloaders |= dict.fromkeys(("encoder", "engine", TALKER, PAINTER, *PARTS), using_torch)
     return preloaders
 
 

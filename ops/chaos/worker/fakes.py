@@ -49,7 +49,9 @@ def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
             output = fake_model.code_output(context.bus, stage, chunks)
         else:
             runner = fake_model.FakeRunner(step_ms / 1000, allows_harm)
-            core = fake_model.build_core(runner, num_blocks, limits.max_num_seqs)
+            core = fake_model.build_core(
+                runner, num_blocks, limits.max_num_seqs, runs_ahead=limits.steps_ahead == 1
+            )
         _watch_blocks(core, journal)
         opener = ItemLoader(await context.open_blobs(), None, lambda data: data)
         await EngineWorker(context, MODEL, core, opener, output=output).serve()

@@ -12,7 +12,7 @@ from ops.gpu.session import Session
 from ops.gpu.timing import watch_device
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import EngineRequest, ScheduledSequence, Sequence
-from workers.engine.sampling.verifier import sample_batch
+from workers.engine.sampling.verifier import draw_batch
 
 NUM_RUNS = 12
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,9 +47,11 @@ def _measure(session: Session, what: str, logits: Tensor, params: dict[str, Any]
     times = []
     for _ in range(2 if session.dry else NUM_RUNS):
         began_s = time.perf_counter()
-        sample_batch(logits, scheduled)
+        draw_batch(logits, scheduled).result()
         times.append(time.perf_counter() - began_s)
     values = {"ms": median(times) * 1e3}
     if not session.dry:
-        values["idle"] = watch_device(lambda: [sample_batch(logits, scheduled) for _ in range(4)])
+        values["idle"] = watch_device(
+            lambda: [draw_batch(logits, scheduled).result() for _ in range(4)]
+        )
     session.add(what, **values)

@@ -20,11 +20,11 @@ from workers.engine import log_records as outputs_module
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
-    Batch,
     EngineRequest,
     LoggedChoice,
     RequestOutput,
     SampledToken,
+    ScheduledSequence,
     Sequence,
     TokenMask,
 )
@@ -54,10 +54,10 @@ class Script(FakeRunner):
         self._answer = answer
         self._stride = stride
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def sample(self, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
         return [
             tokens and self._tokens(s.sequence)
-            for tokens, s in zip(super().run(batch), batch.scheduled, strict=True)
+            for tokens, s in zip(super().sample(scheduled), scheduled, strict=True)
         ]
 
     def _tokens(self, sequence: Sequence) -> list[SampledToken]:

@@ -17,12 +17,12 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.request_state import Decode
 from workers.engine.core.sequence import (
-    Batch,
     EngineRequest,
     Item,
     LoggedChoice,
     RequestOutput,
     SampledToken,
+    ScheduledSequence,
 )
 
 MAX_MODEL_LEN = 24
@@ -540,11 +540,10 @@ def test_a_cached_image_is_encoded_if_its_blocks_are_evicted_after_a_preemption(
 class RaisesAtTheEnd(FakeRunner):
     """Prompt logprobs, which show that earlier runs have not spoiled the blocks."""
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
-        tokens = super().run(batch)
-        if any(s.samples and s.sequence.request_id == "bad" for s in batch.scheduled):
+    def sample(self, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
+        if any(s.samples and s.sequence.request_id == "bad" for s in scheduled):
             raise ArithmeticError
-        return tokens
+        return super().sample(scheduled)
 
 
 @pytest.mark.parametrize("budget", [4, 64])
@@ -604,7 +603,7 @@ def test_an_embedding_ends_with_its_prompt_and_fails_alone() -> None:
     outputs = finish_all(core)
     (ended,) = (o for o in outputs if o.request_id == "e")
     assert ended == RequestOutput(
-        "e", [], Usage(6, 0), kv_blocks=3, embedding=bytes([1, 2, 3, 4, 5, 6])
+        "e", [], usage=Usage(6, 0), kv_blocks=3, embedding=bytes([1, 2, 3, 4, 5, 6])
     )
     (failed,) = (o for o in outputs if o.request_id == "bad")
     assert isinstance(failed.error, WorkerFailure)

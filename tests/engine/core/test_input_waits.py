@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 
 from shared.protocol.sampling import SamplingParams
 from tests.engine.core.test_engine import EOS, VOCAB_SIZE, make_core
-from tests.fakes import FakeRunner
+from tests.fakes import FakeLaunched, FakeRunner
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
     LoggedChoice,
     RequestOutput,
-    SampledToken,
     Sequence,
     SpokenText,
 )
@@ -23,14 +22,14 @@ MAX_FRAMES = 10
 class ReadingRunner(FakeRunner):
     """The row of a prompt's last token, and of each frame, has a further token of the text."""
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
+    def launch(self, batch: Batch) -> FakeLaunched:
         for s in batch.scheduled:
-            speech, stop = s.sequence.speech, s.sequence.num_computed_tokens + s.num_new_tokens
+            speech, stop = s.sequence.speech, s.end
             assert speech is not None
             num_read = stop - s.sequence.num_prompt_tokens + 1
             # The last token of what is known may be the end, which is not spoken.
             assert speech.num_inputs is None or num_read < max(1, len(speech.answer_token_ids))
-        return super().run(batch)
+        return super().launch(batch)
 
     def next_token(self, sequence: Sequence, appended: object = ()) -> int:
         assert sequence.speech is not None

@@ -19,6 +19,7 @@ from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from tests.engine.core.test_step_cost import observe_line
 from tests.fakes import FakeRunner, ShakyDrafter
+from tests.support.engine import run_batch
 from workers.engine.core import batch_lane
 from workers.engine.core.batch_lane import DELAY_S, EXPECTED_S, MAX_LEAST_STEPS
 from workers.engine.core.block_pool import BlockPool
@@ -134,7 +135,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         self.check_blocks(batch.scheduled)
         if batch.copies:
             self.runner.copy_blocks(batch.copies)
-        tokens = self.runner.run(batch)
+        tokens = run_batch(self.runner, batch)
         for s, sampled in zip(batch.scheduled, tokens, strict=True):
             s.sequence.token_ids += [token.token_id for token in sampled]
         self.scheduler.update_after_step(batch)

@@ -463,7 +463,7 @@ def test_prompts_for_which_no_logits_are_left_hold_back_no_others() -> None:
     scheduler = Scheduler(pool, max_num_seqs, 4 * num_tokens, num_tokens + 4)
     asking = [make_sequence(num_tokens, 1, first=i) for i in range(max_num_seqs + 2)]
     for i, sequence in enumerate(asking):
-        sequence.request = replace(sequence.request, request_id=f"r{i}")
+        sequence.request_id = f"r{i}"
         sequence.prompt_logprobs = {}
         scheduler.add(sequence)
     plain = make_sequence(num_tokens, 1, first=2)

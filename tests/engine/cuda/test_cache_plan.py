@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,3 +125,10 @@ def test_the_largest_steps_of_an_engine_are_run(
     monkeypatch.setattr(core, "step", step)
     profile.run(core)
     assert num_tokens == steps
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_build_of_torch_without_cuda_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^device: it is cuda, but torch .*`make install`"):
+        ClaimedMemory.claim(EngineConfig(device="cuda"))
+    assert ClaimedMemory.claim(EngineConfig()) is None

@@ -251,6 +251,21 @@ def test_concatenated_projections_share_one_copy_of_the_weights(device: torch.de
     assert bias[64:96].equal(attention.k_proj.bias)
 
 
+def test_graphs_over_an_earlier_cache_are_dropped_before_new_ones(device: torch.device) -> None:
+    """The cache that memory is measured with is smaller than the cache of requests."""
+    kept: list[object] = []
+
+    def record(run: Replay) -> Replay:
+        kept.append(model._graphs)
+        return run_again(run)
+
+    family = adapt(build("llama").eval().requires_grad_(False).to(device))
+    model = GpuModel(family, max_num_seqs=1, max_model_len=MAX_LEN, record=record)
+    for _ in range(2):
+        model.capture(model.new_cache(NUM_BLOCKS, BLOCK_SIZE))
+    assert kept == [None, None]
+
+
 @pytest.mark.parametrize(
     "model_type",
     ["gpt_oss", "gemma3", pytest.param("gemma4_text", marks=pytest.mark.long), "deepseek_v3"],

@@ -25,12 +25,12 @@ from workers.engine.core.sequence import (
     EngineRequest,
     Pooling,
     RequestOutput,
-    SampledToken,
     ScheduledSequence,
     Sequence,
 )
 from workers.engine.core.step_budget import MAX_PROMPT_LOGITS
 from workers.engine.cpu.decoder import NativeModel
+from workers.engine.launched_batch import LaunchedBatch
 from workers.engine.model.flat_model import DecoderModel, FlatModel, StepInputs
 from workers.engine.pooling import pool
 from workers.engine.runner import ModelRunner
@@ -228,11 +228,12 @@ def test_mean_pooling_counts_the_tokens_of_a_repeated_step_once(
     reference: Any, served: DecoderModel
 ) -> None:
     class Failing(ModelRunner):
-        def run(self, batch: Batch) -> list[list[SampledToken]]:
-            sampled = super().run(batch)
+        def launch(self, batch: Batch) -> LaunchedBatch:
+            launched = super().launch(batch)
             if any(s.sequence.request_id == "bad" for s in batch.scheduled):
+                launched.sample(range(len(batch.scheduled)))
                 raise RuntimeError("a poisoned request")
-            return sampled
+            return launched
 
     core = core_of(served, 12, Failing(served, NUM_BLOCKS, BLOCK_SIZE), MEAN)
     requests = [
@@ -273,12 +274,12 @@ def test_states_that_are_not_finite_are_neither_returned_nor_shared(
     reference: Any, served: DecoderModel
 ) -> None:
     class Spoilt(ModelRunner):
-        def run(self, batch: Batch) -> list[list[SampledToken]]:
+        def launch(self, batch: Batch) -> LaunchedBatch:
             for s in batch.scheduled:
                 if s.sequence.request_id == "bad" and s.sequence.num_computed_tokens:
                     for keys, _ in self._kv_cache:
                         keys[s.sequence.block_table] = torch.nan
-            return super().run(batch)
+            return super().launch(batch)
 
     core = core_of(served, 12, Spoilt(served, NUM_BLOCKS, BLOCK_SIZE))
     prompt, params = [*range(1, 20)], EmbeddingParams()

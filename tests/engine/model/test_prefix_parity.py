@@ -10,6 +10,7 @@ from shared.protocol.multimodal import content_hash
 from shared.protocol.sampling import SamplingParams
 from tests.engine.model.test_parity import (
     IMAGE,
+    MAX_BUDGET_AHEAD,
     NUM_TEXT_IDS,
     VISION_END,
     VISION_START,
@@ -82,6 +83,7 @@ class Engine:
             decode=spell,
             max_num_batched_tokens=budget,
             prefix_caching=prefix_caching,
+            runs_ahead=budget < MAX_BUDGET_AHEAD,
         )
 
     def run(self, *requests: EngineRequest, steps_between: int = 0) -> dict[str, Answer]:

@@ -168,7 +168,9 @@ class EvenTokens:
         pass
 
 
-def answer(model: DecoderModel, requests: list[EngineRequest]) -> dict[tuple[str, int], list[int]]:
+def answer(
+    model: DecoderModel, requests: list[EngineRequest], *, runs_ahead: bool = False
+) -> dict[tuple[str, int], list[int]]:
     """Return the tokens of each choice, from a core with few blocks, drafts and a prefix cache."""
     runner = ModelRunner(model, 24, 4, max_num_seqs=8)
     core = make_core(
@@ -179,6 +181,7 @@ def answer(model: DecoderModel, requests: list[EngineRequest]) -> dict[tuple[str
         max_num_batched_tokens=11,
         new_drafter=lambda: NgramDrafter(3, 1, 3),
         max_drafting_tokens=16,
+        runs_ahead=runs_ahead,
     )
     tokens: dict[tuple[str, int], list[int]] = {}
     waiting = list(requests)
@@ -215,6 +218,7 @@ def test_draws_drafts_grammars_shared_prompts_and_resumes_are_equal(tmp_path: Pa
         ]
         expected = answer(whole.served, requests)
         assert answer(parts.served, requests) == expected
+        assert answer(parts.served, requests, runs_ahead=True) == expected
         assert all(token_id % 2 == 0 for token_id in expected["even", 0])
         logged = [LoggedChoice(expected["drawn", choice][:5], False) for choice in range(3)]
         resumed = answer(parts.served, [replace(requests[0], logged=logged), *requests[1:]])

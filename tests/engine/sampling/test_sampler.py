@@ -21,7 +21,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import EngineRequest, Sequence
 from workers.engine.sampling import row_chunks
-from workers.engine.sampling.sampler import sample, uniform
+from workers.engine.sampling.sampler import NUM_DRAWN, point_of, sample, uniform
 from workers.engine.sampling.truncation import (
     UNITS,
     Filters,
@@ -176,10 +176,6 @@ def test_a_very_low_temperature_is_greedy(temperature: float) -> None:
     assert sample(logits, [sequence_of(params)]) == logits.argmax(-1).tolist()
 
 
-def test_no_rows_yield_no_tokens() -> None:
-    assert sample(torch.empty(0, VOCAB_SIZE), []) == []
-
-
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     "params",
@@ -263,6 +259,16 @@ def test_seed_choice_and_position_each_move_the_point() -> None:
     }
     assert len(points) == 3 * 8 * 200
     assert uniform(3, 1, 4) == uniform(3, 1, 4)
+
+
+def test_points_drawn_at_once_are_those_of_single_positions() -> None:
+    """Also after a preemption, a resume, and where drafts have skipped some."""
+    sequence = sequence_of(SamplingParams(), seed=7, choice=2)
+    for num_tokens in (0, 1, 5, NUM_DRAWN - 1, NUM_DRAWN, NUM_DRAWN + 90, 3):
+        del sequence.token_ids[sequence.num_prompt_tokens :]
+        sequence.token_ids += [1] * num_tokens
+        bits = int(np.random.Philox(key=[7, 2], counter=num_tokens).random_raw())
+        assert point_of(sequence) == (bits >> 12) * 2.0**-52 == uniform(7, 2, num_tokens)
 
 
 def test_points_are_uniform() -> None:

@@ -43,7 +43,7 @@ from workers.engine.metrics import EngineMetrics
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.runner import ModelRunner
-from workers.engine.sampling.verifier import sample_batch
+from workers.engine.sampling.verifier import draw_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -229,7 +229,7 @@ def test_drafts_are_accepted_up_to_the_first_mismatch(
 ) -> None:
     others = [drafted(()), drafted((7, 7))]
     logits = torch.cat([rows_for(0), rows_for(3, 4, 5, 6)[: 1 + len(drafts)], rows_for(7, 7, 2)])
-    samples = sample_batch(logits, [others[0], drafted(drafts), others[1]])
+    samples = draw_batch(logits, [others[0], drafted(drafts), others[1]]).result()
     assert samples == [
         [SampledToken(0)],
         [SampledToken(token_id) for token_id in expected],
@@ -240,20 +240,20 @@ def test_drafts_are_accepted_up_to_the_first_mismatch(
 def test_each_position_is_processed_with_the_tokens_before_it() -> None:
     """The greatest logit three times over; a penalty lets it through once."""
     logits = rows_for(3, 3, 3) + rows_for(4, 4, 4) / 2
-    (tokens,) = sample_batch(logits, [drafted((3, 4), frequency_penalty=2.0)])
+    (tokens,) = draw_batch(logits, [drafted((3, 4), frequency_penalty=2.0)]).result()
     assert [token.token_id for token in tokens] == [3, 3]
-    (tokens,) = sample_batch(logits, [drafted((3, 4), presence_penalty=2.0, min_p=0.5)])
+    (tokens,) = draw_batch(logits, [drafted((3, 4), presence_penalty=2.0, min_p=0.5)]).result()
     assert [token.token_id for token in tokens] == [3, 3]
-    (tokens,) = sample_batch(rows_for(3, 3, 3), [drafted((3, 3), repetition_penalty=2.0)])
+    (tokens,) = draw_batch(rows_for(3, 3, 3), [drafted((3, 3), repetition_penalty=2.0)]).result()
     assert [token.token_id for token in tokens] == [3, 3, 3]
-    (tokens,) = sample_batch(logits, [drafted((3, 4), frequency_penalty=5.0)])
+    (tokens,) = draw_batch(logits, [drafted((3, 4), frequency_penalty=5.0)]).result()
     assert [token.token_id for token in tokens] == [3, 4, 3]
 
 
 def test_a_rejected_draft_without_allowed_successor_fails_no_request() -> None:
     s = drafted((5, 5), allowed_token_ids=[5, 6], logit_bias={6: 100.0})
     s.sequence.bad_words = ((5, 5), (5, 6))
-    assert sample_batch(rows_for(5, 5, 5), [s]) == [[SampledToken(6)]]
+    assert draw_batch(rows_for(5, 5, 5), [s]).result() == [[SampledToken(6)]]
 
 
 def test_logits_of_a_rejected_draft_must_be_finite_too() -> None:
@@ -261,7 +261,7 @@ def test_logits_of_a_rejected_draft_must_be_finite_too() -> None:
     logits = rows_for(3, 4, 5)
     logits[2, 1] = torch.nan
     with pytest.raises(ArithmeticError):
-        sample_batch(logits, [drafted((6, 6))])
+        draw_batch(logits, [drafted((6, 6))]).result()
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -281,7 +281,14 @@ class Engine:
             self.adapters = load_adapters(family, {"a": str(folder)})
         self.model: DecoderModel = NativeModel(family, 2) if native else FlatModel(family)
 
-    def core(self, new_drafter: NewDrafter, num_blocks: int = 100, budget: int = 64) -> EngineCore:
+    def core(
+        self,
+        new_drafter: NewDrafter,
+        num_blocks: int = 100,
+        budget: int = 64,
+        *,
+        runs_ahead: bool = False,
+    ) -> EngineCore:
         return make_core(
             ModelRunner(self.model, num_blocks, 8, self.tower, adapters=self.adapters),
             BlockPool(num_blocks, 8),
@@ -292,6 +299,7 @@ class Engine:
             encode=lambda text: [int(part) for part in text.split()],
             new_drafter=new_drafter,
             max_drafting_tokens=64,
+            runs_ahead=runs_ahead,
         )
 
     def requests(self) -> list[EngineRequest]:
@@ -363,6 +371,12 @@ def test_models_yield_the_same_tokens_with_drafts(name: str, native: bool) -> No
     requests = engine.requests()
     plain, plain_logprobs = run(engine.core(no_drafter), requests)
     answers = [requests[0].prompt_token_ids + ids for ids, *_ in plain.values()]
+    core = engine.core(no_drafter, 12, 20, runs_ahead=True)
+    ahead, ahead_logprobs = run(core, requests)
+    assert ahead == plain
+    assert core.stats().num_preemptions > 0
+    for request_id, values in ahead_logprobs.items():
+        assert values == pytest.approx(plain_logprobs[request_id], abs=1e-4)
     drafters: list[NewDrafter] = [
         shaky(answers, 199, seed=1, share=0.9),
         lambda: NgramDrafter(4, 1, 3),

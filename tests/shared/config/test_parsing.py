@@ -78,7 +78,12 @@ def test_the_environment_overrides_any_field() -> None:
         (
             "models: {demo: {path: a, quantization: int8}}",
             {"PAGEMILL_ENGINE__DEVICE": "cuda"},
-            ["models.demo.quantization", "int8 does not run on a GPU"],
+            ["models.demo.quantization", "int8 does not run on a GPU", "engine.device to cpu"],
+        ),
+        (
+            "models: {demo: {path: a, quantization: int8, pools: {big: {device: cuda}}}}",
+            {},
+            ["models.demo.quantization", "set models.demo.pools.big.device to cpu"],
         ),
         (
             GOOD + "\nengine: {device: 'cuda:1'}",

@@ -10,6 +10,7 @@ from shared.protocol.detokenizer import (
     MAX_CONTEXT_TOKENS,
     MAX_HELD_TOKENS,
     Decode,
+    Detokenizer,
     read_text,
 )
 
@@ -60,6 +61,24 @@ def test_text_in_parts_is_the_text_in_one(text: str, cuts: list[int], prompt: li
     edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
     parts = [answer[a:b] for a, b in itertools.pairwise(edges)]
     assert read_parts(parts, [*prompt, ord("\n")]) == text
+
+
+@given(TOKENS, st.lists(st.integers(1, 30), max_size=6), st.booleans())
+def test_tokens_read_at_once_have_the_text_of_tokens_in_turn(
+    token_ids: list[int], sizes: list[int], has_fallback: bool
+) -> None:
+    """Whatever their bytes are: a record holds the tokens of one step or of many."""
+    tokenizer = decode_with_fallback if has_fallback else decode
+    if has_fallback:
+        token_ids = [t if t < 128 else 1000 + t if t % 2 else t - 1 for t in token_ids]
+    in_turn, at_once = Detokenizer(tokenizer, []), Detokenizer(tokenizer, [])
+    texts = [in_turn.push(token_id)[0] for token_id in token_ids]
+    start = 0
+    for size in (*sizes, len(token_ids)):
+        part = slice(start, start + size)
+        assert at_once.read(token_ids[part]) == "".join(texts[part])
+        start += size
+    assert at_once.finish() == in_turn.finish()
 
 
 @given(st.text(alphabet="aé€😀", max_size=12), st.integers(1, 7))

@@ -1,6 +1,7 @@
 """Commands about the configuration: `pagemill key` and `pagemill check`."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -135,18 +136,24 @@ def _describe_memory(folder: Path, report: reports.Report, name: str, config: Co
             for stage in pipeline.stages
             if Path(stage.path or model.path) == folder
         }
-    elif report.divided:
+        return _describe_sizes(num_bytes, dtype)
+    if report.divided:
         dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
-        ranks = count_rank_weights(folder, report, config.engine.tensor_parallel)
-        names = ("rank 0", "each other rank")
-        num_bytes = {
-            name: weights.num_bytes(dtype) for name, weights in zip(names, ranks, strict=True)
-        }
-    else:
-        keeps = can_keep_numbers(config.engine) and not model.adapters
-        weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
-        dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
-        num_bytes = {stage: part.num_bytes(dtype) for stage, part in weights.items()}
+        first, other = count_rank_weights(folder, report, config.engine.tensor_parallel)
+        sizes = {"rank 0": first.num_bytes(dtype), "each other rank": other.num_bytes(dtype)}
+        return _describe_sizes(sizes, dtype)
+    keeps = can_keep_numbers(config.engine) and not model.adapters
+    weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
+    # Pools on a CPU and on a GPU may serve different types.
+    devices = [pool.device for pool in model.pools.values()] or [config.engine.device]
+    dtypes = [choose_dtype(model.dtype, report.dtype, device) for device in devices]
+    return "".join(
+        _describe_sizes({stage: part.num_bytes(dtype) for stage, part in weights.items()}, dtype)
+        for dtype in dict.fromkeys(dtypes)
+    )
+
+
+def _describe_sizes(num_bytes: Mapping[str, int], dtype: str) -> str:
     sizes = [f"{stage} {decimal(size)}" for stage, size in num_bytes.items() if size]
     return f"; weights in memory: {', '.join(sizes)} as {dtype}"
 

@@ -16,7 +16,6 @@ from shared.errors import ConfigError
 from shared.models.lazy_module import hide_torch
 from shared.stage import runtime
 from shared.stage.listeners import Listeners, Section
-from shared.stage.pipelines import ENGINE
 from workers import settings
 from workers.cli.models.local import check_endpoint
 from workers.cli.options import ConfigFile, NatsUrl, check_role
@@ -61,11 +60,8 @@ def worker(
         # transformers imports the hub's library.
         check_endpoint()
         file = settings.find_config_file(config)
-        loaded = settings.load_config(file)
-        if model is None and len(loaded.models) == 1:
-            model = next(iter(loaded.models))
-        is_engine = role == ENGINE and stage in (None, ENGINE)
-        loaded = settings.of_pool(loaded, model, is_engine, pool)
+        reread = partial(settings.load_for, WorkerSpec(role, model, stage, pool), file)
+        loaded = reread()
         login = settings.login_of(loaded, role, nats)
         if role == POOL:
             settings.check_paths(loaded)
@@ -76,15 +72,14 @@ def worker(
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
+    if model is None and len(loaded.models) == 1:
+        model = next(iter(loaded.models))
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     main = _prepare_pool(loaded, names, file, nats) if role == POOL else load_main(role)
-
-    def reread() -> Config:
-        return settings.of_pool(settings.load_config(file), model, is_engine, pool)
-
-    return uvloop.run(runtime.run(role, main, loaded, login, model, stage, reread, listeners))
+    running = runtime.run(role, main, loaded, login, model, stage, reread, listeners, pool)
+    return uvloop.run(running)
 
 
 def _prepare_pool(

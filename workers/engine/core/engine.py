@@ -1,21 +1,24 @@
 """Engine core, independent of the model: takes requests and returns their outputs step by step.
 
-A step schedules a batch, runs it and processes the sampled tokens. A failing request does not
-affect the others. However a request ends, its blocks return to the pool and its embeddings are
-dropped. Later requests of the same tenant can still find block contents in the prefix cache, and
-embeddings by their content hash.
+A step schedules a batch, launches its forward pass, samples it and processes the tokens. A core
+that runs ahead schedules and launches the next step before it waits for the tokens, so that a
+device computes while the host works.
+
+A failing request does not affect the others. However a request ends, its blocks return to the pool
+and its embeddings are dropped. Later requests of the same tenant can still find block contents in
+the prefix cache, and embeddings by their content hash.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from shared.errors import InvalidRequest, OutOfMemory, PagemillError, WorkerFailure
-from shared.helpers.device_errors import is_device_lost
+from shared.errors import InvalidRequest, PagemillError
 from shared.protocol.records import ChoiceDelta
+from workers.engine.core.batch_preparation import BatchPreparation
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.kv_exchange import KVExchange, KVMemory
+from workers.engine.core.request_errors import error_of_request, out_of_memory
 from workers.engine.core.request_state import Decode, RequestFactory, RequestState
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import (
@@ -30,9 +33,11 @@ from workers.engine.core.sequence import (
     ScheduledSequence,
     Sequence,
     SpokenText,
+    Status,
     TokenMask,
 )
 from workers.engine.core.step_cost import UNLIMITED, PrefillLimit, StepWork
+from workers.engine.core.step_in_flight import StepInFlight
 from workers.engine.core.step_runner import StepRunner
 
 
@@ -41,8 +46,11 @@ class EngineCore:
 
     _num_steps = 0
     _num_batched_tokens = 0
-    _num_item_tokens = 0
-    """Tokens of the items that the last step encoded."""
+    _last_work = StepWork()
+    _ahead: StepInFlight | None = None
+    """Next step, if it has been launched."""
+    _is_repeating = False
+    """Whether the last steps in flight were dropped because of an error."""
 
     def __init__(
         self,
@@ -65,11 +73,13 @@ class EngineCore:
         kv_memory: KVMemory | None = None,
         keeps_states: bool = False,
         new_rules: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
+        runs_ahead: bool = False,
     ) -> None:
         """For `encode`, `new_drafter`, `pooling` and `new_rules` see `RequestFactory`.
 
         With `kv_memory`, blocks are exchanged with other engines. If the model `keeps_states`,
-        sequences do not share prefixes.
+        sequences do not share prefixes. If the core `runs_ahead`, the forward pass of a step is
+        launched before the results of the step before it are awaited, where that is possible.
         """
         self._runner = runner
         self._factory = RequestFactory(
@@ -98,11 +108,10 @@ class EngineCore:
         )
         self.kv_exchange = KVExchange(pool, self._scheduler, runner, kv_memory)
         self._requests: dict[str, RequestState] = {}
+        self._preparation = BatchPreparation(runner, self._requests)
+        self._runs_ahead = runs_ahead
         self._deltas: dict[str, list[ChoiceDelta]] = {}
         """Deltas of this step by request id, returned at its end."""
-        self._last_work = StepWork()
-        self._first_scheduled: list[str] = []
-        """Requests that were prepared in the last step."""
 
     @property
     def kv_events(self) -> KVEvents | None:
@@ -111,7 +120,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._deltas)
+        return self._scheduler.has_work or self._ahead is not None or bool(self._deltas)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -134,7 +143,7 @@ class EngineCore:
             mm_cache_hits=self._runner.mm_cache_hits,
             num_steps=self._num_steps,
             num_batched_tokens=self._num_batched_tokens,
-            first_scheduled=tuple(self._first_scheduled),
+            first_scheduled=tuple(self._preparation.first_scheduled),
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -157,7 +166,8 @@ class EngineCore:
             if log.finished:
                 choice.finished = True
             elif stop_event is not None:  # The end is not in the log yet.
-                self._add_delta(request.request_id, choice.finish_replayed(stop_event))
+                delta = choice.finish_replayed(stop_event)
+                self._deltas.setdefault(request.request_id, []).append(delta)
             else:
                 self._scheduler.add(choice.sequence)
         if state.finished:
@@ -171,33 +181,27 @@ class EngineCore:
 
     def cancel(self, request_id: str) -> None:
         """Drop the request without an output. Does nothing if the request has already ended."""
-        self._first_scheduled = []
+        self._preparation.first_scheduled = []
         if request_id in self._requests:
             self._remove(self._requests[request_id])
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the outputs of all requests that it changed.
+        """Finish the next step and return the outputs of all requests that it changed.
+
+        The step may have been launched by the last call, and this call may launch the step after
+        it. Only the forward pass runs ahead: a step is sampled when all tokens before it are known.
 
         An error of a request ends this request alone. Raises the error of a device that is lost:
         every later request would fail as well.
         """
-        self._first_scheduled = []
+        self._preparation.first_scheduled = []
         self.kv_exchange.restore()
-        self._num_item_tokens = 0
-        batch, failures = self._prepare_batch(self._scheduler.schedule())
-        self._last_work = batch.work(self._num_item_tokens)
-        self._num_steps += bool(batch.scheduled)
-        self._num_batched_tokens += batch.num_tokens
-        self._record_kv_blocks(batch)
-        try:
-            sampled = self._run_batch(batch) if batch.scheduled else []
-        except Exception as error:
-            if self._runner.recover_memory(error):
-                failures += self._shrink_steps(batch, error)
-            else:
-                failures += self._bisect_batch(batch, error)
-        else:
-            self._process_sampled(batch, sampled)
+        is_ahead = self._ahead is not None
+        step, self._ahead = self._ahead or self._launch(), None
+        failures = [] if step is None else self._finish(step, is_ahead)
+        for state, error in self._preparation.take_failed():
+            if state.request.request_id in self._requests:
+                failures.append(self._fail(state, error))
         return failures + self._take_outputs()
 
     def observe_time(self, seconds: float) -> None:
@@ -207,124 +211,146 @@ class EngineCore:
 
     # -- step -------------------------------------------------------------------------------
 
-    def _prepare_batch(self, batch: Batch) -> tuple[Batch, list[RequestOutput]]:
-        """Prepare requests and encode items; requests that fail are removed from the batch."""
-        failures = []
-        missing: dict[str, set[int]] = {}
-        for s in batch.scheduled:
-            state = self._requests.get(s.sequence.request_id)
-            if state is None:  # Another choice of the request has failed.
-                continue
-            try:
-                self._prepare_sequence(state, s)
-            except Exception as error:
-                failures.append(self._fail(state, error_of_request(error)))
-                missing.pop(state.request.request_id, None)
-            else:
-                if indexes := _missing_items(state, s):
-                    missing.setdefault(state.request.request_id, set()).update(indexes)
-        failures += self._encode_items(missing)
-        remaining = [s for s in batch.scheduled if s.sequence.request_id in self._requests]
-        # Adjacent sequences of one adapter go through it in one product.
-        remaining.sort(key=lambda s: s.sequence.request.adapter or "")
-        return Batch(remaining), failures
+    def _launch(self) -> StepInFlight | None:
+        """Schedule and launch the next step. Requests that cannot be prepared have no part in it.
 
-    def _prepare_sequence(self, state: RequestState, s: ScheduledSequence) -> None:
-        if not state.prepared:
-            self._runner.prepare(state.request)
-            state.prepared = True
-            self._first_scheduled.append(state.request.request_id)
-        if s.samples and s.sequence.token_mask is not None:
-            # An invalid grammar fails here, before it can fail the batch of other requests.
-            s.sequence.token_mask.allowed()
+        Returns None if nothing can be computed.
+        """
+        batch, num_item_tokens = self._preparation.prepare(self._scheduler.schedule())
+        if not batch.scheduled:
+            return None
+        return self._launch_batch(batch, batch.work(num_item_tokens))
 
-    def _encode_items(self, missing: dict[str, set[int]]) -> list[RequestOutput]:
-        """Encode items by the indexes in their requests: in one call, or each request alone if that
-        fails."""
-        if not missing:
-            return []
-        states = [self._requests[request_id] for request_id in missing]
+    def _launch_batch(self, batch: Batch, work: StepWork) -> StepInFlight:
+        unverified = self._scheduler.prefix_cache.take_unverified_blocks()
+        return StepInFlight(self._runner, batch, unverified, work)
+
+    def _finish(self, step: StepInFlight, is_ahead: bool) -> list[RequestOutput]:
+        """Sample a step, without the sequences that have ended since it was launched, and process
+        its tokens. The next step is launched in between, if possible."""
+        failures = self._check_masks(step.batch)
+        scheduled = step.batch.scheduled
+        kept = [i for i, s in enumerate(scheduled) if s.sequence.status is Status.RUNNING]
+        if not kept:
+            return failures
+        batch = step.batch if len(kept) == len(scheduled) else Batch([scheduled[i] for i in kept])
+        self._last_work = step.work
+        self._num_steps += 1
+        self._num_batched_tokens += step.work.num_tokens
+        self._record_kv_blocks(batch)
+        step.sample(kept)
+        can_look_ahead = self._runs_ahead and not self._is_repeating and step.error is None
+        if can_look_ahead and self._scheduler.can_look_ahead:
+            with self._scheduler.looking_ahead(batch):
+                self._ahead = self._launch()
+        self._is_repeating = False
         try:
-            self._num_item_tokens += self._runner.encode(
-                [(state.request, sorted(missing[state.request.request_id])) for state in states]
-            )
+            sampled = step.result()
         except Exception as error:
-            if self._runner.recover_memory(error):
-                error = out_of_memory(error)
-            reported = error_of_request(error)
-            if len(states) == 1:
-                return [self._fail(states[0], reported)]
-            alone = ({request_id: indexes} for request_id, indexes in missing.items())
-            return [failure for each in alone for failure in self._encode_items(each)]
-        for state in states:
-            state.encoded.update(missing[state.request.request_id])
-        return []
+            has_no_memory = self._runner.recover_memory(error)
+            if is_ahead or self._ahead is not None:
+                self._drop(step, error)
+            elif has_no_memory:
+                failures += self._shrink_steps(batch, error)
+            else:
+                failures += self._bisect_batch(batch, error)
+        else:
+            self._process_sampled(batch, sampled)
+        return failures
+
+    def _drop(self, step: StepInFlight, error: Exception) -> None:
+        """Drop all steps in flight, because this one has failed. Its sequences are scheduled again.
+
+        No step runs ahead of the next one. If the next batch fails too, its requests may fail.
+        Raises the error of a device that is lost.
+        """
+        error_of_request(error)
+        for dropped in (step, self._ahead):
+            if dropped is not None:
+                self._scheduler.drop(dropped.batch)
+        self._ahead = None
+        self._is_repeating = True
+        self._last_work = StepWork()
+
+    def _check_masks(self, batch: Batch) -> list[RequestOutput]:
+        """Fail requests with an invalid grammar here, before they can fail the whole batch."""
+        failures = []
+        for s in batch.scheduled:
+            mask, is_running = s.sequence.token_mask, s.sequence.status is Status.RUNNING
+            if mask is not None and s.samples_token and is_running:
+                try:
+                    mask.allowed()
+                except Exception as error:
+                    state = self._requests[s.sequence.request_id]
+                    failures.append(self._fail(state, error_of_request(error)))
+        return failures
 
     def _record_kv_blocks(self, batch: Batch) -> None:
-        """Update the peak number of blocks of each request."""
-        for state in self._requests_of(batch):
-            (first, *others) = (choice.sequence.block_table for choice in state.choices)
-            # Only several choices share blocks, so one choice needs no set of them.
-            num_blocks = len(state.blocks) if others else len(first)
-            state.kv_blocks = max(state.kv_blocks, num_blocks)
-
-    def _run_batch(self, batch: Batch) -> list[list[SampledToken]]:
-        if unverified := self._scheduler.prefix_cache.take_unverified_blocks():
-            self._runner.zero_blocks(unverified)
-        if batch.copies:
-            self._runner.copy_blocks(batch.copies)
-        return self._runner.run(batch)
+        """Update the peak number of blocks of each request with several choices."""
+        shared = [s for s in batch.scheduled if s.sequence.request.sampling.n > 1]
+        for state in self._requests_of(shared):
+            state.kv_blocks = max(state.kv_blocks, len(state.blocks))
 
     def _process_sampled(self, batch: Batch, sampled: list[list[SampledToken]]) -> None:
-        choices = [
-            self._requests[s.sequence.request_id].choices[s.sequence.choice]
-            for s in batch.scheduled
-        ]
-        for s, choice, tokens in zip(batch.scheduled, choices, sampled, strict=True):
-            assert bool(tokens) == (s.samples and s.sequence.samples_tokens)
-            if s.samples and not s.sequence.samples_tokens:
-                choice.finished = True
-                self._deltas.setdefault(s.sequence.request_id, [])
+        finished, requests, deltas_of = [], self._requests, self._deltas
+        for s, tokens in zip(batch.scheduled, sampled, strict=True):
+            sequence = s.sequence
+            request_id = sequence.request_id
+            choice = requests[request_id].choices[sequence.choice]
             if tokens:
-                self._collect_prompt_logprobs(choice.sequence)
-                self._add_delta(s.sequence.request_id, choice.append_sampled(tokens))
-        self._scheduler.update_after_step(batch)
-        for choice in choices:
+                if sequence.prompt_logprobs is not None:
+                    self._collect_prompt_logprobs(sequence)
+                delta = choice.append_sampled(tokens)
+                if request_id in deltas_of:
+                    deltas_of[request_id].append(delta)
+                else:
+                    deltas_of[request_id] = [delta]
+            else:
+                assert not s.samples_token
+                if s.samples:
+                    choice.finished = True
+                    deltas_of.setdefault(request_id, [])
             if choice.finished:
-                self._scheduler.remove(choice.sequence)
+                finished.append(sequence)
+        self._scheduler.update_after_step(batch)
+        for sequence in finished:
+            self._scheduler.remove(sequence)
 
     def _collect_prompt_logprobs(self, sequence: Sequence) -> None:
         """Move the prompt's log probabilities to the request: the first sample completes them."""
         logprobs = sequence.prompt_logprobs
-        if logprobs is not None:
-            positions = range(1, sequence.num_prompt_tokens)
-            state = self._requests[sequence.request_id]
-            state.prompt_logprobs = [logprobs[position] for position in positions]
-            sequence.prompt_logprobs = None
-
-    def _add_delta(self, request_id: str, delta: ChoiceDelta) -> None:
-        self._deltas.setdefault(request_id, []).append(delta)
+        assert logprobs is not None
+        positions = range(1, sequence.num_prompt_tokens)
+        state = self._requests[sequence.request_id]
+        state.prompt_logprobs = [logprobs[position] for position in positions]
+        sequence.prompt_logprobs = None
 
     def _take_outputs(self) -> list[RequestOutput]:
         deltas_of, self._deltas = self._deltas, {}
-        return [
-            self._make_output(self._requests[request_id], deltas_of[request_id])
-            for request_id in deltas_of
-        ]
+        outputs = []
+        for request_id, deltas in deltas_of.items():
+            state = self._requests[request_id]
+            if deltas and deltas[-1].finish_reason is None and state.prompt_logprobs is None:
+                # The choice of the last delta has not ended.
+                outputs.append(RequestOutput(request_id, deltas, state.texts))
+            else:
+                outputs.append(self._make_output(state, deltas))
+        return outputs
 
     def _make_output(self, state: RequestState, deltas: list[ChoiceDelta]) -> RequestOutput:
+        """Return an output that may be the last one, or have the prompt's log probabilities."""
         output = RequestOutput(
-            state.request.request_id, deltas, prompt_logprobs=state.prompt_logprobs
+            state.request.request_id, deltas, state.texts, prompt_logprobs=state.prompt_logprobs
         )
         state.prompt_logprobs = None
-        if not state.finished:
-            return output
-        self._remove(state)
-        sequence = state.choices[0].sequence
-        kv, embedding = self.kv_exchange.export(sequence), sequence.embedding
-        return replace(
-            output, usage=state.usage, kv_blocks=state.kv_blocks, embedding=embedding, kv=kv
-        )
+        if state.finished:
+            self._remove(state)
+            sequence = state.choices[0].sequence
+            output.usage = state.usage
+            output.kv_blocks = state.kv_blocks or sequence.peak_blocks
+            output.embedding = sequence.embedding
+            output.kv = self.kv_exchange.export(sequence)
+        return output
 
     # -- failures and removal ----------------------------------------------------------------
 
@@ -334,7 +360,7 @@ class EngineCore:
         Rerunning is safe: it writes the same keys and values and draws the same random numbers, and
         a failed step changes no states.
         """
-        states, reported = self._requests_of(batch), error_of_request(error)
+        states, reported = self._requests_of(batch.scheduled), error_of_request(error)
         if len(states) == 1:
             return [self._fail_isolated(states[0], reported)]
         failures = []
@@ -342,7 +368,9 @@ class EngineCore:
             request_ids = {state.request.request_id for state in half}
             part = Batch([s for s in batch.scheduled if s.sequence.request_id in request_ids])
             try:
-                sampled = self._run_batch(part)
+                step = self._launch_batch(part, StepWork())
+                step.sample(range(len(part.scheduled)))
+                sampled = step.result()
             except Exception as error_of_half:
                 failures += self._bisect_batch(part, error_of_half)
             else:
@@ -354,7 +382,7 @@ class EngineCore:
         self._last_work = StepWork()
         action = self._scheduler.shortage.react(batch)
         if action == "fail":
-            (state,) = self._requests_of(batch)
+            (state,) = self._requests_of(batch.scheduled)
             return [self._fail_isolated(state, out_of_memory(error))]
         self._scheduler.drop(batch, preempt_last=action == "preempt")
         return []
@@ -372,7 +400,7 @@ class EngineCore:
         request_id = state.request.request_id
         deltas = self._deltas.get(request_id, [])
         self._remove(state)
-        return RequestOutput(request_id, deltas, error=error)
+        return RequestOutput(request_id, deltas, state.texts, error=error)
 
     def _remove(self, state: RequestState) -> None:
         request_id = state.request.request_id
@@ -385,36 +413,7 @@ class EngineCore:
 
     # -- lookups ----------------------------------------------------------------------------
 
-    def _requests_of(self, batch: Batch) -> list[RequestState]:
-        """Return each request of the batch once, in batch order."""
-        request_ids = dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
+    def _requests_of(self, scheduled: list[ScheduledSequence]) -> list[RequestState]:
+        """Return each request of the sequences once, in their order."""
+        request_ids = dict.fromkeys([s.sequence.request_id for s in scheduled])
         return [self._requests[request_id] for request_id in request_ids]
-
-
-def _missing_items(state: RequestState, s: ScheduledSequence) -> list[int]:
-    """Return the indexes of the items that the tokens depend on and that are not encoded yet."""
-    start = s.sequence.num_computed_tokens
-    needed = state.request.items_within(start, start + s.num_new_tokens)
-    return [index for index in needed if index not in state.encoded]
-
-
-def out_of_memory(error: Exception) -> OutOfMemory:
-    """Return the error to report for a request that needs more memory than the device has."""
-    failure = OutOfMemory("the device of the engine has too little memory for this request alone")
-    failure.__cause__ = error
-    return failure
-
-
-def error_of_request(error: Exception) -> PagemillError:
-    """Return the error to report for a request: a WorkerFailure in place of unknown errors.
-
-    Raises the error of a device that is lost.
-    """
-    if is_device_lost(error):
-        raise error
-    if isinstance(error, PagemillError):
-        return error
-    # The cause goes to the log and the dead letter only: it may name paths and addresses.
-    failure = WorkerFailure("the engine failed on this request")
-    failure.__cause__ = error
-    return failure

@@ -142,12 +142,14 @@ class PrefixCache:
             choices.remove(sequence)
             if not choices:
                 del self._choices[sequence.request_id]
-        if sequence.num_verified_tokens < sequence.num_computed_tokens:
+        if sequence.num_verified_tokens < sequence.num_launched_tokens:
             first = sequence.num_verified_tokens // self._pool.block_size
             self._unverified += sequence.block_table[first:]
+        sequence.peak_blocks = max(sequence.peak_blocks, len(sequence.block_table))
         self._pool.release(reversed(sequence.block_table))
         sequence.block_table.clear()
         sequence.num_computed_tokens = sequence.num_verified_tokens = 0
+        sequence.num_launched_tokens = 0
 
     def take_unverified_blocks(self) -> list[int]:
         """Return the freed blocks that hold unverified tokens.

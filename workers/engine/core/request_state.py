@@ -16,6 +16,7 @@ from workers.engine.core.sequence import (
     EngineRequest,
     FrameDelta,
     LoggedChoice,
+    MakeText,
     Pooling,
     SampledToken,
     Sequence,
@@ -57,30 +58,38 @@ class ChoiceState:
         self.finished = False
         self.detokenizer = detokenizer
         self._eos_token_ids = eos_token_ids
+        self._sampling = sequence.request.sampling
+        self._max_len = sequence.num_prompt_tokens + sequence.max_tokens
+        self._searches_text = self._sampling.detokenize and bool(self._sampling.stop)
+        self.defers_text = self._sampling.detokenize and not self._sampling.stop
+        """Whether the text of tokens is made later, because it does not decide on the end."""
 
     def append_token(self, token_id: int) -> tuple[str, StopEvent | None]:
-        """Append a token; return the new text, and the stop event if the choice ends with it."""
-        sequence, sampling = self.sequence, self.sequence.request.sampling
-        sequence.token_ids.append(token_id)
+        """Append a token; return the new text, and the stop event if the choice ends with it.
+
+        There is no text if the request has none, or if it is made later.
+        """
+        sequence = self.sequence
+        token_ids = sequence.token_ids
+        token_ids.append(token_id)
         if sequence.token_mask is not None:
             sequence.token_mask.advance(token_id)
-        stop_event = self._stop_event_of(token_id, sampling)
-        if stop_event is not None and not sampling.include_stop_str_in_output:
-            return "", stop_event
-        may_stop = sequence.num_output_tokens > sampling.min_tokens
-        text, matched = self.detokenizer.push(token_id, may_stop)
-        if stop_event is not None:
-            return text, stop_event
-        if matched is not None:
-            return text, StopEvent("stop", matched)
-        if sequence.num_output_tokens == sequence.max_tokens:
-            return text, StopEvent("length")
-        return text, None
-
-    def _stop_event_of(self, token_id: int, sampling: SamplingParams) -> StopEvent | None:
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
-            return StopEvent("stop")
-        return StopEvent("stop", token_id) if token_id in sampling.stop_token_ids else None
+        stop_event = None
+        if token_id in self._eos_token_ids and not self._sampling.ignore_eos:
+            stop_event = StopEvent("stop")
+        elif token_id in self._sampling.stop_token_ids:
+            stop_event = StopEvent("stop", token_id)
+        text = ""
+        if self._searches_text and (
+            stop_event is None or self._sampling.include_stop_str_in_output
+        ):
+            may_stop = sequence.num_output_tokens > self._sampling.min_tokens
+            text, matched = self.detokenizer.push(token_id, may_stop)
+            if stop_event is None and matched is not None:
+                stop_event = StopEvent("stop", matched)
+        if stop_event is None and len(token_ids) == self._max_len:
+            stop_event = StopEvent("length")
+        return text, stop_event
 
     def replay(self, logged: LoggedChoice) -> StopEvent | None:
         """Append logged tokens; return the stop event if the choice ends with the last of them."""
@@ -88,16 +97,38 @@ class ChoiceState:
         self.sequence.residuals += logged.residuals
         for token_id in logged.token_ids:
             _, stop_event = self.append_token(token_id)
+        if self.defers_text:
+            is_stopped = stop_event is not None and stop_event.reason == "stop"
+            self._read(logged.token_ids, is_stopped=is_stopped)
         return stop_event
 
     def append_sampled(self, tokens: list[SampledToken]) -> ChoiceDelta:
         """Append sampled tokens and return their delta; tokens after a stop event are dropped."""
-        position = self.sequence.num_output_tokens
+        position = len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
+        if len(tokens) > 1:
+            return self._append_several(position, tokens)
+        (token,) = tokens
+        if token.residual:
+            self.sequence.residuals.append([*token.residual])
+        text, stop_event = self.append_token(token.token_id)
+        if stop_event is not None or token.logprobs is not None or self.sequence.speech is not None:
+            return self._delta(position, tokens, text, stop_event)
+        return ChoiceDelta(self.sequence.choice, position, [token.token_id], text)
+
+    def make_text(self, token_ids: list[int], finish_reason: str | None) -> str:
+        """Return the text of sampled tokens that had none; see `RequestOutput.texts`."""
+        text = self._read(token_ids, is_stopped=finish_reason == "stop")
+        return text if finish_reason is None else text + self.detokenizer.finish()
+
+    def _read(self, token_ids: list[int], *, is_stopped: bool) -> str:
+        # The token that ends an answer is no part of its text.
+        is_cut = is_stopped and not self._sampling.include_stop_str_in_output
+        return self.detokenizer.read(token_ids[:-1] if is_cut else token_ids)
+
+    def _append_several(self, position: int, tokens: list[SampledToken]) -> ChoiceDelta:
         kept_tokens, text, stop_event = [], "", None
         for token in tokens:
             kept_tokens.append(token)
-            if token.residual:
-                self.sequence.residuals.append([*token.residual])
             new_text, stop_event = self.append_token(token.token_id)
             text += new_text
             if stop_event is not None:
@@ -113,7 +144,8 @@ class ChoiceState:
     ) -> ChoiceDelta:
         if stop_event is not None:
             self.finished = True
-            text += self.detokenizer.finish()
+            if self._searches_text:
+                text += self.detokenizer.finish()
         delta = ChoiceDelta(
             index=self.sequence.choice,
             position=position,
@@ -138,14 +170,19 @@ class RequestState:
     prepared: bool = False
     encoded: set[int] = field(default_factory=set)
     """Indexes of the items that have embeddings. Items in cached prefixes need none."""
+    texts: list[MakeText] = field(init=False)
+    """See `RequestOutput.texts`."""
     kv_blocks: int = 0
-    """Peak number of KV blocks held."""
+    """Peak number of KV blocks held, where several choices share them."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Log probabilities of the prompt's tokens, from when they are complete until returned."""
 
+    def __post_init__(self) -> None:
+        self.texts = [choice.make_text for choice in self.choices if choice.defers_text]
+
     @property
     def finished(self) -> bool:
-        return all(choice.finished for choice in self.choices)
+        return not [choice for choice in self.choices if not choice.finished]
 
     @property
     def usage(self) -> Usage:
@@ -222,9 +259,7 @@ class RequestFactory:
 
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
         decode: Callable[[list[int]], str] = self.decode
-        if not params.detokenize:
-            decode = _decode_nothing
-        elif not params.skip_special_tokens:
+        if not params.skip_special_tokens:
             decode = partial(self.decode, skip_special_tokens=False)
         return Detokenizer(decode, params.stop, params.include_stop_str_in_output)
 
@@ -239,10 +274,6 @@ def _may_draft(request: EngineRequest) -> bool:
     """
     is_plain = request.new_token_mask is None and request.embedding is None
     return is_plain and request.speech is None
-
-
-def _decode_nothing(token_ids: list[int]) -> str:
-    return ""
 
 
 def _derive_seed(request: EngineRequest) -> int:

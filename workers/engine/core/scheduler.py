@@ -25,6 +25,8 @@ lower priority wait until it continues.
 """
 
 from bisect import insort
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.block_pool import BlockPool
@@ -80,6 +82,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._can_admit = True
         """False while steps admit no sequence: none can be admitted before the state changes."""
+        self._is_ahead = False
+        """Whether the tokens of a step are awaited."""
 
     @property
     def _max_num_seqs(self) -> int:
@@ -110,8 +114,8 @@ class Scheduler:
     @property
     def num_without_input(self) -> int:
         """Running sequences that wait for input."""
-        speeches = (sequence for sequence in self._running if sequence.speech is not None)
-        return sum(sequence.num_computable_tokens == 0 for sequence in speeches)
+        speeches = [sequence for sequence in self._running if sequence.speech is not None]
+        return sum(sequence.waits_for_input for sequence in speeches)
 
     @property
     def has_work(self) -> bool:
@@ -137,17 +141,57 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether a step can be scheduled before the tokens of the step before it are known.
+
+        Drafts and the rows of a talker depend on the last token. There are no drafts if as many
+        sequences run as the limit on drafting allows tokens.
+        """
+        may_draft = len(self._running) < self.max_drafting_tokens
+        for sequence in self._running:
+            if sequence.speech is not None or (may_draft and sequence.drafter is not None):
+                return False
+        return True
+
+    @contextmanager
+    def looking_ahead(self, batch: Batch) -> Iterator[None]:
+        """Schedule the step after a step in flight, as if the tokens of `batch` were computed.
+
+        Tokens that are sampled are awaited; see `Sequence.token_ids`. A sequence that ends with its
+        awaited token is not scheduled. Afterwards all counts are those before the step in flight,
+        but blocks stay allocated, and sequences may have been admitted or preempted.
+        """
+        num_awaited = 0
+        for s in batch.scheduled:
+            sequence = s.sequence
+            sequence.num_computed_tokens = s.end
+            if s.samples_token:
+                num_awaited += 1
+                # The prompt and all tokens of the answer end at `s.end`.
+                if s.end + 1 < sequence.num_prompt_tokens + sequence.max_tokens:
+                    sequence.token_ids.append(-num_awaited)
+        self._is_ahead = True
+        try:
+            yield
+        finally:
+            self._is_ahead = False
+            for s in batch.scheduled:
+                if s.sequence.token_ids[-1] < 0:
+                    s.sequence.token_ids.pop()
+                if s.sequence.status is Status.RUNNING:
+                    s.sequence.num_computed_tokens = s.start
+
     def drop(self, batch: Batch, *, preempt_last: bool = False) -> None:
         """Let the sequences of a batch be scheduled again, because it was not computed.
 
         With `preempt_last`, the sequence of the lowest priority returns to the queue, as do
         sequences that begin with the copy of a block.
         """
-        last = max(batch.scheduled, key=lambda s: s.sequence.priority) if preempt_last else None
-        for s in batch.scheduled:
+        running = [s for s in batch.scheduled if s.sequence.status is Status.RUNNING]
+        last = max(running, key=lambda s: s.sequence.priority) if preempt_last else None
+        for s in running:
             if s is last or s.copy is not None:
-                # Its blocks may be partly written, and count as unverified.
-                s.sequence.num_computed_tokens = s.end
                 self.num_preemptions += 1
                 self._requeue(s.sequence)
 
@@ -164,8 +208,9 @@ class Scheduler:
         running = self._running[:]
         prefills = []
         for sequence in running:
+            num_left = len(sequence.token_ids) - sequence.num_computed_tokens
             # A last token that begins an item is scheduled with the prefills.
-            if sequence.num_uncomputed_tokens > 1 or sequence.begins_item:
+            if num_left > 1 or (sequence.request.items and sequence.begins_item):
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
                 self._schedule_tokens(sequence, step)
@@ -182,7 +227,7 @@ class Scheduler:
         # If all running sequences wait for input, the next step could not admit any either.
         self._can_admit = bool(step.scheduled) or not running or self._running != running
         self._lane.end_step()
-        if not self.shortage.is_present:
+        if not self._is_ahead and not self.shortage.is_present:
             self._add_drafts(step)
         return Batch(list(step.scheduled.values()))
 
@@ -199,10 +244,16 @@ class Scheduler:
 
     def _interactive_work(self) -> StepWork:
         """Return the work of interactive sequences that the next step is likely to have."""
-        lengths = [s.num_computable_tokens for s in self._running if not s.is_batch]
+        lengths = [
+            len(s.token_ids) - s.num_computed_tokens
+            if s.speech is None
+            else s.num_computable_tokens
+            for s in self._running
+            if not s.is_batch
+        ]
         num_places = self._max_num_seqs - len(lengths)
         # An interactive sequence also gets the places and blocks of batch sequences.
-        held = (len(s.block_table) for s in self._running if s.is_batch)
+        held = [len(s.block_table) for s in self._running if s.is_batch]
         num_free = self._pool.num_free + sum(held)
         for sequence in (s for s in self._waiting if not s.is_batch):
             num_places -= 1
@@ -214,7 +265,7 @@ class Scheduler:
                 break
             if not self.prefix_cache.is_being_computed(sequence, match):
                 lengths.append(sequence.num_computable_tokens - match.num_tokens)
-        num_decodes = sum(length == 1 for length in lengths)
+        num_decodes = lengths.count(1)
         num_prompt_tokens = min(sum(lengths), self.max_num_batched_tokens) - num_decodes
         limit = self.prefill_limit.max_tokens(self.step_cost, num_decodes)
         if limit is not None:
@@ -230,16 +281,23 @@ class Scheduler:
     def update_after_step(self, batch: Batch) -> None:
         """Update computed tokens and blocks after the model has run.
 
-        The sampled tokens must already be in the sequences' `token_ids`.
+        The sampled tokens must already be in the sequences' `token_ids`. Sequences that the next
+        step has preempted have no blocks.
         """
         for s in batch.scheduled:
+            sequence = s.sequence
+            if sequence.status is not Status.RUNNING:
+                continue
             if s.draft_token_ids:
                 self._resolve_drafts(s)
-            # Rejected drafts do not count, nor does the last token: it was only sampled.
-            stop = s.sequence.num_computed_tokens + s.num_new_tokens
-            s.sequence.num_computed_tokens = min(stop, s.sequence.num_tokens - 1)
+            sequence.num_computed_tokens = s.end
+            if s.draft_token_ids or not s.samples_token:
+                # Rejected drafts do not count, nor does the last token of a prompt.
+                sequence.num_computed_tokens = min(s.end, sequence.num_tokens - 1)
             if s.samples:
-                self.prefix_cache.on_sampled(s.sequence)
+                if sequence.num_launched_tokens == s.end:
+                    sequence.num_launched_tokens = sequence.num_computed_tokens
+                self.prefix_cache.on_sampled(sequence)
         self._count_kv_slots()
 
     def _resolve_drafts(self, s: ScheduledSequence) -> None:
@@ -252,15 +310,16 @@ class Scheduler:
         if sequence.drafter is not None:
             sequence.drafter.record_result(num_drafts, num_accepted)
         num_blocks = self._num_blocks(sequence.num_tokens - 1)
+        sequence.peak_blocks = max(sequence.peak_blocks, len(sequence.block_table))
         self._pool.release(sequence.block_table[num_blocks:])
         del sequence.block_table[num_blocks:]
 
     def _count_kv_slots(self) -> None:
         """Count held and unused KV slots; only a block with one owner has unused ones."""
         self.num_slots += self._pool.block_size * (self._pool.num_blocks - self._pool.num_free)
-        for sequence in self._running:
-            num_slots = len(sequence.block_table) * self._pool.block_size
-            self.num_unused_slots += num_slots - sequence.num_computed_tokens
+        num_blocks = sum(map(len, [sequence.block_table for sequence in self._running]))
+        num_tokens = sum([sequence.num_computed_tokens for sequence in self._running])
+        self.num_unused_slots += num_blocks * self._pool.block_size - num_tokens
 
     def _admit_waiting(self, step: StepBudget) -> None:
         """Admit waiting sequences in order of priority.
@@ -318,19 +377,25 @@ class Scheduler:
 
         The preempted sequence may be this one, which is then not scheduled.
         """
-        num_new_tokens = min(sequence.num_computable_tokens, step.max_new_tokens(sequence))
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        is_limited = sequence.is_batch or sequence.prompt_logprobs is not None
+        if num_left > 1 or is_limited or sequence.speech is not None:
+            num_new_tokens = min(sequence.num_computable_tokens, step.max_new_tokens(sequence))
+        else:
+            num_new_tokens = num_left if step.budget > 0 else 0
         if num_new_tokens == 0:
             return
-        num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)
-        num_missing = num_blocks - len(sequence.block_table)
-        if num_missing:
+        num_slots = len(sequence.block_table) * self._pool.block_size
+        end = sequence.num_computed_tokens + num_new_tokens
+        if end > num_slots:
+            num_missing = self._num_blocks(end - num_slots)
             while not self._pool.can_allocate(num_missing):
                 last = self._running[-1]
                 self._preempt(last, step)
                 if last is sequence:
                     return
             sequence.block_table += self._pool.allocate(num_missing)
-        samples = num_new_tokens == sequence.num_uncomputed_tokens
+        samples = num_new_tokens == num_left
         step.add(ScheduledSequence(sequence, num_new_tokens, samples, copy))
 
     def _add_drafts(self, step: StepBudget) -> None:
@@ -341,8 +406,12 @@ class Scheduler:
         decodes = [s for s in step.scheduled.values() if s.samples and s.num_new_tokens == 1]
         num_scheduled = self.max_num_batched_tokens - step.budget
         budget = min(step.budget, self.max_drafting_tokens - num_scheduled)
+        if budget <= 0:
+            return
         for num_left, s in zip(range(len(decodes), 0, -1), decodes, strict=True):
             sequence = s.sequence
+            if sequence.drafter is None:
+                continue
             num_slots = self._pool.block_size * (len(sequence.block_table) + self._pool.num_free)
             max_drafts = min(
                 -(-budget // num_left),
@@ -350,7 +419,7 @@ class Scheduler:
                 # One more token is sampled after the drafts.
                 sequence.max_tokens - sequence.num_output_tokens - 1,
             )
-            if sequence.drafter is None or max_drafts <= 0:
+            if max_drafts <= 0:
                 continue
             draft_token_ids = sequence.drafter.propose(sequence.token_ids, max_drafts)
             num_tokens = sequence.num_tokens + len(draft_token_ids)
@@ -369,7 +438,7 @@ class Scheduler:
             if sequence.priority < candidate.priority:
                 return False
             is_slower = sequence.is_batch and not candidate.is_batch
-            if is_slower or sequence.num_computable_tokens == 0:
+            if is_slower or sequence.waits_for_input:
                 self._preempt(sequence, step)
                 return True
         return False

@@ -91,6 +91,11 @@ SpokenTokens = Callable[[int], int]
 """Returns the number of tokens of a text that have been spoken after a number of frames."""
 
 
+MakeText = Callable[[list[int], str | None], str]
+"""Returns the text of new tokens of a choice and, with a finish reason, the end of its text. It is
+called in the order of the tokens."""
+
+
 class FrameDelta(ChoiceDelta, frozen=True, omit_defaults=True):
     """New tokens of a talker, with the codes of its further codebooks for each token."""
 
@@ -192,7 +197,7 @@ class Drafter(Protocol):
         """Record how many of the drafts that went through the model were accepted."""
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True):
     token_id: int
     logprobs: TokenLogprobs | None = None
     """Log probabilities, if the request asks for them."""
@@ -200,11 +205,45 @@ class SampledToken(NamedTuple):
     """The codes of a talker's further codebooks."""
 
 
+class Operations(NamedTuple):
+    """Operations of the sampler that a sequence needs."""
+
+    is_greedy: bool
+    is_filtered: bool
+    is_processed: bool
+    """Processed rows are copied, and therefore taken in chunks."""
+
+
 class Sequence:
     """One choice of one request."""
 
     state_slot = 0
     """Slot of a running sequence in the pool of states, for a model with recurrent layers."""
+    embedding = b""
+    """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
+    num_computed_tokens = 0
+    """Tokens whose keys and values are in the KV cache."""
+    num_launched_tokens = 0
+    """Tokens up to the last one that a launched step writes into the KV cache."""
+    num_verified_tokens = 0
+    """Computed tokens verified by a later sample; see `prefix_cache`."""
+    status = Status.WAITING
+    is_prepared = False
+    """Whether the runner holds all inputs of the sequence. False for a request with items, which
+    are encoded as they are needed."""
+    priority = (0.0, 0)
+    """Scheduling priority; lower values are scheduled first."""
+    operations: Operations | None = None
+    """Operations of the sampler for all further tokens, once they are known."""
+    points: tuple[int, list[float]] = (0, [])
+    """Random numbers of the sampler: the first position in the output, and the numbers from there
+    on."""
+    peak_blocks = 0
+    """Most blocks that the sequence has held, up to the last time when it gave blocks back."""
+    num_registered_blocks = 0
+    """Leading blocks of the block table that are registered in the prefix cache."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the cache on first admission; None before it."""
 
     def __init__(
         self,
@@ -224,10 +263,17 @@ class Sequence:
         spans: list[Span] | None = None,
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
+        self.is_batch = request.lane == "batch"
+        """Whether the sequence belongs to the batch lane."""
+        self.samples_tokens = request.embedding is None
+        """Whether tokens are generated after the prompt. Not in a request for an embedding."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.choice = choice
         self.seed = seed
         self.token_ids = token_ids
-        """Prompt and output so far."""
+        """Prompt and output so far. While the scheduler looks ahead, the last token may be awaited.
+        Its value is then -1 - i, where i is its index among the tokens of the step in flight."""
         self.max_tokens = max_tokens
         self.end_token_ids = end_token_ids
         """Tokens banned before `min_tokens`: the model's end tokens and the request's stop tokens.
@@ -243,44 +289,18 @@ class Sequence:
         self.pooling = pooling
         self.spans = spans or []
         """Runs of prompt tokens that attend to each other in both directions, in order."""
-        self.embedding = b""
-        """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
         self.residuals: list[list[int]] = []
         """For a talker: the codes of further codebooks of each output token."""
         self.hidden_sums: dict[int, Any] = {}
         """Sums of the hidden states of leading tokens, by the number of tokens: before and after
         the last step. A repeated step begins with the same sum."""
-        self.num_computed_tokens = 0
-        """Tokens whose keys and values are in the KV cache."""
         self.block_table: list[int] = []
-        self.status = Status.WAITING
-        self.priority = (0.0, 0)
-        """Scheduling priority; lower values are scheduled first."""
-        self.num_verified_tokens = 0
-        """Computed tokens verified by a later sample; see `prefix_cache`."""
         self.block_hashes: list[str] = []
         """Hashes of the first blocks, computed on demand."""
-        self.num_registered_blocks = 0
-        """Leading blocks of the block table that are registered in the prefix cache."""
-        self.num_cached_tokens: int | None = None
-        """Prompt tokens found in the cache on first admission; None before it."""
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the sequence belongs to the batch lane."""
-        return self.request.lane == "batch"
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -297,6 +317,11 @@ class Sequence:
         num_ready = self.num_tokens if num_inputs is None else min(num_inputs, self.num_tokens)
         # The tokens of the prefix cache may be ahead of the text that has been read again.
         return max(0, num_ready - self.num_computed_tokens)
+
+    @property
+    def waits_for_input(self) -> bool:
+        """Whether the next token depends on text that has not arrived."""
+        return self.speech is not None and self.num_computable_tokens == 0
 
     def round_to_spans(self, num_tokens: int, num_cached: int = 0) -> int:
         """Return a number of next tokens that ends in no span.
@@ -317,6 +342,8 @@ class Sequence:
 
         `num_cached` tokens of a sequence that has not started count as computed.
         """
+        if not self.request.items:
+            return []
         num_computed = max(num_cached, self.num_computed_tokens)
         items = (item.placeholder for item in self.request.items if item.embedding is None)
         ahead = ((item.offset - num_computed, item.length) for item in items)
@@ -326,11 +353,6 @@ class Sequence:
     def begins_item(self) -> bool:
         """Whether the next token begins an item that needs encoding."""
         return any(start == 0 for start, _ in self.items_ahead())
-
-    @property
-    def samples_tokens(self) -> bool:
-        """Whether tokens are generated after the prompt. Not in a request for an embedding."""
-        return self.request.embedding is None
 
     @property
     def pools_all_tokens(self) -> bool:
@@ -344,32 +366,50 @@ class Sequence:
         return not self.request.sampling.skip_reading_prefix_cache and not needs_all_rows
 
 
-@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) of a sequence in a step.
+    """Tokens [start, end) of a sequence in a step.
 
-    `samples` is true if they include the last token of the sequence, so that a new token is
-    sampled; an earlier chunk of a prefill samples none. Drafts may follow that token. Accepted
-    drafts become part of the output, as if each had been sampled in a separate step.
+    They follow the computed tokens. `samples` is true if they include the last token of the
+    sequence, so that a new token is sampled; an earlier chunk of a prefill samples none. Drafts may
+    follow that token. Accepted drafts become part of the output, as if each had been sampled in a
+    separate step.
     """
 
-    sequence: Sequence
-    num_new_tokens: int
-    samples: bool
-    copy: tuple[int, int] | None = None
-    """(source, destination) of a block to be copied before the destination is written."""
-    draft_token_ids: tuple[int, ...] = ()
+    __slots__ = (
+        "copy",
+        "draft_token_ids",
+        "end",
+        "num_new_tokens",
+        "samples",
+        "samples_token",
+        "sequence",
+        "start",
+    )
 
-    @property
-    def end(self) -> int:
-        """Index in the sequence after the last of these tokens."""
-        return self.sequence.num_computed_tokens + self.num_new_tokens
+    def __init__(
+        self,
+        sequence: Sequence,
+        num_new_tokens: int,
+        samples: bool,
+        copy: tuple[int, int] | None = None,
+        draft_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.sequence = sequence
+        self.start = sequence.num_computed_tokens
+        self.num_new_tokens = num_new_tokens
+        """Number of the tokens, with the drafts."""
+        self.end = self.start + num_new_tokens
+        self.samples = samples
+        self.samples_token = samples and sequence.samples_tokens
+        """False at the end of a prompt that is only embedded."""
+        self.copy = copy
+        """(source, destination) of a block to be copied before the destination is written."""
+        self.draft_token_ids = draft_token_ids
 
     @property
     def spans(self) -> list[Span]:
         """Spans that end within these tokens."""
-        start = self.sequence.num_computed_tokens
-        return [span for span in self.sequence.spans if start < span[1] <= self.end]
+        return [span for span in self.sequence.spans if self.start < span[1] <= self.end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,14 +420,16 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_new_tokens for s in self.scheduled)
+        return sum([s.num_new_tokens for s in self.scheduled])
 
     def work(self, num_item_tokens: int = 0) -> StepWork:
         """Return the work of the step by kind, with the tokens of the items that were encoded."""
         num_prompt_tokens = sum(
-            s.num_new_tokens
-            for s in self.scheduled
-            if s.num_new_tokens > 1 + len(s.draft_token_ids)
+            [
+                s.num_new_tokens
+                for s in self.scheduled
+                if s.num_new_tokens > 1 and s.num_new_tokens > 1 + len(s.draft_token_ids)
+            ]
         )
         return StepWork(self.num_tokens - num_prompt_tokens, num_prompt_tokens, num_item_tokens)
 
@@ -397,12 +439,17 @@ class Batch:
         return [s.copy for s in self.scheduled if s.copy is not None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """Output of one request after a step. The last one has `usage` or `error`."""
 
     request_id: str
     choices: list[ChoiceDelta]
+    """New tokens. Unless `texts` is empty, they have no text yet."""
+    texts: list[MakeText] = field(default_factory=list)
+    """For each choice, the function with which `log_records.merge_deltas` makes its text: once for
+    the tokens of a record, and not in each step. Empty if the text decides on the end of an answer,
+    and if the request has none."""
     usage: Usage | None = None
     kv_blocks: int = 0
     """Peak number of KV blocks held; set together with `usage`."""

@@ -1,7 +1,5 @@
 """Budget of one step of the scheduler: the numbers of tokens of each kind that are left."""
 
-from dataclasses import replace
-
 from workers.engine.core.batch_lane import BatchLane
 from workers.engine.core.sequence import ScheduledSequence, Sequence
 
@@ -49,26 +47,27 @@ class StepBudget:
 
     def add(self, s: ScheduledSequence) -> None:
         self.scheduled[s.sequence] = s
-        self._spend(s.sequence, s.num_new_tokens)
+        self._spend(s, s.num_new_tokens)
         if s.sequence.is_batch:
             self._lane.add(s.sequence, s.num_new_tokens)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         if (s := self.scheduled.pop(sequence, None)) is not None:
-            self._spend(sequence, -s.num_new_tokens)
+            self._spend(s, -s.num_new_tokens)
             if sequence.is_batch:
                 self._lane.remove(sequence, s.num_new_tokens)
 
-    def _spend(self, sequence: Sequence, num_tokens: int) -> None:
+    def _spend(self, s: ScheduledSequence, num_tokens: int) -> None:
         self.budget -= num_tokens
-        if sequence.num_uncomputed_tokens > 1:
+        if s.num_new_tokens > 1 or not s.samples:
             self.prompt_tokens -= num_tokens
-        if sequence.prompt_logprobs is not None:
+        if s.sequence.prompt_logprobs is not None:
             self.prompt_logits -= num_tokens
 
     def add_drafts(self, sequence: Sequence, draft_token_ids: list[int]) -> None:
         s = self.scheduled[sequence]
         num_new_tokens = s.num_new_tokens + len(draft_token_ids)
-        drafts = tuple(draft_token_ids)
-        self.scheduled[sequence] = replace(s, num_new_tokens=num_new_tokens, draft_token_ids=drafts)
-        self.budget -= len(drafts)
+        self.scheduled[sequence] = ScheduledSequence(
+            sequence, num_new_tokens, s.samples, s.copy, tuple(draft_token_ids)
+        )
+        self.budget -= len(draft_token_ids)

@@ -6,6 +6,24 @@ from typing import Protocol
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, Span
 
 
+class Launched(Protocol):
+    """A batch whose forward pass has been launched. On a device it may still be computed."""
+
+    def sample(self, kept: Sequence[int]) -> None:
+        """Sample the next tokens of some sequences, by their ascending indexes in the batch.
+
+        All tokens up to the last computed one are known by now. Must be called once at most, before
+        the next batch is launched.
+        """
+
+    def result(self) -> list[list[SampledToken]]:
+        """Wait for the new tokens of each kept sequence; an empty list if it does not sample.
+
+        Log probabilities of prompt tokens are stored in `Sequence.prompt_logprobs`, embeddings in
+        `Sequence.embedding`.
+        """
+
+
 class StepRunner(Protocol):
     """Runs batches through a model.
 
@@ -46,11 +64,11 @@ class StepRunner(Protocol):
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy KV blocks, given as (source, destination), before the batch that reads them."""
 
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
-        """Return the new tokens of each scheduled sequence; an empty list if it does not sample.
+    def launch(self, batch: Batch) -> Launched:
+        """Launch the forward pass of a batch, after the work launched before.
 
-        Log probabilities of prompt tokens are stored in `Sequence.prompt_logprobs`, embeddings in
-        `Sequence.embedding`.
+        The last token of a sequence may be awaited from the batch before, see `Sequence.token_ids`.
+        It has been sampled there, but its value may only be known on the device.
         """
 
     def recover_memory(self, error: Exception) -> bool:

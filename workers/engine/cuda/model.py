@@ -90,6 +90,8 @@ class GpuModel(FlatModel):
         """
         if self._adapted or self.family.uses_token_ids:
             return
+        # Graphs over an earlier cache would keep its memory.
+        self._graphs = None
         record = self._record
         if record is None:
             if self.device.type != "cuda":

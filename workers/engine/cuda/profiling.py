@@ -110,7 +110,7 @@ class ClaimedMemory:
     """Part of the device that this worker may use, and the memory that was free before it."""
 
     def __init__(self, memory: DeviceMemory, limit: int, kept: int = 0) -> None:
-        """`kept` bytes are for tensors that requests keep between steps."""
+        """`kept` bytes are for tensors that stay after a request, such as cached embeddings."""
         self._memory = memory
         self._limit = limit
         self._kept = kept

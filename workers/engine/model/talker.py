@@ -129,7 +129,7 @@ class Talker(LanguageAdapter):
         tokens = [token for (token,) in sampled]
         residuals = self.residuals(hidden, [token.token_id for token in tokens], sequences)
         return [
-            [token._replace(residual=residual)]
+            [SampledToken(token.token_id, token.logprobs, residual)]
             for token, residual in zip(tokens, residuals, strict=True)
         ]
 
@@ -152,7 +152,7 @@ class Talker(LanguageAdapter):
         sequence = s.sequence
         assert sequence.speech is not None
         self.read_on(speech, sequence.speech)
-        start = sequence.num_computed_tokens
+        start = s.start
         in_prompt = speech.prompt[start : start + len(rows)]
         rows[: len(in_prompt)] = in_prompt
         first = start + len(in_prompt) - sequence.num_prompt_tokens

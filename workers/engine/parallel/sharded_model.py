@@ -74,6 +74,7 @@ class ShardedModel(DecoderModel):
             _log.exception("rank_failed", rank=0)
             os._exit(1)
         self._is_warm = True
+        self.num_eager_steps = self._own.num_eager_steps
         return logits
 
     def _send(self, command: Command) -> None:

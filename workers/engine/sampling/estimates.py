@@ -53,9 +53,12 @@ def draw_unfiltered(
 ) -> Tensor:
     """Return the tokens that `truncation.draw` chooses among all: int64 [num_rows].
 
-    For the first three arguments see `unnormalized_probs`; all rows must be finite. `points` are
-    float64 [num_rows] in [0, 1).
+    For the first three arguments see `unnormalized_probs`; on a CPU all rows must be finite.
+    `points` are float64 [num_rows] in [0, 1).
     """
+    if logits.device.type != "cpu":
+        # To find the rows for which estimates do not suffice, the host would wait for the device.
+        return draw(unnormalized_probs(logits, greatest, temperature), points)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     is_certain = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     for chunk in iterate_chunks(list(range(len(logits))), logits):

@@ -35,7 +35,7 @@ def num_prompt_rows(s: ScheduledSequence) -> int:
     if s.sequence.prompt_logprobs is None:
         return 0
     stop = min(s.end, s.sequence.num_prompt_tokens - 1)
-    return max(0, stop - s.sequence.num_computed_tokens)
+    return max(0, stop - s.start)
 
 
 def record_prompt_logprobs(logits: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
@@ -48,9 +48,7 @@ def record_prompt_logprobs(logits: Tensor, scheduled: Sequence[ScheduledSequence
         num_rows, sequence = num_prompt_rows(s), s.sequence
         if num_rows == 0 or sequence.prompt_logprobs is None:
             continue
-        positions = range(
-            sequence.num_computed_tokens + 1, sequence.num_computed_tokens + 1 + num_rows
-        )
+        positions = range(s.start + 1, s.start + 1 + num_rows)
         logprobs = logprobs_of(
             logits[:num_rows],
             list(range(num_rows)),

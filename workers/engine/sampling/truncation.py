@@ -102,11 +102,12 @@ def draw(weights: Tensor, points: Tensor) -> Tensor:
     sums = chunks.sum(-1)
     ends = sums.cumsum(-1)
     offset = point_to_offset(ends[:, -1:], points)
-    chunk = torch.searchsorted(ends, offset, right=True)
+    # Weights that are not finite, which fail their request later, must not leave the vocabulary.
+    chunk = torch.searchsorted(ends, offset, right=True).clamp_(max=ends.shape[1] - 1)
     offset -= (ends - sums).gather(1, chunk)
     within = chunks[torch.arange(len(chunks), device=chunks.device), chunk[:, 0]].cumsum(-1)
     token_ids: Tensor = chunk * size + torch.searchsorted(within, offset, right=True)
-    return token_ids[:, 0]
+    return token_ids[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
 def point_to_offset(total: Tensor, points: Tensor) -> Tensor:

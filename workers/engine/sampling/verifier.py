@@ -11,7 +11,6 @@ sampling (Leviathan et al., 2023) would preserve only the distribution.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.records import TokenLogprobs
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, Sequence
 from workers.engine.sampling.logprobs import logprobs_of
-from workers.engine.sampling.sampler import check_finite, sample
+from workers.engine.sampling.sampler import Drawn, check_finite, draw_tokens
 
 
 @contextmanager
@@ -39,34 +38,66 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+class DrawnBatch:
+    """Tokens that were drawn for a batch."""
+
+    def __init__(self, logits: Tensor, scheduled: list[ScheduledSequence], drawn: Drawn) -> None:
+        # Otherwise the memory is free for the next batch.
+        kinds = {s.sequence.request.sampling.logprobs for s in scheduled}
+        self._logits = None if kinds == {None} else logits
+        self._is_plain = self._logits is None and len(logits) == len(scheduled)
+        """Whether there are neither drafts nor log probabilities."""
+        self._scheduled = scheduled
+        self._drawn = drawn
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Tokens on the device, int64: one for each sequence, and one more for each draft."""
+        return self._drawn.token_ids
+
+    @one_thread()
+    def result(self) -> list[list[SampledToken]]:
+        """Wait for the tokens; return the accepted drafts and the token after them, by sequence.
+
+        Raises ArithmeticError for the row of a rejected draft too: logits that are not finite mean
+        such keys or values, which stay in the cache, masked, until overwritten.
+        """
+        token_ids = self._drawn.result()
+        if self._is_plain:
+            return [[token] for token in map(SampledToken, token_ids)]
+        accepted_rows, first_row = [], 0
+        for s in self._scheduled:
+            num_accepted = _num_accepted(s, token_ids[first_row:]) if s.draft_token_ids else 0
+            accepted_rows.append(range(first_row, first_row + 1 + num_accepted))
+            first_row += 1 + len(s.draft_token_ids)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self._logits is not None:
+            logprobs = _requested_logprobs(self._logits, self._scheduled, accepted_rows, token_ids)
+        return [
+            [SampledToken(token_ids[row], logprobs.get(row)) for row in rows]
+            for rows in accepted_rows
+        ]
+
+
 @one_thread()
-def sample_batch(logits: Tensor, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
-    """Return, for each sequence, the accepted drafts and the token sampled after them.
+def draw_batch(logits: Tensor, scheduled: list[ScheduledSequence]) -> DrawnBatch:
+    """Draw the tokens of sequences and of their drafts.
 
     `logits` [num_rows, vocab_size] have one row per sequence and one more per draft. Raises the
-    errors of `sample`. It raises ArithmeticError for the row of a rejected draft too: non-finite
-    logits mean non-finite keys or values, which stay in the cache, masked, until overwritten.
+    errors of `draw_tokens`.
     """
+    if len(logits) == len(scheduled):
+        return DrawnBatch(logits, scheduled, draw_tokens(logits, [s.sequence for s in scheduled]))
     positions = [(s, position) for s in scheduled for position in range(1 + len(s.draft_token_ids))]
     try:
-        token_ids = sample(logits, [_with_drafts(s, position) for s, position in positions])
+        drawn = draw_tokens(logits, [_with_drafts(s, position) for s, position in positions])
     except InvalidRequest:
-        if len(positions) == len(scheduled):
-            raise
         # The row after a rejected draft may allow no token, which is not an error of the request.
         check_finite(logits.amax(-1))
         certain = [row for row, (_, position) in enumerate(positions) if position == 0]
-        return sample_batch(logits[certain], [replace(s, draft_token_ids=()) for s in scheduled])
-    accepted_rows, first_row = [], 0
-    for s in scheduled:
-        accepted_rows.append(
-            range(first_row, first_row + 1 + _num_accepted(s, token_ids[first_row:]))
-        )
-        first_row += 1 + len(s.draft_token_ids)
-    logprobs = _requested_logprobs(logits, scheduled, accepted_rows, token_ids)
-    return [
-        [SampledToken(token_ids[row], logprobs.get(row)) for row in rows] for rows in accepted_rows
-    ]
+        undrafted = [ScheduledSequence(s.sequence, s.num_new_tokens, s.samples) for s in scheduled]
+        return draw_batch(logits[certain], undrafted)
+    return DrawnBatch(logits, scheduled, drawn)
 
 
 def _with_drafts(s: ScheduledSequence, num_drafts: int) -> Sequence:
@@ -100,8 +131,6 @@ def _requested_logprobs(
         if (k := s.sequence.request.sampling.logprobs) is not None
         for row in of_sequence
     ]
-    if not requested:
-        return {}
     rows, num_tops = map(list, zip(*requested, strict=True))
     logprobs = logprobs_of(logits, rows, [token_ids[row] for row in rows], num_tops)
     return dict(zip(rows, logprobs, strict=True))

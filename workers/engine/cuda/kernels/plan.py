@@ -54,7 +54,7 @@ class BlockTables:
 
     def gather(self, tables: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
         """Return the tables as [num_seqs, width]; entries after a table's end are undefined."""
-        self._make_room(len(tables), max(width, *(len(table) for table in tables)))
+        self._make_room(len(tables), max(width, *map(len, tables)))
         for i, table in enumerate(tables):
             if table != self._lists[i]:
                 self._lists[i] = list(table)

@@ -1,0 +1,73 @@
+"""A batch whose forward pass has been launched: its logits, and the tokens sampled from them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.engine.core.sequence import SampledToken, ScheduledSequence
+from workers.engine.model.states import StateStep
+from workers.engine.model.talker import Talker
+from workers.engine.pooling import pool
+from workers.engine.sampling.logprobs import record_prompt_logprobs
+from workers.engine.sampling.verifier import DrawnBatch, draw_batch
+from workers.engine.step_rows import StepRows
+
+
+class LaunchedBatch:
+    """Implements `workers.engine.core.step_runner.Launched`."""
+
+    def __init__(
+        self,
+        scheduled: list[ScheduledSequence],
+        rows: StepRows,
+        logits: Tensor,
+        hidden: Tensor | None,
+        states: StateStep,
+        talker: Talker | None,
+        on_sampled: Callable[[Tensor], object],
+    ) -> None:
+        """`logits` are [num_logits, vocab_size], `hidden` [num_hidden, hidden_size], in the order
+        of `rows`. `on_sampled` is called with the sampled tokens on the device, [num_sampled]."""
+        self._scheduled = scheduled
+        self._rows = rows
+        self._logits: Tensor | None = logits
+        self._hidden = hidden
+        self._states = states
+        self._talker = talker
+        self._on_sampled = on_sampled
+        self._kept: list[ScheduledSequence] = []
+        self._drawn: DrawnBatch | None = None
+
+    @torch.inference_mode()
+    def sample(self, kept: Sequence[int]) -> None:
+        assert self._logits is not None
+        self._kept = [self._scheduled[i] for i in kept]
+        num_sampled = self._rows.num_sampled
+        logits, hidden = self._logits[:num_sampled], self._hidden
+        if len(kept) < len(self._scheduled):
+            of_kept = self._rows.sampled_of(kept)
+            logits = logits[of_kept]
+            hidden = None if hidden is None or self._talker is None else hidden[of_kept]
+        if sampling := [s for s in self._kept if s.samples_token]:
+            self._drawn = draw_batch(logits, sampling)
+            self._on_sampled(self._drawn.token_ids)
+        if len(self._logits) > num_sampled:
+            record_prompt_logprobs(self._logits[num_sampled:], self._scheduled)
+        if self._rows.pooled and self._hidden is not None:
+            pool(self._hidden, [self._scheduled[i] for i in self._rows.pooled])
+        # The memory is free for the next batch.
+        self._logits, self._hidden = None, hidden
+
+    @torch.inference_mode()
+    def result(self) -> list[list[SampledToken]]:
+        tokens = [] if self._drawn is None else self._drawn.result()
+        sampling = [s.sequence for s in self._kept if s.samples_token]
+        if self._talker is not None and self._hidden is not None:
+            tokens = self._talker.add_residuals(self._hidden, tokens, sampling)
+        # A step that fails has changed no states.
+        self._states.commit()
+        if len(sampling) == len(self._kept):
+            return tokens
+        of_sampling = iter(tokens)
+        return [next(of_sampling) if s.samples_token else [] for s in self._kept]
