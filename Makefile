@@ -91,15 +91,14 @@ tests: .venv/dev
 TESTS = $(BIN)/pytest -m "not long" --override-ini cache_dir=.pytest_cache/tests
 
 # The parts that call the libraries most, within a minute of processor time.
-LOWEST_TESTS := $(addprefix tests/,engine/cuda/test_fused_layers.py \
-	engine/cuda/kernels/test_elementwise.py engine/model/test_parity.py gateway/routes/test_chat.py \
-	models/test_hybrids.py::test_answers_depend_on_the_states models/test_llava_next_video.py)
+LOWEST_TESTS := $(addprefix tests/,engine/cuda/test_fused_layers.py engine/model/test_parity.py \
+	gateway/routes/test_chat.py models/test_hybrids.py::test_answers_depend_on_the_states models/test_llava_next_video.py)
 .venv/lowest/installed: .venv/installed requirements-lowest.txt
 	$(PYTHON) -m ops.install --lowest
 	touch $@
 
 tests-lowest: .venv/lowest/installed  ## a part of the tests, with the oldest versions that pyproject.toml allows
-	.venv/lowest/bin/pytest -m "not long" -p no:cacheprovider $(LOWEST_TESTS)
+	.venv/lowest/bin/pytest -m "not long" -p no:cacheprovider --timeout 900 $(LOWEST_TESTS)
 
 tests-long: .venv/dev  ## cells that repeat others, and 200 examples of each property
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \

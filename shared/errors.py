@@ -39,6 +39,7 @@ PagemillError               internal_error; server; not retryable
 │   ├── ToolsUnavailable    a server whose tools a response must call does not answer
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
+├── NumberOverflow          server; a model computes values that are not finite; not retryable
 ├── Poisoned                server; workers died with this request in flight; not retryable
 ├── ToolFailure             server; a response cannot continue because of its tools; not retryable
 ├── NotFound                client; there is no such request, dead letter or model on a hub
@@ -236,6 +237,10 @@ class WorkerFailure(ServerError):
 
 class LogTruncated(PagemillError):
     code = "log_truncated"
+
+
+class NumberOverflow(PagemillError):
+    code = "number_overflow"
 
 
 class Poisoned(PagemillError):

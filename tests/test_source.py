@@ -130,6 +130,7 @@ ALLOWED = {
     "workers.generator.painter_model": {".read_bytes"},  # within the model's folder
     "workers.generator.snac_vocoder": {".read_text"},  # within the model's folder
     "shared.models.image_folder": {".read_bytes"},  # within the model's folder
+    "workers.generator.diffusion.checks": {".read_bytes"},  # within the model's folder
     "workers.engine.end_tokens": {".read_bytes"},  # within the model's folder
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
     "workers.generation_config": {".read_bytes"},  # within the model's folder

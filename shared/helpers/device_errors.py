@@ -1,7 +1,8 @@
-"""Errors after which a process can compute nothing more on its GPU.
+"""Errors of a GPU: it is lost for this process, or its memory has run out.
 
-After an illegal access, every later call of the CUDA context fails, so the process has to end. The
-errors are found by their types and texts, because pure packages do not import torch.
+After an illegal access, every later call of the CUDA context fails, so the process has to end. An
+allocation that fails leaves the context as it was. The errors are found by their types and texts,
+because pure packages do not import torch.
 """
 
 import re
@@ -12,8 +13,10 @@ _LOST = re.compile(
     r"|(?:CUDA|cuDNN) error: CU(?:BLAS|DNN)_STATUS_"
     r"(?:NOT_INITIALIZED|MAPPING_ERROR|EXECUTION_FAILED|INTERNAL_ERROR)\b"
 )
-# An allocation that fails leaves the context as it was.
-_NO_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
+    r"|(?:CUDA|cuDNN) error: CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED\b"
+)
 
 
 def is_device_lost(error: BaseException) -> bool:
@@ -29,8 +32,14 @@ def is_device_lost(error: BaseException) -> bool:
     return any(map(_is_lost, causes))
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the memory of a GPU or of this process has run out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.match(str(error)) is not None
+
+
 def _is_lost(error: BaseException) -> bool:
-    text = str(error)
-    if not isinstance(error, RuntimeError) or _NO_MEMORY.search(text):
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
-    return type(error).__name__ == "AcceleratorError" or _LOST.match(text) is not None
+    return type(error).__name__ == "AcceleratorError" or _LOST.match(str(error)) is not None

@@ -66,6 +66,8 @@ class ImageFamily(NamedTuple):
     max_prompt_tokens: int
     fits: tuple[Fit, ...] = ()
     """Widths of parts, which read what other parts compute."""
+    required: tuple[tuple[str, str], ...] = ()
+    """Parts, and settings of them which the pipeline computes with, though they may be null."""
     input_images: int = 0
     """Limit on the images that a request gives to edit; 0 for a model that edits none. A model that
     edits images paints none without."""

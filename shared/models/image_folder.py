@@ -71,6 +71,16 @@ class ImageFolder(NamedTuple):
         return sum(self.num_bytes(part, dtype) for part in self.parts_for(work))
 
     @property
+    def components(self) -> Mapping[str, Component]:
+        """Parts of the family that the folder has, by subfolder."""
+        return _components_of(self.family, self.settings)
+
+    def weight_files(self, name: str) -> list[Path]:
+        """Return the files of a part's weights. Raises ConfigError."""
+        weights = self.family.components[name].weights
+        return [] if weights is None else _weight_files(self.folder / name, weights)
+
+    @property
     def dtype(self) -> str:
         """Type of the largest part's saved weights."""
         return max(self.parts.values()).dtype

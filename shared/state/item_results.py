@@ -12,10 +12,17 @@ import msgspec
 
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
-from shared.errors import BlobLost, DecodeError, EncodingFailed, InvalidRequest, Poisoned
+from shared.errors import (
+    BlobLost,
+    DecodeError,
+    EncodingFailed,
+    InvalidRequest,
+    NumberOverflow,
+    Poisoned,
+)
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, Versioned, to_msgpack
-from shared.protocol.records import Failure
+from shared.protocol.records import Failure, named_error
 from shared.protocol.task_messages import ItemResult
 from shared.protocol.versions import check_version
 from shared.state.token_log import last_record
@@ -107,6 +114,6 @@ async def _raise_failure(bus: Bus, key: str) -> None:
         return
     if record.error.fault == "client":
         raise InvalidRequest(record.error.message, field=record.error.field)
-    if record.error.code == Poisoned.code:
-        raise Poisoned(record.error.message)
+    if record.error.code in (NumberOverflow.code, Poisoned.code):
+        raise named_error(record.error)
     raise EncodingFailed(f"an item's result could not be computed: {record.error.message}")

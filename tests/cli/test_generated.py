@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import _cache_manager
 from rich.filesize import decimal
+from safetensors.numpy import load_file
 
 from ops.harness import qwen_images
 from shared.errors import ConfigError
@@ -17,7 +18,8 @@ from shared.models.image_folder import read_image_folder
 from shared.stage.pipelines import pipeline_of
 from tests import orpheus
 from tests.quantized_checkpoints import FORMS, copy_quantized
-from tests.support.folders import check_by_engine
+from tests.support.folders import check_by_engine, check_by_generator
+from workers.cli.commands import configure
 from workers.cli.models import generated
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import LocalModel
@@ -32,6 +34,7 @@ from workers.settings import DEMO_MODEL, check_paths, load_config
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process for each check would import transformers, in 2 s."""
     monkeypatch.setattr("workers.cli.models.reports.check_by_engine", check_by_engine)
+    monkeypatch.setattr("workers.cli.models.reports.check_by_generator", check_by_generator)
 
 
 def test_another_up_leaves_the_file_of_a_running_one_alone(
@@ -198,7 +201,7 @@ def test_a_folder_of_diffusers_that_is_not_served_is_refused_before_anything_sta
 
 
 def test_orpheus_speaks_with_the_codec_of_the_hubs_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for module in (constants, _cache_manager):  # The second one has the name from its import.
@@ -214,7 +217,13 @@ def test_orpheus_speaks_with_the_codec_of_the_hubs_cache(
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0" * 40)
     orpheus.write_snac(codec)
-    file, _ = write_config(models, Wishes())
+    file, lines = write_config(models, Wishes())
+    weights = load_file(tmp_path / "voice" / "model.safetensors").values()
+    size = sum(weight.nbytes for weight in weights) + (codec / "pytorch_model.bin").stat().st_size
+    assert lines[0].startswith(f"voice: weights {decimal(size)} as float32")
+    assert configure.check(config=file) == 0
+    codec_size = decimal((codec / "pytorch_model.bin").stat().st_size)
+    assert f"code2wav {codec_size}" in capsys.readouterr().out
     config = load_config(file)
     check_paths(config)
     stage = pipeline_of(config.models["voice"]).stage("code2wav")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerFailure
+from shared.errors import ConfigError, ContextTooLong, InvalidRequest, NumberOverflow
 from shared.models.image_folder import read_image_folder
 from shared.protocol.images import AUTO, PaintParams, parse_size
 from shared.protocol.pipeline import LATENTS, STEPS, TEXTS
@@ -361,7 +361,7 @@ def test_parts_of_another_width_are_refused_before_anything_is_loaded(
 def test_an_overflow_is_an_error_instead_of_a_black_image(exact: Any, spec: PipelineSpec) -> None:
     size = parse_size(spec.sizes[0])
     noise = np.full(noise_shape_of(exact, size, spec.requests[0][1].frames), np.nan)
-    with pytest.raises(WorkerFailure, match=r"not finite: .* overflow in torch.float64"):
+    with pytest.raises(NumberOverflow, match=r"not finite, an overflow in float64"):
         exact.pixels(exact.begin(size, noise).latents, size)
 
 

@@ -1,4 +1,4 @@
-"""The check of model folders in the process of the caller, which has transformers in memory."""
+"""The checks of model folders in the process of the caller, which has transformers in memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,12 @@ import msgspec
 
 from workers.cli.models.reports import Report
 from workers.engine.model.check_folders import PoolingMode, examine
+from workers.generator.check_folders import find_reason
+
+
+def check_by_generator(folders: Sequence[Path]) -> list[str | None]:
+    """Return the answer of `reports.check_by_generator`, which starts a process."""
+    return [find_reason(folder) for folder in folders]
 
 
 def check_by_engine(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
-from shared.helpers.device_errors import is_device_lost
+from shared.helpers.device_errors import is_device_lost, is_out_of_memory
 from shared.helpers.lru import ByteLRU
 from shared.models.language import AttendItems, PromptPositions
 from shared.models.tower import Tower
@@ -184,7 +184,7 @@ class ModelRunner:
         return embeddings_of
 
     def recover_memory(self, error: Exception) -> bool:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if not is_out_of_memory(error):
             return False
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()

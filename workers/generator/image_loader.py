@@ -39,6 +39,8 @@ def load_image_model(
         return load_painter(folder, served_dtype(folder, dtype, device), sizes, key)
     try:
         dtype, description = served_dtype(folder, dtype, device), read_image_folder(folder)
+        checks: Any = importlib.import_module(f"{diffusion.__name__}.checks")
+        checks.check_folder(description)
         parts = description.parts_for(work)
         description = description._replace(absent=frozenset(description.parts) - parts)
         module = f"{diffusion.__name__}.{description.family.module}"

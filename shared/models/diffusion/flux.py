@@ -33,6 +33,7 @@ FAMILY = ImageFamily(
     # The transformer learned guidance from a model with two predictions, and has one itself.
     empty_negative=None,
     max_prompt_tokens=512,
+    required=(("vae", "shift_factor"),),
     fits=(
         Fit("joint_attention_dim", (("text_encoder_2", "d_model"),)),
         Fit("pooled_projection_dim", (("text_encoder", "hidden_size"),)),

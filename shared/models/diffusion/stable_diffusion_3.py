@@ -37,6 +37,7 @@ FAMILY = ImageFamily(
     guidance=7.0,
     empty_negative="",
     max_prompt_tokens=256,
+    required=(("vae", "shift_factor"),),
     fits=(
         Fit("joint_attention_dim", (("text_encoder_3", "d_model"),)),
         Fit(

@@ -35,6 +35,7 @@ FAMILY = ImageFamily(
     empty_negative="",
     # The tokens of the chat template count.
     max_prompt_tokens=512,
+    required=(("vae", "shift_factor"),),
     fits=(
         Fit("cap_feat_dim", (("text_encoder", "hidden_size"),)),
         Fit("in_channels", (("vae", "latent_channels"),)),

@@ -146,11 +146,13 @@ def test_an_item_that_does_not_fit_fails_its_request_with_the_reason() -> None:
     ),
     st.integers(1, 12),
     st.integers(8, 20),
+    st.booleans(),
 )
 def test_answers_are_equal_with_any_amount_of_memory(
-    shapes: list[tuple[int, int, int, bool]], max_tokens: int, num_blocks: int
+    shapes: list[tuple[int, int, int, bool]], max_tokens: int, num_blocks: int, runs_ahead: bool
 ) -> None:
-    """With several choices, whose blocks are copied, and with prompts that share prefixes."""
+    """With several choices, whose blocks are copied, with prompts that share prefixes, and with a
+    step in flight while the next one is scheduled."""
     requests = [
         make_request(
             f"r{i}",
@@ -161,7 +163,9 @@ def test_answers_are_equal_with_any_amount_of_memory(
         )
         for i, (length, num_outputs, n, shared) in enumerate(shapes)
     ]
-    core = make_core(runner_for(max_tokens), 2 * num_blocks, max_num_batched_tokens=32)
+    core = make_core(
+        runner_for(max_tokens), 2 * num_blocks, max_num_batched_tokens=32, runs_ahead=runs_ahead
+    )
     for request in requests:
         core.add(request)
     outputs = finish_all(core)

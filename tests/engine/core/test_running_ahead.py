@@ -230,6 +230,21 @@ def test_a_failure_ahead_of_known_tokens_fails_its_request_alone(part: str, n: i
     assert runner.num_launched_ahead > 5
 
 
+def test_a_lost_device_ends_all_steps_in_flight() -> None:
+    class Losing(Masking):
+        def sample(self, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
+            if len(self.batches) == 3:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return super().sample(scheduled)
+
+    runner = Losing()
+    core = core_of(runner)
+    core.add(make_request(max_tokens=9, ignore_eos=True))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        finish_all(core)
+    assert runner.batches == [3, 1, 1]
+
+
 def test_a_copy_for_a_choice_is_not_repeated_from_a_block_that_is_free() -> None:
     """The first choice ends while the second one starts with a copy, in a step that fails."""
     good = make_request("good", [1, 2, 3], n=2, max_tokens=4, ignore_eos=True)

@@ -137,11 +137,7 @@ def test_other_folders_are_refused_by_what_is_wrong(
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("text_encoder/config.json", {"text_config": {"rms_norm_eps": "x"}}, "'rms_norm_eps'"),
         ("text_encoder/config.json", {"text_config": {"hidden_act": "x"}}, "'x'"),
-        ("text_encoder/config.json", {"text_config": {"num_attention_heads": 0}}, "zero"),
-        ("scheduler/scheduler_config.json", {"max_shift": "x"}, "max_shift must be a number, no"),
-        ("scheduler/scheduler_config.json", {"max_shift": float("nan")}, "that are not finite"),
         ("scheduler/scheduler_config.json", {"max_image_seq_len": 4}, "must be different"),
     ],
 )

@@ -12,6 +12,7 @@ from shared.errors import (
     EncodingFailed,
     GrammarNotTried,
     InvalidRequest,
+    NumberOverflow,
     Overloaded,
     Poisoned,
     StageBusy,
@@ -57,7 +58,7 @@ def test_errors_of_long_work_are_for_the_client_to_retry(before: int) -> None:
 
 @given(failures)
 def test_requests_that_no_worker_can_read_or_survive_become_dead_letters(before: int) -> None:
-    for error in (DecodeError("x"), Poisoned("x")):
+    for error in (DecodeError("x"), NumberOverflow("x"), Poisoned("x")):
         assert decide(error, before, POLICY) == GiveUp()
 
 

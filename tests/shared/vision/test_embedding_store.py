@@ -18,6 +18,7 @@ from shared.errors import (
     BlobLost,
     EncodingFailed,
     InvalidRequest,
+    NumberOverflow,
     Overloaded,
     Poisoned,
     UnsupportedContent,
@@ -127,6 +128,7 @@ async def test_an_embedding_lost_with_its_owner_is_forgotten(start: Start, bus: 
     [
         (UnsupportedContent("no such picture", field="items"), InvalidRequest),
         (Poisoned("two workers died"), Poisoned),
+        (NumberOverflow("not finite"), NumberOverflow),
         (WorkerFailure("it failed five times"), EncodingFailed),
     ],
 )

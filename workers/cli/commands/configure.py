@@ -18,12 +18,18 @@ from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.native import library
 from shared.native.measuring import read_records
 from shared.protocol.pipeline import Pipeline
+from shared.stage.graphs import CODE2WAV, ORPHEUS
 from shared.stage.hybrids import check_settings
 from shared.stage.pipelines import ENGINE, pipeline_of, pipelines_of
 from shared.stage.ranks import check_rank_settings
 from workers import settings
 from workers.cli.models import reports
-from workers.cli.models.stage_weights import can_keep_numbers, count_rank_weights, count_weights
+from workers.cli.models.stage_weights import (
+    can_keep_numbers,
+    count_codec,
+    count_rank_weights,
+    count_weights,
+)
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 from workers.supervisor.gpus import describe_gpus
@@ -144,6 +150,9 @@ def _describe_memory(folder: Path, report: reports.Report, name: str, config: Co
         return _describe_sizes(sizes, dtype)
     keeps = can_keep_numbers(config.engine) and not model.adapters
     weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
+    codec = model.stages.get(CODE2WAV)
+    if model.graph == ORPHEUS and codec is not None and codec.path is not None:
+        weights[CODE2WAV] = count_codec(Path(codec.path))
     # Pools on a CPU and on a GPU may serve different types.
     devices = [pool.device for pool in model.pools.values()] or [config.engine.device]
     dtypes = [choose_dtype(model.dtype, report.dtype, device) for device in devices]

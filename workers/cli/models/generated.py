@@ -26,7 +26,12 @@ from workers.cli.models.memory import (
     make_plan,
 )
 from workers.cli.models.reports import Report, check_folders
-from workers.cli.models.stage_weights import can_keep_numbers, count_rank_weights, count_weights
+from workers.cli.models.stage_weights import (
+    can_keep_numbers,
+    count_codec,
+    count_rank_weights,
+    count_weights,
+)
 from workers.generation_config import FILE as GENERATION_FILE
 from workers.generation_config import read_sampling_defaults
 
@@ -217,6 +222,8 @@ def _needs_of(model: LocalModel, report: Report, wishes: Wishes, base: Config) -
     if num_ranks > 1:
         first, other = count_rank_weights(model.folder, report, num_ranks)
         weights = [first, *[other] * (num_ranks - 1)]
+    if graph_of_folder(model.folder) == ORPHEUS:
+        weights.append(count_codec(_find_codec(model).folder))
     return ModelNeeds(
         model.name,
         Weights(*map(sum, zip(*weights, strict=True))),

@@ -37,9 +37,12 @@ class Weights(NamedTuple):
     """Number of parameters that `quantization: int8` rounds; each takes a byte."""
     number_bytes: int = 0
     """Size of the weights that keep the numbers of the folder, with their scales."""
+    codec_bytes: int = 0
+    """Size of the codec of a model that speaks, in another folder and in its saved type."""
 
     def num_bytes(self, dtype: str) -> int:
-        return self.num_values * ITEM_BYTES[dtype] + self.num_rounded + self.number_bytes
+        values = self.num_values * ITEM_BYTES[dtype]
+        return values + self.num_rounded + self.number_bytes + self.codec_bytes
 
 
 @dataclass(frozen=True, slots=True)

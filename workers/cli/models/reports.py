@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -18,8 +19,10 @@ from shared.models.image_folder import (
     read_image_folder,
 )
 
+T = TypeVar("T")
 DIFFUSERS = "diffusers"
 MODULE = "workers.engine.model.check_folders"
+IMAGE_MODULE = "workers.generator.check_folders"
 CHECK_TIMEOUT_S = 120.0
 
 
@@ -64,10 +67,8 @@ def check_folders(
     pairs = list(itertools.zip_longest(folders, poolings))
     others = [pair for pair in pairs if not is_image_folder(pair[0])]
     engines = iter(check_by_engine(others, num_ranks))
-    return [
-        _check_image_folder(folder, have_weights) if is_image_folder(folder) else next(engines)
-        for folder, _ in pairs
-    ]
+    images = iter(_check_image_folders(list(filter(is_image_folder, folders)), have_weights))
+    return [next(images if is_image_folder(folder) else engines) for folder, _ in pairs]
 
 
 def check_by_engine(pairs: Sequence[tuple[Path, str | None]], num_ranks: int = 1) -> list[Report]:
@@ -75,17 +76,22 @@ def check_by_engine(pairs: Sequence[tuple[Path, str | None]], num_ranks: int = 1
     if not pairs:
         return []
     words = [word for folder, pooling in pairs for word in (str(folder), pooling or "")]
+    return _run(MODULE, [str(num_ranks), *words], list[Report])
+
+
+def _run(module: str, words: Sequence[str], kind: type[T]) -> T:
+    """Return the answer of a module that loads libraries of models. Raises ConfigError."""
     try:
         # Without a terminal, transformers cannot ask whether to run the code of a folder.
         done = subprocess.run(
-            [sys.executable, "-P", "-m", MODULE, str(num_ranks), *words],
+            [sys.executable, "-P", "-m", module, *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             timeout=CHECK_TIMEOUT_S,
             check=False,
         )
-        return msgspec.json.decode(done.stdout, type=list[Report])
+        return msgspec.json.decode(done.stdout, type=kind)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"the check of the models took more than {CHECK_TIMEOUT_S:g} s", field="models"
@@ -93,6 +99,29 @@ def check_by_engine(pairs: Sequence[tuple[Path, str | None]], num_ranks: int = 1
     except msgspec.MsgspecError as error:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigError(f"the models cannot be checked: {reason}", field="models") from error
+
+
+def _check_image_folders(folders: Sequence[Path], have_weights: bool) -> list[Report]:
+    """Return a report for each folder: from its small files, then from its classes."""
+    reports = [_check_image_folder(folder, have_weights) for folder in folders]
+    passed = [n for n, report in enumerate(reports) if have_weights and report.reason is None]
+    reasons = check_by_generator([folders[n] for n in passed])
+    for n, reason in zip(passed, reasons, strict=True):
+        if reason is not None:
+            reason = _without_name(reason, folders[n])
+            reports[n] = msgspec.structs.replace(reports[n], reason=reason)
+    return reports
+
+
+def check_by_generator(folders: Sequence[Path]) -> list[str | None]:
+    """Return the generator's reason to refuse each folder of diffusers. Raises ConfigError."""
+    words = [str(folder) for folder in folders]
+    return _run(IMAGE_MODULE, words, list[str | None]) if folders else []
+
+
+def _without_name(message: str, folder: Path) -> str:
+    """Return the reason of a refusal without the name of the folder."""
+    return message.removeprefix("models.path: ").removeprefix(str(folder)).lstrip("/ ")
 
 
 def _check_image_folder(folder: Path, have_weights: bool) -> Report:
@@ -104,6 +133,5 @@ def _check_image_folder(folder: Path, have_weights: bool) -> Report:
             return Report(name, DIFFUSERS)
         description = read_image_folder(folder)
     except ConfigError as error:
-        reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
-        return Report(name, DIFFUSERS, reason)
+        return Report(name, DIFFUSERS, _without_name(error.message, folder))
     return Report(name, DIFFUSERS, dtype=description.dtype)

@@ -17,6 +17,7 @@ from workers.cli.models.reports import Report
 _IN_DECODER = re.compile(r"(^|\.)layers\.\d+\.")
 _IN_TOWER = re.compile(r"(^|\.)(visual|vision_|audio_|encoder\.)")
 _VOCODER = re.compile(r"(code2wav|token2wav)\.")
+CODEC_FILES = ("model.safetensors", "pytorch_model.bin")
 _LAYER = re.compile(r"thinker\.model\.(language_model\.)?layers\.(\d+)\.")
 _HEAD = "thinker.lm_head."
 
@@ -78,6 +79,13 @@ def _pattern_of(layer: str) -> re.Pattern[str]:
     if "experts" in layer:
         return re.compile(r"\.experts\.")
     return re.compile(r"(^|\.)" + re.escape(layer).replace(r"\*", r"\d+") + r"\.weight$")
+
+
+def count_codec(folder: Path) -> Weights:
+    """Return the weights of a codec of Orpheus, which are in memory as they are in the file."""
+    files = (folder / name for name in CODEC_FILES)
+    file = next((file for file in files if file.is_file()), None)
+    return Weights(codec_bytes=0 if file is None else file.stat().st_size)
 
 
 def _is_linear(name: str, shape: list[int]) -> bool:

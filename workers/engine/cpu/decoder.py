@@ -27,6 +27,7 @@ from workers.engine.cpu.memory import allocate, on_collect
 from workers.engine.cpu.weights import PackedWeights
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+from workers.engine.model.rotary_table import RotaryTable
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 
@@ -114,6 +115,9 @@ class NativeModel(DecoderModel):
         decoder: Any = family.decoder
         model: Any = family.model
         self._rotary: Any = decoder.rotary_emb
+        self._angles: RotaryTable | None = None
+        if family.position_type == "int64":
+            self._angles = RotaryTable(decoder.rotary_emb, family.num_position_rows)
         self._cache: KVCache | None = None
         self._addresses: tuple[Any, Any] = (None, None)
         """Pointer arrays of the cache's keys and values."""
@@ -176,11 +180,12 @@ class NativeModel(DecoderModel):
 
     def forward(self, step: StepInputs) -> Tensor:  # logits in float32
         positions, plan = step.positions, step.plan
-        cos, sin = self._rotary(
-            torch.empty(0, dtype=torch.float32),
-            positions if len(positions) == 1 else positions[:, None],
-        )
-        cos, sin = cos.contiguous(), sin.contiguous()
+        if self._angles is not None:
+            cos, sin = self._angles.angles(positions)
+        else:
+            like = torch.empty(0, dtype=torch.float32)
+            cos, sin = self._rotary(like, positions if len(positions) == 1 else positions[:, None])
+            cos, sin = cos.contiguous(), sin.contiguous()
         embeddings = step.embeddings.contiguous()
         rows, num_logits = step.sampled_rows, len(step.sampled_rows)
         if step.hidden_rows is not None:

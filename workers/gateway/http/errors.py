@@ -10,6 +10,7 @@ from msgspec import Struct
 from shared.errors import (
     DiskFull,
     InvalidRequest,
+    NumberOverflow,
     Overloaded,
     PagemillError,
     RequestError,
@@ -206,7 +207,7 @@ _MESSAGES = {
     "poison": "the request was abandoned after workers had failed on it repeatedly",
 }
 # Internal errors whose own messages are sent to clients.
-_PUBLIC = (ToolFailure.code, ToolsUnavailable.code, DiskFull.code)
+_PUBLIC = (ToolFailure.code, ToolsUnavailable.code, DiskFull.code, NumberOverflow.code)
 _INTERNAL = "the request failed because of an internal error; it is safe to send it again"
 
 _TYPES = {

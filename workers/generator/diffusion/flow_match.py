@@ -18,10 +18,6 @@ Levels = NDArray[np.float32]
 """Noise levels of the steps of an image, [steps]."""
 
 
-NUMBERS = ("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
-"""Settings of a scheduler that levels are computed from."""
-
-
 class Schedule(NamedTuple):
     """Noise levels of an image."""
 
@@ -79,10 +75,6 @@ def check_scheduler(scheduler: Any) -> None:
     config = scheduler.config
     if config.stochastic_sampling:
         raise ValueError("stochastic_sampling is not supported")
-    for name in NUMBERS:
-        value = config.get(name, 1)
-        if not isinstance(value, int | float):
-            raise ValueError(f"{name} must be a number, not {value!r}")
     if config.base_image_seq_len == config.max_image_seq_len:
         raise ValueError("base_image_seq_len and max_image_seq_len must be different")
     check_levels(make_schedule(scheduler, 2, shift_of(scheduler, 1), linear_levels(2)))

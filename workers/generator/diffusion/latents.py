@@ -36,7 +36,7 @@ class DiffusersModel(ABC):
     def decode(self, latents: TensorData, size: Size) -> Tensor:
         """Return the image of finished latents, [3, height, width], with values from 0 to 1.
 
-        A video has the shape [3, frames, height, width]. Raises WorkerFailure for values that are
+        A video has the shape [3, frames, height, width]. Raises NumberOverflow for values that are
         not finite.
         """
 

@@ -128,6 +128,7 @@ def load(
     )
     # The smallest part is first: its settings decide which sizes there are.
     vae = parts.load_network(AutoencoderKL, "vae")
+    parts.refuse_settings(vae, "vae", ("shift_factor",))
     patch = parts.read_settings(PixArtTransformer2DModel, "transformer")["patch_size"]
     check_sizes(sizes, patch * autoencoder_kl.scale_of(vae), MAX_PATCHES, key)
     text_encoder = parts.load_text_encoder(T5EncoderModel, "text_encoder")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.errors import WorkerFailure
+from shared.errors import NumberOverflow
 from workers.generator.core.denoising import Pixels, Size
 
 MAX_WHOLE_PIXELS = 2**21
@@ -51,12 +51,14 @@ def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
 def to_unit(decoded: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values from 0 to 1 for a decoder's values from -1 to 1, of the same shape.
 
-    `dtype` is the type of the network that painted the image. Raises WorkerFailure for values that
+    `dtype` is the type of the network that painted the image. Raises NumberOverflow for values that
     are not finite, which diffusers paints black.
     """
     if not bool(decoded.isfinite().all()):
-        raise WorkerFailure(
-            f"the image has values that are not finite: the networks overflow in {dtype}"
+        name = str(dtype).removeprefix("torch.")
+        raise NumberOverflow(
+            f"the model has computed values that are not finite, an overflow in {name}: with the"
+            " same parameters it would again"
         )
     return (decoded * 0.5 + 0.5).clamp(0, 1)
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.engine.cuda.kernels.launch import pad_to_power_of_two
+from workers.engine.model.rotary_table import find_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,7 @@ def tabulate_rotary(module: Any, max_positions: int, num_axes: int, like: Tensor
         positions = positions.expand(num_axes, 1, -1)
     cos, sin = module(like, positions)
     half = cos.shape[-1] // 2
-    axes = torch.zeros(half, dtype=torch.int32, device=like.device)
-    for axis in range(1, num_axes):
-        # Only this axis is at position 1: the pairs with a nonzero sine rotate by it.
-        probe = torch.zeros(num_axes, 1, 1, dtype=torch.int64, device=like.device)
-        probe[axis] = 1
-        axes[module(like, probe)[1][0, 0, :half] != 0] = axis
+    axes = find_axes(module, num_axes, like)[:half].int()
     return Rotary(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous(), axes)
 
 
