@@ -29,12 +29,13 @@ from transformers import conversion_mapping
 
 from shared.helpers.forking import Forks, end_with_parent
 from shared.models import registry
-from tests.preloaded import PYTHON_OF, ROLES_OF, ForkedCommand
+from tests.preloaded import PYTHON, PYTHON_OF, ROLES_OF, ForkedCommand
 from tests.support.folders import check_by_engine
 from workers import __main__ as pagemill
 from workers import roles
 from workers.cli import terminal
 from workers.cli.models import reports
+from workers.engine.parallel import followers
 from workers.renderer.decoding.pool import SPAWNER
 from workers.supervisor import preloader, processes
 
@@ -75,6 +76,7 @@ def _main() -> None:
         importlib.import_module(own).register_roles()
     if (python := os.environ.get(PYTHON_OF)) is not None:
         vars(processes)["sys"] = SimpleNamespace(executable=python, stderr=sys.stderr)
+    vars(followers).update(PYTHON=PYTHON)
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
         vars(console).update(vars(Console(stderr=console.stderr)))

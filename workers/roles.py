@@ -6,7 +6,7 @@ A module that adds a role calls `register` when it is imported, before the comma
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from shared.config.schema import Config, DeviceConfig
+from shared.config.schema import Config, DeviceConfig, EngineConfig
 from shared.gpu.devices import DeviceNeeds
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import ENGINE, pipelines_of
@@ -185,7 +185,7 @@ class WorkerSpec:
     pool: str | None = None
     """Pool of the model's engines, in a configuration that has several."""
     device: str | None = None
-    """UUID of the GPU that the worker computes on, once it has a place there."""
+    """UUIDs of the GPUs that the worker computes on, with commas, once it has places there."""
 
 
 def worker_of(model: str, stage: StageSpec) -> WorkerSpec:
@@ -205,12 +205,13 @@ def device_settings(config: Config, worker: WorkerSpec) -> tuple[str, DeviceConf
 
 
 def device_needs(config: Config, worker: WorkerSpec) -> DeviceNeeds | None:
-    """Return the part of a GPU that a worker takes, or None if it computes on the processor."""
+    """Return the part of its GPUs that a worker takes, or None if it computes on the processor."""
     settings = device_settings(config, worker)
     if settings is None or settings[1].device == "cpu":
         return None
     key, section = settings
-    return DeviceNeeds(key, tuple(section.devices), section.gpu_memory)
+    num_devices = section.tensor_parallel if isinstance(section, EngineConfig) else 1
+    return DeviceNeeds(key, tuple(section.devices), section.gpu_memory, num_devices)
 
 
 def _replicas_of(config: Config, model: str, stage: StageSpec) -> dict[WorkerSpec, int]:
@@ -228,8 +229,10 @@ def default_workers(config: Config) -> list[WorkerSpec]:
         for stage in pipeline.stages:
             for spec, replicas in _replicas_of(config, model, stage).items():
                 needs = device_needs(config, spec)
-                num_devices = 1 if needs is None else max(1, len(needs.names))
+                num_places = 1
+                if needs is not None:
+                    num_places = max(1, len(needs.names) // needs.num_devices)
                 # Models share workers of such a role, so the largest configured number counts.
-                num_workers[spec] = max(num_workers.get(spec, 0), replicas * num_devices)
+                num_workers[spec] = max(num_workers.get(spec, 0), replicas * num_places)
     specs = [[spec] * num for spec, num in num_workers.items()]
     return [WorkerSpec("coordinator"), *chain.from_iterable(specs)]

@@ -146,7 +146,8 @@ def _compute(
 
         # Large batches on one thread take a third of the time of small ones on two.
         torch.set_num_threads(1)
-        engine = replace(config.engine, max_num_seqs=AT_ONCE, num_blocks=NUM_BLOCKS)
+        changes = {"max_num_seqs": AT_ONCE, "num_blocks": NUM_BLOCKS, "tensor_parallel": 1}
+        engine = replace(config.engine, **changes)
         # The answer must be the same wherever the embeddings are computed.
         core = build_core(load(replace(model, tower="engine"), engine), engine)
     written = [entry for entry in planned if entry.request.given_text is None and not entry.paints]

@@ -136,6 +136,8 @@ class Settings(Struct, frozen=True):
     coordinators: int = 2
     renderers: int = 2
     engines: int = 3
+    ranks: int = 1
+    """Processes of an engine."""
     slots: int = 1
     """Queues of a lane of the engines."""
     encoders: int = 0

@@ -81,6 +81,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             ],
         },
         "engine": {
+            "tensor_parallel": settings.ranks,
             "threads": 1,
             "num_blocks": settings.num_blocks,
             "max_num_seqs": settings.max_num_seqs,
@@ -205,4 +206,5 @@ def bounds_of(settings: Settings) -> Bounds:
         recovery_s=5.0 if fake else 15.0,
         broker_recovery_s=3.0 if settings.brokers == 1 else 10.0,
         rss_mib=rss_mib,
+        foreign_peers=settings.ranks - 1,
     )

@@ -355,7 +355,8 @@ class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     devices: list[int | str] = []
     """GPUs for the workers that `pagemill up` starts: numbers as in `nvidia-smi`, UUIDs, also of
     MIG instances, or MIG profiles such as `mig-1g.10gb`. The `replicas` of a stage are started for
-    each entry. By default all GPUs may be used, and the `replicas` are spread over them."""
+    each entry, or for every `tensor_parallel` entries. By default all GPUs may be used, and the
+    `replicas` are spread over them."""
     gpu_memory: GpuMemory = DEFAULT
     """Memory of its GPU that a worker uses: a share, such as 0.9, or a size, such as `20 GiB`.
     Workers share a GPU only if their parts fit into it."""
@@ -417,8 +418,11 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """The engine: device, KV cache and batches."""
 
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of processes (ranks) that share each model. Each has a part of every layer's weights
+    and of the KV cache; on GPUs, each has a device."""
     threads: Annotated[int, Meta(ge=0)] = 0
-    """Number of torch threads; 0 for torch's default."""
+    """Number of torch threads; 0 for torch's default. Ranks divide the default."""
     kernels: KernelSetting = "measured"
     """Kernels on a CPU. `measured`: the C++ kernels for supported models, and for each product and
     attention of the tower the fastest implementation on this machine; the first starts compile and
@@ -429,8 +433,8 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     num_blocks: Positive | None = None
     """Number of KV blocks; by default as many as fit into `kv_cache_mib`."""
     kv_cache_mib: Positive | None = None
-    """Size of the KV cache; by default 256 MiB on a CPU. On a GPU, the default is the part of
-    `gpu_memory` that weights and the largest step leave, as measured at the start."""
+    """Size of the KV cache, in each rank; by default 256 MiB on a CPU. On a GPU, the default is the
+    part of `gpu_memory` that weights and the largest step leave, as measured at the start."""
     prefix_caching: bool = True
     """Cache computed blocks until their memory is needed, for prompts of the same tenant with the
     same prefix."""

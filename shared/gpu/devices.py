@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.filesize import decimal
 
 from shared.config.gpu_memory import GpuMemory, memory_bytes
@@ -43,6 +44,8 @@ class DeviceNeeds(Struct, frozen=True):
     names: tuple[int | str, ...]
     """Numbers, UUIDs or MIG profiles of devices; any device without them."""
     memory: GpuMemory
+    num_devices: int = 1
+    """Number of different devices, one for each rank of an engine."""
 
 
 def find_gpus(names: Sequence[int | str], gpus: Sequence[Gpu], field: str) -> list[Gpu]:
@@ -113,6 +116,28 @@ class DevicePlaces:
             field=field,
         )
 
+    def take_all(self, needs: DeviceNeeds) -> list[Place]:
+        """Return a place on each device that a worker needs. Raises ConfigError, as `take`."""
+        gpus = find_gpus(needs.names, self._gpus, f"{needs.section}.devices")
+        places: list[Place] = []
+        try:
+            for _ in range(needs.num_devices):
+                used = {place.gpu.uuid for place in places}
+                names = tuple(gpu.uuid for gpu in gpus if gpu.uuid not in used)
+                if used and not names:
+                    field = f"{needs.section}.tensor_parallel"
+                    raise ConfigError(
+                        f"{field}: {needs.num_devices} ranks need a device each, and there are"
+                        f" {len(used)}",
+                        field=field,
+                    )
+                places.append(self.take(replace(needs, names=names)))
+        except ConfigError:
+            for place in places:
+                self.give_back(place)
+            raise
+        return places
+
     def _left(self, gpu: Gpu) -> int:
         return gpu.total_bytes - self._taken[gpu.uuid]
 
@@ -131,8 +156,8 @@ def plan_places(
     places = DevicePlaces(gpus)
     free = {gpu.uuid: gpu.free_bytes for gpu in gpus}
     planned = []
-    for title, needs in workers:
-        place = places.take(needs)
+    taken = ((title, needs, place) for title, needs in workers for place in places.take_all(needs))
+    for title, needs, place in taken:
         free[place.gpu.uuid] -= place.num_bytes
         if free[place.gpu.uuid] < 0:
             field = f"{needs.section}.gpu_memory"

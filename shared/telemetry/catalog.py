@@ -113,6 +113,7 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "num_requests_waiting": "Sequences that wait to be scheduled.",
         "num_requests_without_input": "Sequences that hold KV blocks, and wait for more of the text"
         " that they speak.",
+        "num_ranks": "Processes that share the model of the engine (`engine.tensor_parallel`).",
         "kv_cache_usage_perc": (
             "Fraction of the KV blocks held by sequences, 0 to 1; cached blocks without a sequence"
             " are free."

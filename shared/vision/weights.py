@@ -6,7 +6,7 @@ Weights are read only from safetensors files; code in the folder is never execut
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from shared.vision.quantized import (
     read_quantized,
     read_shapes,
 )
+from shared.vision.rank_plan import Share
+from shared.vision.rank_weights import RankShare
 
 
 class Quantization(QuantizationConfigMixin):
@@ -66,13 +68,15 @@ def load_weights(
     without: Sequence[str] = (),
     quantization: Quantization | None = None,
     part: tuple[str, PreTrainedConfig] | None = None,
+    share: Share | None = None,
 ) -> PreTrainedModel:
     """Load a model for inference. Raises ConfigError.
 
     `without` names submodules that become None, and their weights are not read. `quantization` is
     applied to each tensor as it is read. To load a part of a model, `part` has the prefix of its
     weights and its config. Weights that the folder has in a quantized format get their values,
-    unless `quantization` keeps their numbers.
+    unless `quantization` keeps their numbers. With a `share`, only this rank's part of the weights
+    is read; the folder must have floats.
     """
     options: dict[str, Any] = {}
     quantized = read_quantized(folder)
@@ -86,59 +90,71 @@ def load_weights(
         # The products of stacked experts exist only for smaller types.
         options["experts_implementation"] = "eager"
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    _check_size(model_class, folder, without, part)
-    if quantized is not None:
+    whole = _describe(model_class, folder, without, part)
+    _check_size(whole, folder)
+    rank = None if share is None else RankShare(whole, share)
+    if quantized is not None or rank is not None:
         options["config"] = _without_quantization(folder, options.get("config"))
         if model_class is AutoModelForCausalLM:  # It cannot load weights without a folder.
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
     try:
-        model, report = _part_of(model_class, without, part is not None).from_pretrained(
+        model, report = _part_of(model_class, without, part is not None, rank).from_pretrained(
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **(options | _open_source(folder, quantized, dtype, quantization)),
+            **(options | _open_source(folder, quantized, dtype, quantization, rank)),
         )
     except (OSError, ValueError, SafetensorError, Contradiction) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
     # The conversions that were used for this model; transformers has no public name for them.
     rename = renamer_of(model, model._weight_conversions)
     _refuse(folder, find_quantized_tensor(folder, model, rename, quantized))
-    # transformers fills weights that are missing, or have another shape, with random numbers.
-    for name, shape, required in sorted(report["mismatched_keys"]):
-        raise ConfigError(
-            f"models.path: {folder}: {name} has the shape {list(shape)}, but config.json requires"
-            f" {list(required)}",
-            field="models.path",
-        )
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
+    _refuse(folder, _find_fault(report))
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    if rank is not None:
+        rank.finish(loaded)
     return loaded
 
 
-def _check_size(
+def _find_fault(report: Mapping[str, Any]) -> str | None:
+    """Return the reason to refuse a model that transformers has loaded.
+
+    It fills weights that are missing, or have another shape, with random numbers.
+    """
+    for name, shape, required in sorted(report["mismatched_keys"]):
+        return f"has {name} of shape {list(shape)}, but config.json requires {list(required)}"
+    if missing := sorted(report["missing_keys"]):
+        return f"lacks weights: {', '.join(missing[:3])}"
+    return None
+
+
+def _describe(
     model_class: Any,
     folder: Path,
     without: Sequence[str],
     part: tuple[str, PreTrainedConfig] | None,
-) -> None:
-    """Raise ConfigError if config.json describes more than twice the parameters of the files.
-
-    transformers would fill most of them with random numbers before it reports them, which may take
-    all memory: sizes that are missing in config.json have the defaults of a large model.
-    """
+) -> PreTrainedModel:
+    """Return the model that config.json describes, on the device "meta"."""
     is_auto = model_class is AutoModelForCausalLM
     kind = AutoConfig if is_auto else model_class.config_class
     config = kind.from_pretrained(folder, local_files_only=True) if part is None else part[1]
     config = _without_quantization(folder, config)
     with torch.device("meta"):
         if is_auto:
-            model = model_class.from_config(config)
+            model: PreTrainedModel = model_class.from_config(config)
         else:
             model = _part_of(model_class, without, part is not None)(config)
+    return model
+
+
+def _check_size(model: PreTrainedModel, folder: Path) -> None:
+    """Raise ConfigError if config.json describes more than twice the parameters of the files.
+
+    transformers would fill most of them with random numbers before it reports them, which may take
+    all memory: sizes that are missing in config.json have the defaults of a large model.
+    """
     tied = model.all_tied_weights_keys
     described = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
     stored = sum(math.prod(shape) for _, shape in read_shapes(folder))
@@ -155,13 +171,17 @@ def _open_source(
     quantized: Quantized | None,
     dtype: torch.dtype,
     quantization: Quantization | None,
+    rank: RankShare | None,
 ) -> dict[str, Any]:
     """Return the options with which transformers reads the weights of a folder."""
-    if quantized is None:
+    if rank is not None:
+        weights = rank.open_weights(folder)
+    elif quantized is None:
         return {"pretrained_model_name_or_path": folder}
-    weights = open_weights(folder, quantized, dtype)
-    if quantization is not None:
-        quantization.weights = weights
+    else:
+        weights = open_weights(folder, quantized, dtype)
+        if quantization is not None:
+            quantization.weights = weights
     return {"pretrained_model_name_or_path": None, "state_dict": weights}
 
 
@@ -198,12 +218,16 @@ def _refuse(folder: Path, reason: str | None) -> None:
         raise ConfigError(f"models.path: {folder} {reason}", field="models.path")
 
 
-def _part_of(model_class: Any, without: Sequence[str], is_part: bool) -> Any:
+def _part_of(
+    model_class: Any, without: Sequence[str], is_part: bool, rank: RankShare | None = None
+) -> Any:
     """Return a class that builds the model and drops parts of it before they use memory.
 
     If the model itself is a part, the weights of other parts are ignored.
     """
-    if not (without or is_part):
+    if rank is not None:
+        without = [*without, *rank.absent_modules()]
+    elif not (without or is_part):
         return model_class
 
     def init(self: Any, config: Any) -> None:
@@ -211,6 +235,8 @@ def _part_of(model_class: Any, without: Sequence[str], is_part: bool) -> Any:
         for name in without:
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, None)
+        if rank is not None:
+            rank.shrink(self)
         parameters = dict(self.named_parameters(remove_duplicate=False))
         self.all_tied_weights_keys = {
             name: source

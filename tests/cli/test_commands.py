@@ -197,6 +197,22 @@ def test_check_refuses_wrong_chunks(tmp_path: Path, chunks: str, key: str, messa
     assert message in errors
 
 
+def test_check_prints_the_weights_of_each_rank(tmp_path: Path) -> None:
+    model = f"models: {{demo: {{path: {ROOT / 'ops' / 'demo_model'}}}}}"
+    (tmp_path / "pagemill.yaml").write_text(f"{model}\nengine: {{tensor_parallel: 2}}")
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "weights in memory: rank 0 8.2 MB, each other rank 2.4 MB" in done.stdout
+    for section, reason in (
+        ("tensor_parallel: 2, kernels: tiles", "engine.kernels: C++ kernels are not supported"),
+        ("tensor_parallel: 4", "4 ranks cannot share 6 attention heads equally"),
+    ):
+        (tmp_path / "pagemill.yaml").write_text(f"{model}\nengine: {{{section}}}")
+        done = run("check", cwd=tmp_path)
+        assert done.returncode != 0
+        assert reason in " ".join(done.stderr.split())
+
+
 def test_check_prints_the_format_of_quantized_weights(tmp_path: Path) -> None:
     folder, _ = copy_quantized(ROOT / "ops" / "demo_model", tmp_path, FORMS["awq"])
     (tmp_path / "pagemill.yaml").write_text(f"models: {{mine: {{path: {folder}}}}}")

@@ -43,7 +43,7 @@ def test_another_up_leaves_the_file_of_a_running_one_alone(
     monkeypatch.chdir(tmp_path)
     model = LocalModel("demo", DEMO_MODEL)
     reports = check_folders([DEMO_MODEL])
-    monkeypatch.setattr(generated, "check_folders", lambda _: reports)
+    monkeypatch.setattr(generated, "check_folders", lambda *_, **__: reports)
     first, _ = write_config([model], Wishes(max_model_len=512))
     written = first.read_bytes()
     second, _ = write_config([model], Wishes(max_model_len=256))
@@ -62,7 +62,7 @@ def test_int8_is_written_for_the_engine_and_counted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     reports = check_folders([DEMO_MODEL])
-    monkeypatch.setattr(generated, "check_folders", lambda _: reports)
+    monkeypatch.setattr(generated, "check_folders", lambda *_, **__: reports)
     file, lines = write_config([LocalModel("demo", DEMO_MODEL)], Wishes(quantization="int8"))
     entry = yaml.safe_load(file.read_text())["models"]["demo"]
     assert (entry["quantization"], entry["dtype"]) == ("int8", "bfloat16")
@@ -76,12 +76,25 @@ def test_int8_is_written_for_the_engine_and_counted(
     assert "dtype" not in yaml.safe_load(file.read_text())["models"]["demo"]
 
 
+def test_the_memory_of_all_ranks_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PAGEMILL_ENGINE__TENSOR_PARALLEL", "2")
+    _, lines = write_config([LocalModel("demo", DEMO_MODEL)], Wishes(dtype="float32"))
+    assert "demo: weights 10.5 MB as float32" in lines[0]
+    assert "KV cache 2 times " in lines[0]
+    monkeypatch.setenv("PAGEMILL_ENGINE__TENSOR_PARALLEL", "4")
+    with pytest.raises(ConfigError, match="4 ranks cannot share 6"):
+        write_config([LocalModel("demo", DEMO_MODEL)], Wishes())
+
+
 def test_quantized_weights_are_counted_by_their_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder, _ = copy_quantized(DEMO_MODEL, tmp_path, FORMS["fp8_blocks"])
-    monkeypatch.setattr(generated, "check_folders", lambda _: [examine(folder)])
+    monkeypatch.setattr(generated, "check_folders", lambda *_, **__: [examine(folder)])
     file, lines = write_config([LocalModel("demo", folder)], Wishes(dtype="bfloat16"))
     assert "demo: weights 5.3 MB as bfloat16" in lines[0]
     label = "FP8, blocks of 48 x 40"
@@ -97,7 +110,7 @@ def test_the_sampling_defaults_of_the_folder_are_written_and_printed(
     shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("training"))
     stated = {"temperature": 0.6, "top_k": 20, "eos_token_id": 756}
     (folder / "generation_config.json").write_text(json.dumps(stated))
-    monkeypatch.setattr(generated, "check_folders", lambda _: [examine(folder)])
+    monkeypatch.setattr(generated, "check_folders", lambda *_, **__: [examine(folder)])
     file, lines = write_config([LocalModel("demo", folder)], Wishes())
     entry = yaml.safe_load(file.read_text())["models"]["demo"]
     assert entry["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
@@ -112,7 +125,7 @@ def test_fewer_sequences_are_written_for_the_states_of_a_hybrid(
     monkeypatch.setattr(generated, "available_bytes", lambda: 4 * 2**30)
     (report,) = check_folders([DEMO_MODEL])
     report = msgspec.structs.replace(report, state_bytes_per_sequence=50 * 2**20)
-    monkeypatch.setattr(generated, "check_folders", lambda _: [report])
+    monkeypatch.setattr(generated, "check_folders", lambda *_, **__: [report])
     models = [LocalModel("demo", DEMO_MODEL)]
     file, _ = write_config(models, Wishes())
     num_seqs = load_config(file).engine.max_num_seqs

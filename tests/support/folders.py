@@ -15,7 +15,9 @@ def check_by_generator(folders: Sequence[Path]) -> list[str | None]:
     return [find_reason(folder) for folder in folders]
 
 
-def check_by_engine(pairs: Sequence[tuple[Path, PoolingMode | None]]) -> list[Report]:
+def check_by_engine(
+    pairs: Sequence[tuple[Path, PoolingMode | None]], num_ranks: int = 1
+) -> list[Report]:
     """Return the reports of `reports.check_by_engine`, which starts a process."""
-    reports = [examine(folder, pooling) for folder, pooling in pairs]
+    reports = [examine(folder, pooling, num_ranks) for folder, pooling in pairs]
     return msgspec.convert(reports, list[Report], from_attributes=True)

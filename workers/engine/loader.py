@@ -21,7 +21,9 @@ from shared.models.tower import Tower, load_tower
 from shared.native import library
 from shared.protocol.code_tokens import CodeTokens, find_code_tokens
 from shared.stage.hybrids import check_settings
+from shared.stage.ranks import check_rank_settings
 from shared.stage.start_reports import SetStep, ignore_step
+from shared.vision.rank_plan import Share, refuse
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
@@ -32,9 +34,11 @@ from workers.engine.model.int8 import report_on
 from workers.engine.model.item_attention import ItemAttention
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.quantizer import QuantizedConfig
+from workers.engine.model.ranks import check_ranks
 from workers.engine.model.self_check import check_against_whole
 from workers.engine.model.support import check_supported, num_item_values
 from workers.engine.model.talker import MediaParts, Talker
+from workers.engine.parallel.followers import Followers, starting
 from workers.engine.pooling_files import read_pooling
 
 KV_CACHE_MIB = 256
@@ -103,38 +107,63 @@ def load(
         ) from error
 
 
+def load_rank(model: ModelConfig, engine: EngineConfig, share: Share) -> DecoderModel:
+    """Load the part of a rank other than 0. Raises ConfigError."""
+    try:
+        with returning_freed_memory():
+            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+            family = _load_family(config, model, engine, share)
+            return _build_decoder(family, engine, 1, 1, ignore_step, adapted=True)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"rank {share.rank}: {first_sentence(error)}") from error
+
+
 def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep, speaks: bool) -> LoadedModel:
     folder = Path(model.path)
     _check_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    text_config = config.get_text_config(decoder=True)
     check_supported(config, folder)
-    if recurrent_layers(text_config):
+    check_rank_settings(model, engine)
+    check_ranks(config, folder, engine.tensor_parallel)
+    if recurrent_layers(config.get_text_config(decoder=True)):
         check_settings(model, engine)
+    with starting(model, engine) as followers:
+        return _load_with(followers, config, model, engine, set_step, speaks)
+
+
+def _load_with(
+    followers: Followers | None,
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    engine: EngineConfig,
+    set_step: SetStep,
+    speaks: bool,
+) -> LoadedModel:
+    folder, text_config = Path(model.path), config.get_text_config(decoder=True)
     pooling = read_pooling(folder, model.pooling)
     longest = count_positions(text_config)
     max_model_len = min(longest, model.max_model_len or longest)
     dtype = _choose_dtype(config, model, engine)
     block_size = _resolve_block_size(engine)
-    # The language model is loaded without its tower.
-    tower = registry.find_tower(config)
-    excluded = () if tower is None else tower.modules
-    model_class = registry.find_model_class(config)
     set_step(READING)
-    keeps = _keeps_numbers(text_config, model, engine)
-    quantization = QuantizedConfig(rounds=model.quantization is not None, keeps=keeps)
-    weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
-    report_on(weights)
-    family = registry.adapt(weights)
-    needs_tower = tower is not None and _needs_tower(model)
-    _check_generic(config, family, block_size, set_step)
+    share = None if followers is None else Share(0, engine.tensor_parallel)
+    family = _load_family(config, model, engine, share)
+    needs_tower = family.tower is not None and _needs_tower(model)
+    if followers is None:
+        _check_generic(config, family, block_size, set_step)
     adapters = _load_adapters(family, model)
     with ThreadPoolExecutor(1) as executor:
         # Meanwhile the kernels copy the weights, without the GIL.
         loading = executor.submit(load_tokenizer, folder)
+        is_adapted = bool(adapters) or followers is not None
         decoder = _build_decoder(
-            family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
+            family, engine, block_size, max_model_len, set_step, adapted=is_adapted
         )
+        if followers is not None:
+            set_step("waiting for the other ranks")
+            decoder = followers.join(decoder)
     tokenizer = loading.result()
     codes = _codes_of(config, tokenizer, decoder.vocab_size) if speaks else None
     end_token_ids = _end_tokens_of(folder, tokenizer, decoder.vocab_size, codes)
@@ -162,6 +191,27 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep, speaks: b
         codes=codes,
         num_item_slots=num_item_slots,
     )
+
+
+def _load_family(
+    config: PreTrainedConfig, model: ModelConfig, engine: EngineConfig, share: Share | None
+) -> LanguageAdapter:
+    """Load the language model without its tower, or a rank's share of it."""
+    if share is not None and not engine.threads:
+        torch.set_num_threads(max(1, torch.get_num_threads() // share.num_ranks))
+    tower = registry.find_tower(config)
+    keeps = _keeps_numbers(config.get_text_config(decoder=True), model, engine)
+    weights = load_weights(
+        registry.find_model_class(config),
+        Path(model.path),
+        _choose_dtype(config, model, engine),
+        engine.device,
+        () if tower is None else tower.modules,
+        QuantizedConfig(rounds=model.quantization is not None, keeps=keeps),
+        share=share,
+    )
+    report_on(weights)
+    return registry.adapt(weights)
 
 
 def _choose_dtype(config: Any, model: ModelConfig, engine: EngineConfig) -> torch.dtype:
@@ -209,6 +259,8 @@ def _load_adapters(family: LanguageAdapter, model: ModelConfig) -> Adapters:
 def _load_talker(
     load_part: talkers.LoadTalker, model: ModelConfig, engine: EngineConfig, set_step: SetStep
 ) -> LoadedModel:
+    if engine.tensor_parallel > 1:
+        refuse("talkers are not supported")
     folder = Path(model.path)
     _check_files(folder)
     set_step(READING)
@@ -270,12 +322,13 @@ def warm_up(model: DecoderModel, block_size: int) -> None:
         width = model.family.decoder_config.hidden_size
         attention.add("", torch.zeros(1, width, dtype=model.dtype, device=model.device))
     for num_tokens, seq_len in ((3, 3), (1, 4)):
-        layout = BatchLayout([range(num_blocks)], [0, num_tokens], [seq_len])
+        layout = BatchLayout([[*range(num_blocks)]], [0, num_tokens], [seq_len])
+        position_type = getattr(torch, model.family.position_type)
         positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
         token_ids = torch.zeros_like(positions)
         step = StepInputs(
             model.embed(token_ids),
-            positions.expand(model.family.num_position_rows, -1),
+            positions.to(position_type).expand(model.family.num_position_rows, -1),
             model.plan(layout, kv_cache),
             kv_cache,
             torch.tensor([num_tokens - 1], device=model.device),
@@ -306,7 +359,7 @@ def _build_decoder(
     if family.attends_items:
         # The kernels of a GPU have no cross attention, and neither do CUDA graphs.
         return FlatModel(family)
-    # Adapters wrap modules of transformers, which the kernels bypass.
+    # Adapters and ranks change modules of transformers, which the kernels bypass.
     if torch.device(engine.device).type == "cuda":
         set_step("preparing the GPU")
         try:

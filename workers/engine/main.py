@@ -105,6 +105,7 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     loaded = await asyncio.to_thread(load, model, config.engine, set_step, speaks=speaks)
     attended = loaded.model.family.attends_items
     items = ItemLoader(blobs, embeddings, to_torch, reads_last, attended)
+    context.metrics.of(name).set_function("num_ranks", lambda: config.engine.tensor_parallel)
     context.step("building the engine")
     is_own = speaks or model is not config.models[name]
     # Routers that read KV events look for prompts of the model itself.

@@ -197,20 +197,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy KV blocks, given as (source, destination). All reads come before the writes."""
-        source, destination = (
-            self._to_device(list(blocks)) for blocks in zip(*copies, strict=True)
-        )
-        for caches in self._kv_cache:
-            for cache in caches:
-                cache.index_copy_(0, destination, cache.index_select(0, source))
+        self._model.copy_blocks(self._kv_cache, copies)
 
     @torch.inference_mode()
     def zero_blocks(self, blocks: list[int]) -> None:
-        index = self._to_device(blocks)
-        for keys, values in self._kv_cache:
-            keys.index_fill_(0, index, 0)
-            values.index_fill_(0, index, 0)
+        self._model.zero_blocks(self._kv_cache, blocks)
 
     @property
     def layout(self) -> list[HashPart]:

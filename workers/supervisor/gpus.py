@@ -14,7 +14,7 @@ from workers.supervisor.start import titles_of
 
 
 class WorkerPlaces:
-    """Gives each worker that computes on a GPU a part of one; a `Places` of the supervisor."""
+    """Gives each worker that computes on GPUs a part of each; a `Places` of the supervisor."""
 
     def __init__(self, config: Config, gpus: Sequence[Gpu]) -> None:
         self._config = config
@@ -22,15 +22,16 @@ class WorkerPlaces:
 
     @contextlib.contextmanager
     def __call__(self, worker: WorkerSpec) -> Iterator[WorkerSpec]:
-        """Hold a place for a worker. Raises ConfigError if no device has room for it."""
+        """Hold the places of a worker. Raises ConfigError if no device has room for it."""
         if (needs := device_needs(self._config, worker)) is None:
             yield worker
             return
-        place = self._places.take(needs)
+        places = self._places.take_all(needs)
         try:
-            yield replace(worker, device=place.gpu.uuid)
+            yield replace(worker, device=",".join(place.gpu.uuid for place in places))
         finally:
-            self._places.give_back(place)
+            for place in places:
+                self._places.give_back(place)
 
 
 def read_needed_gpus(config: Config, workers: Sequence[WorkerSpec]) -> list[Gpu]:

@@ -57,6 +57,8 @@ class Bounds:
     refusal_s: float = 1.0
     rss_mib: dict[str, float] = field(default_factory=dict)
     """Memory bound by role; a role without an entry is not checked."""
+    foreign_peers: int = 0
+    """Connections of an engine to its other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

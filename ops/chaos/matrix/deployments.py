@@ -71,6 +71,18 @@ DEPLOYMENTS: dict[str, Callable[[], System]] = {
             mix=replace(BASE.mix, images=0.7, clips=0.3, sounds=0.3),
         )
     ),
+    # Each engine has two processes.
+    "ranks": lambda: Deployment(
+        replace(
+            BASE,
+            engine="demo",
+            renderer="real",
+            renderers=1,
+            ranks=2,
+            rate=4.0,
+            max_tokens=(8, 48),
+        )
+    ),
     # Most requests go through gateways.
     "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
     "disk": lambda: Deployment(BASE, disk_mib=DISK_MIB),

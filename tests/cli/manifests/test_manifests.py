@@ -81,6 +81,18 @@ def make(scaling: Scaling, text: str = CONFIG + POOLS) -> list[Manifest]:
     return make_manifests(config, text, sizes_of(config, "test"), Target(scaling=scaling))
 
 
+def test_an_engine_has_a_gpu_for_each_rank() -> None:
+    text = CONFIG.replace("{device: cuda}", "{device: cuda, tensor_parallel: 4}") + POOLS
+    limits = {
+        manifest["metadata"]["name"]: container.get("resources")
+        for manifest in make("none", text)
+        if manifest["kind"] == "Deployment"
+        for container in manifest["spec"]["template"]["spec"]["containers"]
+    }
+    assert limits["engine-qwen2-vl"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert limits["renderer"] is None
+
+
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
     return {item["metadata"]["name"]: item for item in manifests if item["kind"] == kind}
 

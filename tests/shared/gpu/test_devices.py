@@ -129,3 +129,17 @@ def test_sizes_have_decimal_and_binary_units() -> None:
     assert [memory_bytes(value, 80 * GIB) for value in ("1.5 GB", "20GiB", 1.0)] == [
         1_500_000_000, 20 * GIB, 80 * GIB
     ]  # fmt: skip
+
+
+def test_each_rank_gets_a_device_or_none_does() -> None:
+    places = DevicePlaces([FIRST, SECOND])
+    pair = DeviceNeeds("engine", (), 0.5, num_devices=2)
+    assert {place.gpu for place in places.take_all(pair)} == {FIRST, SECOND}
+    with pytest.raises(ConfigError, match="3 ranks need a device each, and there are 2"):
+        places.take_all(DeviceNeeds("engine", (), 0.5, num_devices=3))
+    second = places.take_all(pair)
+    with pytest.raises(ConfigError, match="a worker takes"):
+        places.take_all(pair)
+    for place in second:
+        places.give_back(place)
+    assert len(places.take_all(pair)) == 2

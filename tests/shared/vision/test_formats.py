@@ -516,7 +516,7 @@ def test_a_matrix_of_another_size_is_refused_with_both_shapes(tmp_path: Path) ->
     for name in (f"{OWNER}.weight", f"{OWNER}.weight_scale"):
         tensors[name] = (tensors[name][0], tensors[name][1][:-1])
     write_file(folder / WEIGHTS, tensors)
-    reason = "{0}.weight has the shape [95, 64], but config.json requires [96, 64]"
+    reason = "has {0}.weight of shape [95, 64], but config.json requires [96, 64]"
     assert_load_refused(model, folder, reason)
 
 

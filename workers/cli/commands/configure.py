@@ -21,9 +21,15 @@ from shared.protocol.pipeline import Pipeline
 from shared.stage.graphs import CODE2WAV, ORPHEUS
 from shared.stage.hybrids import check_settings
 from shared.stage.pipelines import ENGINE, pipeline_of, pipelines_of
+from shared.stage.ranks import check_rank_settings
 from workers import settings
 from workers.cli.models import reports
-from workers.cli.models.stage_weights import can_keep_numbers, count_codec, count_weights
+from workers.cli.models.stage_weights import (
+    can_keep_numbers,
+    count_codec,
+    count_rank_weights,
+    count_weights,
+)
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
 from workers.supervisor.gpus import describe_gpus
@@ -104,11 +110,15 @@ def _check_models(config: Config) -> list[str]:
             else:
                 folders.append((name, f"{field}.stages.{stage.name}.path", Path(stage.path), None))
     checked = reports.check_folders(
-        [folder for _, _, folder, _ in folders], [pooling for *_, pooling in folders]
+        [folder for _, _, folder, _ in folders],
+        [pooling for *_, pooling in folders],
+        num_ranks=config.engine.tensor_parallel,
     )
     for (name, field, folder, _), report in zip(folders, checked, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{field}: {folder} {report.reason}", field=field)
+        if report.source != reports.DIFFUSERS:
+            check_rank_settings(config.models[name], config.engine, name)
         if report.state_bytes_per_sequence:
             check_settings(config.models[name], config.engine, name)
     # Several stages may load one folder.
@@ -133,6 +143,11 @@ def _describe_memory(folder: Path, report: reports.Report, name: str, config: Co
             if Path(stage.path or model.path) == folder
         }
         return _describe_sizes(num_bytes, dtype)
+    if report.divided:
+        dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
+        first, other = count_rank_weights(folder, report, config.engine.tensor_parallel)
+        sizes = {"rank 0": first.num_bytes(dtype), "each other rank": other.num_bytes(dtype)}
+        return _describe_sizes(sizes, dtype)
     keeps = can_keep_numbers(config.engine) and not model.adapters
     weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
     codec = model.stages.get(CODE2WAV)

@@ -127,7 +127,7 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
         container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
         container["readinessProbe"] = _probe("ready", 2, "http")
     if (needs := device_needs(config, worker)) is not None:
-        container["resources"] = {"limits": {_resource_of(needs): 1}}
+        container["resources"] = {"limits": {_resource_of(needs): needs.num_devices}}
     return container
 
 

@@ -26,7 +26,12 @@ from workers.cli.models.memory import (
     make_plan,
 )
 from workers.cli.models.reports import Report, check_folders
-from workers.cli.models.stage_weights import can_keep_numbers, count_codec, count_weights
+from workers.cli.models.stage_weights import (
+    can_keep_numbers,
+    count_codec,
+    count_rank_weights,
+    count_weights,
+)
 from workers.generation_config import FILE as GENERATION_FILE
 from workers.generation_config import read_sampling_defaults
 
@@ -75,7 +80,8 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
     Raises ConfigError for a model that is refused, and if there is not enough memory.
     """
     base = _parse({model.name: {"path": str(model.folder)} for model in models})
-    reports = check_folders([model.folder for model in models])
+    num_ranks = base.engine.tensor_parallel
+    reports = check_folders([model.folder for model in models], num_ranks=num_ranks)
     for model, report in zip(models, reports, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")
@@ -212,9 +218,12 @@ def _needs_of(model: LocalModel, report: Report, wishes: Wishes, base: Config) -
     keeps = can_keep_numbers(base.engine)
     rounds = wishes.quantization is not None
     weights = [*count_weights(model.folder, report, rounds=rounds, keeps=keeps).values()]
+    talker, num_ranks = report.talker, base.engine.tensor_parallel
+    if num_ranks > 1:
+        first, other = count_rank_weights(model.folder, report, num_ranks)
+        weights = [first, *[other] * (num_ranks - 1)]
     if graph_of_folder(model.folder) == ORPHEUS:
         weights.append(count_codec(_find_codec(model).folder))
-    talker = report.talker
     return ModelNeeds(
         model.name,
         Weights(*map(sum, zip(*weights, strict=True))),
@@ -224,7 +233,7 @@ def _needs_of(model: LocalModel, report: Report, wishes: Wishes, base: Config) -
         wishes.dtype,
         wishes.max_model_len,
         report.state_bytes_per_sequence,
-        num_engines=2 if talker else 1,
+        num_engines=2 if talker else num_ranks,
     )
 
 

@@ -50,27 +50,33 @@ class Report(msgspec.Struct, frozen=True):
     stored_as: str | None = None
     keeps_numbers: bool = False
     talker: TalkerReport | None = None
+    divided: list[str] = []
 
 
 def check_folders(
-    folders: Sequence[Path], poolings: Sequence[str | None] = (), *, have_weights: bool = True
+    folders: Sequence[Path],
+    poolings: Sequence[str | None] = (),
+    *,
+    have_weights: bool = True,
+    num_ranks: int = 1,
 ) -> list[Report]:
     """Return a report for each folder. `poolings` are their `models.NAME.pooling`, by default None.
 
     The report of the engine needs no weights. Raises ConfigError.
     """
     pairs = list(itertools.zip_longest(folders, poolings))
-    engines = iter(check_by_engine([pair for pair in pairs if not is_image_folder(pair[0])]))
+    others = [pair for pair in pairs if not is_image_folder(pair[0])]
+    engines = iter(check_by_engine(others, num_ranks))
     images = iter(_check_image_folders(list(filter(is_image_folder, folders)), have_weights))
     return [next(images if is_image_folder(folder) else engines) for folder, _ in pairs]
 
 
-def check_by_engine(pairs: Sequence[tuple[Path, str | None]]) -> list[Report]:
+def check_by_engine(pairs: Sequence[tuple[Path, str | None]], num_ranks: int = 1) -> list[Report]:
     """Return the engine's report for each folder and its pooling. Raises ConfigError."""
     if not pairs:
         return []
     words = [word for folder, pooling in pairs for word in (str(folder), pooling or "")]
-    return _run(MODULE, words, list[Report])
+    return _run(MODULE, [str(num_ranks), *words], list[Report])
 
 
 def _run(module: str, words: Sequence[str], kind: type[T]) -> T:

@@ -55,6 +55,32 @@ def count_weights(
     return weights
 
 
+def count_rank_weights(folder: Path, report: Report, num_ranks: int) -> tuple[Weights, Weights]:
+    """Return the weights of rank 0 and of each other rank. Raises ConfigError.
+
+    Rank 0 alone has the embeddings, the head and the tower.
+    """
+    divided = [_pattern_of(name) for name in report.divided]
+    first = other = 0
+    for name, shape in read_shapes(folder):
+        num_values = math.prod(shape)
+        is_outside = _IN_DECODER.search(name) is None and len(shape) > 1
+        if is_outside or _IN_TOWER.search(name) is not None:
+            first += num_values
+            continue
+        if any(pattern.search(name) for pattern in divided):
+            num_values = -(-num_values // num_ranks)
+        first, other = first + num_values, other + num_values
+    return Weights(first), Weights(other)
+
+
+def _pattern_of(layer: str) -> re.Pattern[str]:
+    # Older files name the parts of experts in other ways.
+    if "experts" in layer:
+        return re.compile(r"\.experts\.")
+    return re.compile(r"(^|\.)" + re.escape(layer).replace(r"\*", r"\d+") + r"\.weight$")
+
+
 def count_codec(folder: Path) -> Weights:
     """Return the weights of a codec of Orpheus, which are in memory as they are in the file."""
     files = (folder / name for name in CODEC_FILES)

@@ -1,8 +1,9 @@
 """Report about model folders, as JSON on stdout: family, reason of a refusal, size of a token.
 
 `pagemill models`, `pull` and `up`, which do not import transformers themselves, run `python -m
-workers.engine.model.check_folders FOLDER POOLING...`, where POOLING is `models.NAME.pooling` or
-empty. The command reads small files and the headers of weights, and runs no code of a folder.
+workers.engine.model.check_folders RANKS FOLDER POOLING...`, where RANKS is `engine.tensor_parallel`
+and POOLING is `models.NAME.pooling` or empty. The command reads small files and the headers of
+weights, and runs no code of a folder.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ class FolderReport(msgspec.Struct, frozen=True):
     """Type of the saved weights."""
     max_position_embeddings: int = 0
     kv_values_per_token: int = 0
-    """Keys and values of one token, in all layers, with its share of an item's for cross attention
-    in the longest sequence."""
+    """Keys and values of one token in a rank, in all layers, with its share of an item's for cross
+    attention in the longest sequence."""
     state_bytes_per_sequence: int = 0
     """States of one sequence in all recurrent layers; 0 for a model without such layers."""
     stored_as: str | None = None
@@ -46,30 +47,33 @@ class FolderReport(msgspec.Struct, frozen=True):
     """Whether the C++ kernels, where they run, read quantized weights as they are stored."""
     talker: TalkerReport | None = None
     """The talker of an omni model; None for a model that does not speak."""
+    divided: list[str] = []
+    """Layers that ranks divide, by name with `*` for numbers; empty for one rank."""
 
 
 def main(arguments: Sequence[str]) -> None:
     # With this entry transformers does not load torch, as in a renderer.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    num_ranks = int(arguments[0])
     # transformers asks on stdout whether to run the code of a folder. No user is there to answer.
     with contextlib.redirect_stdout(sys.stderr):
         reports = [
-            examine(Path(folder), msgspec.convert(pooling or None, PoolingMode | None))
-            for folder, pooling in zip(arguments[::2], arguments[1::2], strict=True)
+            examine(Path(folder), msgspec.convert(pooling or None, PoolingMode | None), num_ranks)
+            for folder, pooling in zip(arguments[1::2], arguments[2::2], strict=True)
         ]
     sys.stdout.buffer.write(msgspec.json.encode(reports))
 
 
-def examine(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
+def examine(folder: Path, pooling: PoolingMode | None = None, num_ranks: int = 1) -> FolderReport:
     """Return the report about one folder."""
     try:
-        return _read(folder, pooling)
+        return _read(folder, pooling, num_ranks)
     except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
         return FolderReport(reason=f"config.json cannot be read: {first_sentence(error)}")
 
 
-def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
+def _read(folder: Path, pooling: PoolingMode | None, num_ranks: int) -> FolderReport:
     from transformers import AutoConfig
 
     from shared.errors import ConfigError
@@ -79,7 +83,9 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
     from shared.models.reach import count_positions
     from shared.models.states import count_state_bytes
     from shared.vision.quantized import read_quantized
+    from shared.vision.rank_plan import FIELD, set_local_heads
     from workers.engine.end_tokens import check_files
+    from workers.engine.model.ranks import check_ranks
     from workers.engine.model.support import check_supported, num_item_values, num_kv_values
     from workers.engine.pooling_files import read_pooling
 
@@ -88,6 +94,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
     name, source = (None, None) if family is None else (family.name, family.source)
     try:
         check_supported(config, folder)
+        layers = check_ranks(config, folder, num_ranks)
         registry.find_tower(config)
         read_pooling(folder, pooling)
         if (folder / "tokenizer.json").is_file():  # Else only the descriptions are downloaded.
@@ -100,9 +107,13 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
             check_files(folder, config.get_text_config(decoder=True).vocab_size)
     except ConfigError as error:
         reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
+        if error.field == FIELD:
+            reason = f"does not fit {reason}"
         return FolderReport(name, source, reason.replace(f"{folder}/", ""))
     text = config.get_text_config(decoder=True)
     quantized = read_quantized(folder)
+    if layers:
+        set_local_heads(text, num_ranks)
     return FolderReport(
         name,
         source,
@@ -113,6 +124,7 @@ def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
         stored_as=None if quantized is None else quantized.label,
         keeps_numbers="llama_like" in registry.find_decoder_traits(text),
         talker=_read_talker(folder, config),
+        divided=layers,
     )
 
 

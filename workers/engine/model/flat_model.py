@@ -78,6 +78,19 @@ class DecoderModel(ABC):
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return two tensors per layer, whose first dimension is the block."""
 
+    def copy_blocks(self, kv_cache: KVCache, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy KV blocks, given as (source, destination). All reads come before the writes."""
+        source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).T
+        for caches in kv_cache:
+            for cache in caches:
+                cache.index_copy_(0, destination, cache.index_select(0, source))
+
+    def zero_blocks(self, kv_cache: KVCache, blocks: Sequence[int]) -> None:
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        for keys, values in kv_cache:
+            keys.index_fill_(0, index, 0)
+            values.index_fill_(0, index, 0)
+
     def capture(self, kv_cache: KVCache) -> None:
         """Prepare replayable steps over this cache, such as CUDA graphs, before the first step."""
         return

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import signal
+from pathlib import Path
 
 from ops.chaos.history import Fault, ProcessExited, WorkerEvent, now, read_events
 from ops.chaos.matrix.cell import cell, cell_of_each_role
@@ -31,6 +33,35 @@ async def served_again(deployment: Deployment, slot: Slot, pid: int, name: str) 
         return
     await deployment.probe(name, WORKER_S)
     await deployment.replaced(slot, pid)
+
+
+@cell("engine: SIGKILL of rank 0", "kill -9", "5 s", on="ranks", kills=0)
+@cell("engine: SIGKILL of rank 1", "kill -9", "5 s", on="ranks", kills=1)
+async def kill_rank(deployment: Deployment, kills: int) -> None:
+    await wait_for_load(deployment)
+    slot = deployment.pick("engine")
+    pid = slot.pid
+    (follower,) = children_of(pid)
+    if kills == 0:
+        deployment.signal(slot, "kill", signal.SIGKILL)
+    else:
+        deployment.journal.write(Fault(now(), "kill-rank", slot.role, slot.number, follower))
+        slot.expected_exit = True
+        os.kill(follower, signal.SIGKILL)
+    await served_again(deployment, slot, pid, "after_kill")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(follower, 0)
+        deployment.note("engine: rank 1 is alive after rank 0")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes of the other ranks of an engine."""
+    return [
+        int(child)
+        for tasks in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in tasks.read_text().split()
+        if b"workers.engine.follower" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 @cell_of_each_role("SIGSTOP", f"kill -STOP, {STOP_S:.0f} s, kill -CONT", "5 s meanwhile", load_s=22)

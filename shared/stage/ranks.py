@@ -1,0 +1,26 @@
+"""Settings that engines of several ranks refuse."""
+
+from shared.config.schema import EngineConfig, ModelConfig
+from shared.errors import ConfigError
+from shared.stage.pipelines import pipeline_of
+from shared.vision.rank_plan import FIELD
+
+
+def check_rank_settings(model: ModelConfig, engine: EngineConfig, name: str = "NAME") -> None:
+    """Raise ConfigError for a setting that does not work with `engine.tensor_parallel`."""
+    if engine.tensor_parallel == 1:
+        return
+    detours = any(edge.mode == "detour" for edge in pipeline_of(model).edges)
+    refused = {
+        f"models.{name}.adapters": (bool(model.adapters), "LoRA adapters"),
+        f"models.{name}.quantization": (model.quantization is not None, "quantized weights"),
+        f"models.{name}.prefill": (detours, "prefill workers"),
+        "engine.kernels": (engine.kernels in ("vector", "tiles"), "C++ kernels"),
+    }
+    for field, (is_set, feature) in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{field}: {feature} are not supported with {FIELD} {engine.tensor_parallel}:"
+                f" remove the setting, or set {FIELD} to 1",
+                field=field,
+            )

@@ -1,0 +1,45 @@
+"""Communication of tensors between the ranks of an engine."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.vision.rank_plan import Share
+from shared.vision.rank_weights import summed_modules
+
+# Limit on the time of a call. A step has a limit of `engine.step_timeout_s`, which is checked
+# elsewhere, and a rank may measure its kernels for minutes before the first one.
+TIMEOUT = timedelta(hours=1)
+
+
+class ProcessGroup:
+    """The ranks of an engine: NCCL on GPUs, gloo on the loopback interface elsewhere."""
+
+    def __init__(self, store: dist.Store, share: Share, device: torch.device) -> None:
+        """Wait until all ranks have met at the store."""
+        self.share = share
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, *share, options)
+            return
+        # gloo has no authentication, so no other machine may reach it.
+        settings = dist.ProcessGroupGloo._Options()
+        settings._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        settings._timeout = TIMEOUT
+        self._group = dist.ProcessGroupGloo(store, *share, settings)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy a contiguous tensor of rank 0 into this one."""
+        self._group.broadcast(tensor, 0).wait()
+
+    def sum_outputs(self, model: torch.nn.Module) -> None:
+        """Add the outputs of the model's divided layers over the ranks, in each step from now."""
+        for module in summed_modules(model):
+            module.register_forward_hook(self._sum)
+
+    def _sum(self, module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+        total = output.contiguous()
+        self._group.allreduce([total]).wait()
+        return total
