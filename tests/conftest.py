@@ -100,7 +100,7 @@ GROUPS = (
 ALLOWED_SKIPS = {
     "needs a CUDA device": 1,
     "there is a GPU": 1,
-    "needs Debian's packages chromium and chromium-driver": 77,
+    "needs Debian's packages chromium and chromium-driver": 79,
     "needs Debian's package fonts-liberation": 1,
     "needs Debian's package prometheus": 1,
     "needs curl": 3,

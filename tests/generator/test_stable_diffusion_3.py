@@ -70,6 +70,6 @@ def test_weights_of_another_shape_are_refused(later: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError) as refused:
         load(folder, SPEC, "float32")
     assert refused.value.message == (
-        f"{KEY}.path: {folder}/transformer: context_embedder.weight has the shape [32, 32], but"
-        " config.json requires [32, 48]"
+        f"{KEY}.path: {folder}/transformer/diffusion_pytorch_model.safetensors:"
+        " context_embedder.weight has the shape [32, 32], but config.json requires [32, 48]"
     )

@@ -35,7 +35,6 @@ from tests.engine.model.test_parity import (
 from tests.models.test_generic import build as build_generic
 from workers.cli.models.reports import Report
 from workers.cli.models.stage_weights import count_weights
-from workers.engine.cuda.fused_layers import fuse_layers
 from workers.engine.loader import load
 from workers.engine.model import quantizer
 from workers.engine.model.check_folders import examine
@@ -122,7 +121,6 @@ def test_the_engine_yields_the_tokens_of_transformers_with_rounded_weights(
     widen(model)
     served = load_int8(model, tmp_path, torch.float32)
     family = adapt(served)
-    assert not fuse_layers(family.decoder, family.num_position_rows)
     tower = None if family.tower is None else Tower(family.tower, family.model)
     twins = Twins(with_rounded_weights(model, served), FlatModel(family), tower)
     cases = make_cases(twins.sees)

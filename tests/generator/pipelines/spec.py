@@ -72,9 +72,8 @@ class PipelineSpec(NamedTuple):
     """Largest difference in float64 that other images of a batch make. A product of one row may
     have other last bits than the same row in a larger product. Before each step they are rounded
     away, because latents get float32, but not after the last one."""
-    layers: tuple[str, str] = ("num_layers", "transformer_blocks.2.")
-    """Setting with the number of the transformer's layers, 2, and the prefix of weights that are
-    missing for a third one."""
+    layers: tuple[str, str] = ("num_layers", "lacks weights: transformer_blocks.2.")
+    """Setting with the number of the transformer's layers, 2, and words of the refusal of 3."""
 
 
 def to_file(pixels: Any) -> Any:

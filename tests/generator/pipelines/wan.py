@@ -143,5 +143,5 @@ SPEC = PipelineSpec(
         ("4096x4096", "4096x4096: 65536 patches are over the limit of 8160"),
     ),
     latents_dtype="float32",
-    layers=("num_layers", "blocks.2."),
+    layers=("num_layers", "lacks weights: blocks.2."),
 )

@@ -119,5 +119,5 @@ SPEC = PipelineSpec(
         ("text_encoder/config.json", "architectures", ["Qwen3_5Model"], "'Qwen3_5Model'"),
     ),
     latents_dtype="float32",
-    layers=("n_layers", "layers.2."),
+    layers=("n_layers", "lacks weights: layers.2."),
 )
