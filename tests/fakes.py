@@ -240,9 +240,9 @@ class FakeLaunched:
         self._batch = batch
         self._tokens: list[list[SampledToken]] | None = None
 
-    def sample(self, kept: Iterable[int]) -> None:
+    def sample(self, indexes: Iterable[int]) -> None:
         assert self._tokens is None, "sampled twice"
-        self._tokens = self._runner.sample([self._batch.scheduled[i] for i in kept])
+        self._tokens = self._runner.sample([self._batch.scheduled[i] for i in indexes])
         self._runner.sampled = [tokens[-1].token_id for tokens in self._tokens if tokens]
 
     def result(self) -> list[list[SampledToken]]:

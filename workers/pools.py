@@ -135,8 +135,8 @@ def _make(
         return Fault("stage", f"no stage {stage!r} of role {role.name!r}{of_model}")
     names = divided.get(model or "", ()) if stage == ENGINE else ()
     if (entry.pool is None) == bool(names) or (names and entry.pool not in names):
-        known = _all([*names]) if names else "none"
-        return Fault("pool", f"name a pool of models.{model}.pools here; there are: {known}")
+        available = _all([*names]) if names else "none"
+        return Fault("pool", f"name a pool of models.{model}.pools here; there are: {available}")
     name = pool_name(stage, model, entry.pool)
     if name in pools:
         return Fault("role", f"the pool {name} is listed twice")

@@ -176,8 +176,8 @@ def of_pool(config: Config, worker: WorkerSpec) -> Config:
         problem = "the worker needs the name of a pool of its model"
         if worker.pool is not None:
             problem = f"{model!r} has no pool {worker.pool!r} of engines"
-        known = ", ".join(pools) or "none"
-        raise ConfigError(f"--pool: {problem}; there are: {known}", field="pool")
+        available = ", ".join(pools) or "none"
+        raise ConfigError(f"--pool: {problem}; there are: {available}", field="pool")
     return replace(config, engine=pools[worker.pool])
 
 

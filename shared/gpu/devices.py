@@ -65,17 +65,17 @@ def find_profile(name: int | str) -> str | None:
 def _find(name: int | str, gpus: Sequence[Gpu], field: str) -> list[Gpu]:
     text, profile = str(name), find_profile(name)
     if profile is None:
-        found = [gpu for gpu in gpus if text in (gpu.index, gpu.uuid)]
+        matches = [gpu for gpu in gpus if text in (gpu.index, gpu.uuid)]
     else:
-        found = [gpu for gpu in gpus if gpu.name.endswith(f" MIG {profile}")]
-    if found:
-        return found
+        matches = [gpu for gpu in gpus if gpu.name.endswith(f" MIG {profile}")]
+    if matches:
+        return matches
     instances = [gpu.index for gpu in gpus if gpu.index.startswith(f"{text}:")]
     if instances:
         reason = f"GPU {text} is divided by MIG, so name its instances: {', '.join(instances)}"
     else:
-        known = ", ".join(map(str, gpus)) or "none"
-        reason = f"this machine has no device {text}; it has: {known}"
+        available = ", ".join(map(str, gpus)) or "none"
+        reason = f"this machine has no device {text}; it has: {available}"
     raise ConfigError(f"{field}: {reason}", field=field)
 
 
@@ -156,8 +156,8 @@ def plan_places(
     places = DevicePlaces(gpus)
     free = {gpu.uuid: gpu.free_bytes for gpu in gpus}
     planned = []
-    taken = ((title, needs, place) for title, needs in workers for place in places.take_all(needs))
-    for title, needs, place in taken:
+    steps = ((title, needs, place) for title, needs in workers for place in places.take_all(needs))
+    for title, needs, place in steps:
         free[place.gpu.uuid] -= place.num_bytes
         if free[place.gpu.uuid] < 0:
             field = f"{needs.section}.gpu_memory"

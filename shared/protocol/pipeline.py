@@ -155,9 +155,9 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     def painting_of(self, stage: str) -> frozenset[str]:
         """Return the work of a stage on images or videos; a stage that paints does the rest."""
-        taken = {e.carries for e in self.edges_into(stage) if e.mode == "fan_out"} & PAINTING
-        given = {edge.carries for edge in self.edges_from(stage, "fan_out")}
-        return frozenset(taken) or PAINTING - given
+        incoming = {e.carries for e in self.edges_into(stage) if e.mode == "fan_out"} & PAINTING
+        outgoing = {edge.carries for edge in self.edges_from(stage, "fan_out")}
+        return frozenset(incoming) or PAINTING - outgoing
 
     def readers_of(self, stage: str) -> set[str]:
         """Return the stages that read payloads of this stage, directly or as gathered results."""

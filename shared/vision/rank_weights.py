@@ -175,11 +175,11 @@ class _PartOfWeight:
         turns = [op for op in operations if isinstance(op, Transpose) and op.check_dims]
         self._is_turned = bool(turns) and stored_shape != list(shape)
         self._dim = -3 - cut.dim if self._is_turned else cut.dim
-        known = all(
+        is_readable = all(
             op in turns or isinstance(op, Concatenate | MergeModulelist) for op in operations
         )
         sizes = {cut.size, cut.size // cut.num_packed}
-        if not known or stored_shape[self._dim] not in sizes:
+        if not is_readable or stored_shape[self._dim] not in sizes:
             refuse(f"{name} is stored in a form that ranks cannot read in parts")
 
     def __getitem__(self, index: EllipsisType) -> Tensor:

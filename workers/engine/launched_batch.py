@@ -40,13 +40,13 @@ class LaunchedBatch:
         self._drawn: DrawnBatch | None = None
 
     @torch.inference_mode()
-    def sample(self, kept: Sequence[int]) -> None:
+    def sample(self, indexes: Sequence[int]) -> None:
         assert self._logits is not None
-        self._kept = [self._scheduled[i] for i in kept]
+        self._kept = [self._scheduled[i] for i in indexes]
         num_sampled = self._rows.num_sampled
         logits, hidden = self._logits[:num_sampled], self._hidden
-        if len(kept) < len(self._scheduled):
-            of_kept = self._rows.sampled_of(kept)
+        if len(indexes) < len(self._scheduled):
+            of_kept = self._rows.sampled_of(indexes)
             logits = logits[of_kept]
             hidden = None if hidden is None or self._talker is None else hidden[of_kept]
         if sampling := [s for s in self._kept if s.samples_token]:

@@ -37,8 +37,8 @@ class StepRows:
         stops = [(self.starts[i + 1], num_pooled_rows(self._scheduled[i])) for i in self.pooled]
         return [row for stop, num_rows in stops for row in range(stop - num_rows, stop)]
 
-    def sampled_of(self, kept: Sequence[int]) -> list[int]:
+    def sampled_of(self, indexes: Sequence[int]) -> list[int]:
         """Return the indexes among the sampled rows of the rows of these sequences."""
         sizes = [1 + len(s.draft_token_ids) if s.samples_token else 0 for s in self._scheduled]
         firsts = [0, *accumulate(sizes)]
-        return [row for i in kept for row in range(firsts[i], firsts[i + 1])]
+        return [row for i in indexes for row in range(firsts[i], firsts[i + 1])]

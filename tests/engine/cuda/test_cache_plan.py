@@ -87,7 +87,7 @@ def loaded() -> LoadedModel:
 
 def test_the_cache_gets_what_the_largest_steps_leave(loaded: LoadedModel) -> None:
     engine = EngineConfig(kernels="torch", max_num_seqs=4, max_num_batched_tokens=32)
-    memory = ClaimedMemory(RecordedMemory(), limit=800 * MIB, kept=20 * MIB)
+    memory = ClaimedMemory(RecordedMemory(), limit=800 * MIB, cache_bytes=20 * MIB)
     sized = size_cache(loaded, engine, memory)
     block_bytes = 16 * MIB / loaded.num_blocks
     assert sized.num_blocks * block_bytes == pytest.approx(80 * MIB, rel=0.01)

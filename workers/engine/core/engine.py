@@ -230,15 +230,17 @@ class EngineCore:
         its tokens. The next step is launched in between, if possible."""
         failures = self._check_masks(step.batch)
         scheduled = step.batch.scheduled
-        kept = [i for i, s in enumerate(scheduled) if s.sequence.status is Status.RUNNING]
-        if not kept:
+        running = [i for i, s in enumerate(scheduled) if s.sequence.status is Status.RUNNING]
+        if not running:
             return failures
-        batch = step.batch if len(kept) == len(scheduled) else Batch([scheduled[i] for i in kept])
+        batch = (
+            step.batch if len(running) == len(scheduled) else Batch([scheduled[i] for i in running])
+        )
         self._last_work = step.work
         self._num_steps += 1
         self._num_batched_tokens += step.work.num_tokens
         self._record_kv_blocks(batch)
-        step.sample(kept)
+        step.sample(running)
         can_look_ahead = self._runs_ahead and not self._is_repeating and step.error is None
         if can_look_ahead and self._scheduler.can_look_ahead:
             with self._scheduler.looking_ahead(batch):

@@ -23,16 +23,16 @@ class StepInFlight:
         except Exception as error:
             self.error = error
 
-    def sample(self, kept: Values[int]) -> None:
-        """Sample the tokens of the kept sequences; see `Launched.sample`."""
+    def sample(self, indexes: Values[int]) -> None:
+        """Sample the tokens of these sequences of the batch; see `Launched.sample`."""
         if self._launched is not None:
             try:
-                self._launched.sample(kept)
+                self._launched.sample(indexes)
             except Exception as error:
                 self.error = error
 
     def result(self) -> list[list[SampledToken]]:
-        """Return the tokens of each kept sequence. Raises the error of any part of the step."""
+        """Return the tokens of each sampled sequence. Raises the error of any part of the step."""
         if self.error is not None:
             raise self.error
         assert self._launched is not None

@@ -9,7 +9,7 @@ from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, Spa
 class Launched(Protocol):
     """A batch whose forward pass has been launched. On a device it may still be computed."""
 
-    def sample(self, kept: Sequence[int]) -> None:
+    def sample(self, indexes: Sequence[int]) -> None:
         """Sample the next tokens of some sequences, by their ascending indexes in the batch.
 
         All tokens up to the last computed one are known by now. Must be called once at most, before
@@ -17,7 +17,7 @@ class Launched(Protocol):
         """
 
     def result(self) -> list[list[SampledToken]]:
-        """Wait for the new tokens of each kept sequence; an empty list if it does not sample.
+        """Wait for the new tokens of each of these sequences; an empty list if it does not sample.
 
         Log probabilities of prompt tokens are stored in `Sequence.prompt_logprobs`, embeddings in
         `Sequence.embedding`.

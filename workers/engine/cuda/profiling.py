@@ -109,11 +109,11 @@ def _name(number: int) -> str:
 class ClaimedMemory:
     """Part of the device that this worker may use, and the memory that was free before it."""
 
-    def __init__(self, memory: DeviceMemory, limit: int, kept: int = 0) -> None:
-        """`kept` bytes are for tensors that stay after a request, such as cached embeddings."""
+    def __init__(self, memory: DeviceMemory, limit: int, cache_bytes: int = 0) -> None:
+        """`cache_bytes` are for tensors that stay after a request, such as cached embeddings."""
         self._memory = memory
         self._limit = limit
-        self._kept = kept
+        self._cache_bytes = cache_bytes
         self._free = memory.free()
 
     @classmethod
@@ -135,4 +135,4 @@ class ClaimedMemory:
         graphs = self._memory.allocated() - weights
         profile.run(core)
         step = self._memory.peak() - weights - graphs
-        return MemoryUse(self._limit, self._free, weights + self._kept, graphs, step)
+        return MemoryUse(self._limit, self._free, weights + self._cache_bytes, graphs, step)
