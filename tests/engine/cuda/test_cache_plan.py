@@ -127,7 +127,7 @@ def test_the_largest_steps_of_an_engine_are_run(
     assert num_tokens == steps
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_build_of_torch_without_cuda_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^device: it is cuda, but torch .*`make install`"):
         ClaimedMemory.claim(EngineConfig(device="cuda"))
