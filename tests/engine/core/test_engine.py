@@ -1,3 +1,4 @@
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -276,6 +277,21 @@ def test_a_failing_preparation_fails_only_its_request() -> None:
 def request_with_item(request_id: str, n: int = 1) -> EngineRequest:
     prompt = ([1, 7, 7], [item(request_id, 1, 2)])
     return build_request(prompt, request_id=request_id, sampling=SamplingParams(n=n))
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_outputs_do_not_hold_the_items_of_their_request(runs_ahead: bool) -> None:
+    """The memory of an item is free when its request has ended, also while an output is read."""
+    core = make_core(runs_ahead=runs_ahead)
+    request = request_with_item("a")
+    item = weakref.ref(request.items[0])
+    core.add(request)
+    del request
+    outputs = []
+    while core.has_work:
+        outputs += EngineCore.step(core)  # The text of these outputs is made later.
+    assert outputs[-1].texts
+    assert item() is None
 
 
 def test_items_of_a_step_are_encoded_in_one_call() -> None:

@@ -48,6 +48,28 @@ class StopEvent:
     """Stop string or stop token id; None for the model's end token and for `length`."""
 
 
+class DeferredText:
+    """Makes the text of tokens after their step.
+
+    Outputs hold it when their request has ended, so it does not refer to the request, which holds
+    the memory of its items.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, has_end: bool) -> None:
+        """`has_end` is whether the token that ends an answer is a part of its text."""
+        self._detokenizer = detokenizer
+        self._has_end = has_end
+
+    def make(self, token_ids: list[int], finish_reason: str | None) -> str:
+        """Return the text of sampled tokens that had none; see `RequestOutput.texts`."""
+        text = self.read(token_ids, is_stopped=finish_reason == "stop")
+        return text if finish_reason is None else text + self._detokenizer.finish()
+
+    def read(self, token_ids: list[int], *, is_stopped: bool) -> str:
+        is_cut = is_stopped and not self._has_end
+        return self._detokenizer.read(token_ids[:-1] if is_cut else token_ids)
+
+
 class ChoiceState:
     """One choice of a request: its tokens, its text and whether it has ended."""
 
@@ -61,8 +83,11 @@ class ChoiceState:
         self._sampling = sequence.request.sampling
         self._max_len = sequence.num_prompt_tokens + sequence.max_tokens
         self._searches_text = self._sampling.detokenize and bool(self._sampling.stop)
-        self.defers_text = self._sampling.detokenize and not self._sampling.stop
-        """Whether the text of tokens is made later, because it does not decide on the end."""
+        self.deferred_text: DeferredText | None = None
+        """Set if the text of tokens is made later, because it does not decide on the end."""
+        if self._sampling.detokenize and not self._sampling.stop:
+            has_end = self._sampling.include_stop_str_in_output
+            self.deferred_text = DeferredText(detokenizer, has_end)
 
     def append_token(self, token_id: int) -> tuple[str, StopEvent | None]:
         """Append a token; return the new text, and the stop event if the choice ends with it.
@@ -97,9 +122,9 @@ class ChoiceState:
         self.sequence.residuals += logged.residuals
         for token_id in logged.token_ids:
             _, stop_event = self.append_token(token_id)
-        if self.defers_text:
+        if self.deferred_text is not None:
             is_stopped = stop_event is not None and stop_event.reason == "stop"
-            self._read(logged.token_ids, is_stopped=is_stopped)
+            self.deferred_text.read(logged.token_ids, is_stopped=is_stopped)
         return stop_event
 
     def append_sampled(self, tokens: list[SampledToken]) -> ChoiceDelta:
@@ -114,16 +139,6 @@ class ChoiceState:
         if stop_event is not None or token.logprobs is not None or self.sequence.speech is not None:
             return self._delta(position, tokens, text, stop_event)
         return ChoiceDelta(self.sequence.choice, position, [token.token_id], text)
-
-    def make_text(self, token_ids: list[int], finish_reason: str | None) -> str:
-        """Return the text of sampled tokens that had none; see `RequestOutput.texts`."""
-        text = self._read(token_ids, is_stopped=finish_reason == "stop")
-        return text if finish_reason is None else text + self.detokenizer.finish()
-
-    def _read(self, token_ids: list[int], *, is_stopped: bool) -> str:
-        # The token that ends an answer is no part of its text.
-        is_cut = is_stopped and not self._sampling.include_stop_str_in_output
-        return self.detokenizer.read(token_ids[:-1] if is_cut else token_ids)
 
     def _append_several(self, position: int, tokens: list[SampledToken]) -> ChoiceDelta:
         kept_tokens, text, stop_event = [], "", None
@@ -178,7 +193,8 @@ class RequestState:
     """Log probabilities of the prompt's tokens, from when they are complete until returned."""
 
     def __post_init__(self) -> None:
-        self.texts = [choice.make_text for choice in self.choices if choice.defers_text]
+        deferred = (choice.deferred_text for choice in self.choices)
+        self.texts = [text.make for text in deferred if text is not None]
 
     @property
     def finished(self) -> bool:
