@@ -93,13 +93,15 @@ class Bus:
         bus = cls(Connection(nc), creates_streams=login.creates_streams)
         try:
             # A server that loads other keys may close a connection that it has just accepted.
-            await retry_until(
-                timeout_s, bus.connection.sync_clock, (Unavailable,), url, FIRST_RETRY_S
-            )
+            await retry_until(timeout_s, bus._begin, (Unavailable,), url, FIRST_RETRY_S)
         except Unavailable:
             await bus.close()
             raise
         return bus
+
+    async def _begin(self) -> None:
+        await self.connection.check_jetstream()
+        await self.connection.sync_clock()
 
     def _on_reconnect(self) -> None:
         self.queues.on_reconnect()

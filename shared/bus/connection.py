@@ -16,6 +16,7 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
 from nats.protocol import parser
 
@@ -23,6 +24,7 @@ from shared.bus.login import Login
 from shared.bus.replies import ReplyInbox
 from shared.bus.waits import ReplyWaits
 from shared.errors import Unavailable
+from shared.protocol import subjects
 
 T = TypeVar("T")
 
@@ -42,8 +44,12 @@ MAX_RETRY_S = 1.0
 _log = structlog.get_logger()
 
 
+_USER_INFO = "$SYS.REQ.USER.INFO"
+
 # The server's error for a request about a stream that a key does not permit.
-_DENIED = re.compile(r'permissions violation for publish to "(\$js\.api\.stream\.[^"]+)"')
+_DENIED = re.compile(
+    r'permissions violation for publish to "\$js\.(?:[a-z0-9_-]+\.)?(api\.stream\.[^"]+)"'
+)
 
 
 # Clients choose tokens of subjects. nats-py also splits a line at bytes such as a form feed, which
@@ -62,9 +68,11 @@ class CorrectedClient(NatsClient):
 
     The server refuses them without a reply, so they look like requests that it cannot answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, domain: str | None = None) -> None:
         super().__init__()
         self.waits = ReplyWaits()
+        self.domain = domain
+        """JetStream domain of the broker, if the server may be a leaf node."""
 
     def _connect_command(self) -> bytes:
         # After a key was replaced, nats-py would still send the public part of the old one.
@@ -87,7 +95,7 @@ class CorrectedClient(NatsClient):
             await _log_error(error)
             await self._process_op_err(error)
         else:
-            self.denied |= {*_DENIED.findall(err_msg.lower())}
+            self.denied |= {f"$js.{subject}" for subject in _DENIED.findall(err_msg.lower())}
             await super()._process_err(err_msg)
 
     async def _process_pong(self) -> None:
@@ -138,6 +146,9 @@ class CorrectedClient(NatsClient):
         self.denied = frozenset()
         await _keep_cancellation(super()._process_connect_init())
 
+    async def publish(self, subject: str, *args: Any, **kwargs: Any) -> None:
+        await super().publish(subjects.in_domain(subject, self.domain), *args, **kwargs)
+
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
         async with self.waits.within():
             return await _keep_cancellation(super().request(*args, **kwargs))
@@ -157,11 +168,20 @@ class Connection:
         self.js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
         self.inbox = ReplyInbox(nc, nc.waits)
         self._clock_offset_ms = 0.0
+        self.is_alone = True
+        """Whether the broker is in no cluster, so that no stream has replicas."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the server is in no cluster, so that no stream has replicas."""
-        return not self.nc._server_info.get("cluster")
+    async def check_jetstream(self) -> None:
+        """Raise Unavailable if the server is a leaf node, and no server with JetStream answers."""
+        server = self.nc._server_info
+        if self.nc.domain is None and (server.get("jetstream") or not server.get("cluster")):
+            return
+        try:
+            await self.nc.request("$JS.API.INFO", b"", timeout=REPLY_TIMEOUT_S)
+        except NoRespondersError:
+            raise Unavailable(_no_jetstream(self.nc.domain)) from None
+        except NatsError as error:
+            raise Unavailable(f"JetStream does not answer: {error}") from error
 
     async def sync_clock(self) -> None:
         """Measure the offset to the broker's clock.
@@ -171,12 +191,22 @@ class Connection:
         loop = asyncio.get_running_loop()
         sent_s = loop.time()
         try:
-            reply = await self.nc.request("$SYS.REQ.USER.INFO", b"", timeout=REPLY_TIMEOUT_S)
+            server = await self._ask_server()
         except NatsError as error:
             raise Unavailable(f"the broker did not report its time: {error}") from error
         half_way_s = (sent_s + loop.time()) / 2
-        broker_time = datetime.fromisoformat(json.loads(reply.data)["server"]["time"])
+        broker_time = datetime.fromisoformat(server["time"])
         self._clock_offset_ms = 1000 * (broker_time.timestamp() - half_way_s)
+        self.is_alone = not server.get("cluster")
+
+    async def _ask_server(self) -> dict[str, Any]:
+        """Return what a server of the domain, by default the connected one, reports of itself."""
+        async with self.inbox.request(_USER_INFO, b"") as replies:
+            while True:
+                reply = await replies.next(REPLY_TIMEOUT_S)
+                server: dict[str, Any] = json.loads(reply.data)["server"]
+                if self.nc.domain in (None, server.get("domain")):
+                    return server
 
     def now_ms(self) -> float:
         """Return the time of the broker's clock in Unix milliseconds."""
@@ -185,6 +215,15 @@ class Connection:
     def to_broker_ms(self, monotonic_s: float) -> float:
         """Convert a time of this machine's monotonic clock to the broker's clock."""
         return 1000 * monotonic_s + self._clock_offset_ms
+
+
+def _no_jetstream(domain: str | None) -> str:
+    if domain is not None:
+        return f"no JetStream with the domain {domain!r} answers (nats.domain)"
+    return (
+        "this nats-server has no JetStream, and reaches none: on a leaf node, set nats.domain to"
+        " the jetstream.domain of the brokers"
+    )
 
 
 def is_denied(nc: NatsClient, subject: str) -> bool:
@@ -284,7 +323,7 @@ async def connect(
     Raises Unavailable if no server answers or accepts the login, and ConfigError for an unusable
     key or certificate.
     """
-    nc = CorrectedClient()
+    nc = CorrectedClient(login.domain)
     refused = False
 
     async def on_error(error: Exception) -> None:

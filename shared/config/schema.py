@@ -171,6 +171,10 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     """URL of a running server, or comma-separated URLs of several servers of one cluster. By
     default `pagemill up` starts an embedded server."""
+    domain: Name | None = None
+    """JetStream domain of the brokers, as in their `jetstream.domain`; refused without a `url`.
+    Workers and commands on leaf nodes need it. With `keys`, all workers need it, because `pagemill
+    keys` permits the subjects of this domain."""
     password_file: str | None = None
     """File with the password for users in `url` without a password, relative to the configuration
     file; refused without a `url`."""

@@ -114,6 +114,15 @@ class RequestPlace(NamedTuple):
     sequence: int
 
 
+def in_domain(subject: str, domain: str | None) -> str:
+    """Return the subject by which a leaf node reaches the JetStream API of a domain.
+
+    Other subjects are the same in all domains.
+    """
+    api = subject.removeprefix("$JS.API.")
+    return subject if domain is None or api == subject else f"$JS.{domain}.API.{api}"
+
+
 def tenant_of(subject: str) -> str:
     """Return the tenant in a subject; "" if there is none."""
     third = subject.split(".")[2:3]
