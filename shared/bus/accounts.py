@@ -101,7 +101,8 @@ def _import(subject: TenantSubject, account: str) -> str:
 
 def _user(key: str, permissions: Permissions, name: str, domain: str | None) -> str:
     allowed, denied = (
-        [subjects.in_domain(subject, domain) for subject in listed]
+        # The server also checks the subject that it maps one of a domain to.
+        [*dict.fromkeys(subjects.in_domain(s, d) for d in (None, domain) for s in listed)]
         for listed in (permissions.publish, permissions.never_publish)
     )
     publish = f"allow: {_subjects(allowed)}"

@@ -171,6 +171,11 @@ class Connection:
         self.is_alone = True
         """Whether the broker is in no cluster, so that no stream has replicas."""
 
+    @property
+    def domain(self) -> str | None:
+        """JetStream domain of the broker, by default the domain of the connected server."""
+        return self.nc.domain or self.nc._server_info.get("domain")
+
     async def check_jetstream(self) -> None:
         """Raise Unavailable if the server is a leaf node, and no server with JetStream answers."""
         server = self.nc._server_info
@@ -205,7 +210,7 @@ class Connection:
             while True:
                 reply = await replies.next(REPLY_TIMEOUT_S)
                 server: dict[str, Any] = json.loads(reply.data)["server"]
-                if self.nc.domain in (None, server.get("domain")):
+                if server.get("domain") == self.domain:
                     return server
 
     def now_ms(self) -> float:

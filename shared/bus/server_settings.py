@@ -84,8 +84,8 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
     for server in servers:
         name = server["server"]["name"]
         settings = server.get("data", {}).get("config")
-        if settings is None:
-            # A member of the cluster without JetStream stores no streams.
+        if settings is None or server["data"].get("disabled"):
+            # A member of the cluster, or a leaf node, without JetStream stores no streams.
             continue
         if not settings.get("sync_always"):
             raise ConfigError(
@@ -94,7 +94,8 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
                 field="nats.url",
             )
     # A minority of the replicas may be down at the moment, and further servers may join.
-    storing = sum("config" in server.get("data", {}) for server in servers)
+    reports = [server.get("data", {}) for server in servers]
+    storing = sum("config" in report and not report.get("disabled") for report in reports)
     if storing <= replicas // 2:
         error = Unavailable if is_clustered else ConfigError
         raise error(
@@ -179,7 +180,7 @@ async def _ask_servers(
             if msg.headers and msg.headers.get("Status"):
                 return answers
             answer = json.loads(msg.data)
-            if connection.nc.domain in (None, answer["server"].get("domain")):
+            if answer["server"].get("domain") == connection.domain:
                 answers.append(answer)
             if len(answers) > replicas // 2:
                 timeout_s = NEXT_REPLY_TIMEOUT_S

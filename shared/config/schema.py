@@ -173,8 +173,8 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     default `pagemill up` starts an embedded server."""
     domain: Name | None = None
     """JetStream domain of the brokers, as in their `jetstream.domain`; refused without a `url`.
-    Workers and commands on leaf nodes need it. With `keys`, all workers need it, because `pagemill
-    keys` permits the subjects of this domain."""
+    Workers and commands on leaf nodes need it, and so does `pagemill keys`, which permits its
+    subjects."""
     password_file: str | None = None
     """File with the password for users in `url` without a password, relative to the configuration
     file; refused without a `url`."""

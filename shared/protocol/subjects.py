@@ -115,12 +115,13 @@ class RequestPlace(NamedTuple):
 
 
 def in_domain(subject: str, domain: str | None) -> str:
-    """Return the subject by which a leaf node reaches the JetStream API of a domain.
+    """Return the subject by which a leaf node reaches JetStream's API and buckets in a domain.
 
     Other subjects are the same in all domains.
     """
-    api = subject.removeprefix("$JS.API.")
-    return subject if domain is None or api == subject else f"$JS.{domain}.API.{api}"
+    if domain is None or not subject.startswith(("$JS.API.", "$KV.")):
+        return subject
+    return f"$JS.{domain}.API.{subject.removeprefix('$JS.API.')}"
 
 
 def tenant_of(subject: str) -> str:

@@ -1,6 +1,7 @@
 """Workers and clients on a leaf node of the brokers, which has no JetStream or another domain."""
 
 import contextlib
+import re
 import socket
 import subprocess
 import time
@@ -15,10 +16,12 @@ from shared.bus.login import Login, seed_file
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.permissions import ACCOUNT, OPERATOR
+from shared.protocol.permissions import OPERATOR
 from workers.keyring import Keyring
 
 DOMAIN = "hub"
+PAGE = CONFIG_DIR.parent / "docs" / "operate" / "regions.md"
+PAGE_BLOCKS = re.compile(r"   ```(?:yaml)?\n(.*?)   ```", re.DOTALL)
 
 
 class Site:
@@ -32,17 +35,14 @@ class Site:
         self.hub, self.leaf = (f"nats://127.0.0.1:{port}" for port in ports[:2])
         store = (CONFIG_DIR / "nats.conf").read_text()
         store = store.replace("jetstream {", f"jetstream {{\n  domain: {DOMAIN}")
+        of_hub, _, of_leaf = PAGE_BLOCKS.findall(PAGE.read_text(encoding="utf-8"))
         self._hub = (
             store.replace("$NATS_PORT", str(ports[0])).replace("$NATS_STORE_DIR", '"hub"')
             + "server_name: hub\ninclude keys/accounts.conf\n"
-            f"leafnodes {{ host: 127.0.0.1, port: {ports[2]} }}\n"
+            + of_hub.replace("0.0.0.0, port: 7422", f"127.0.0.1, port: {ports[2]}")
         )
-        self._leaf = (
-            f"host: 127.0.0.1\nport: {ports[1]}\nserver_name: leaf\nmax_payload: 8MB\n"
-            "include keys/accounts.conf\n"
-            f'leafnodes {{ remotes: [{{ url: "nats://127.0.0.1:{ports[2]}", account: {ACCOUNT}'
-            ", nkey: $LEAF_KEY }] }\n"
-        )
+        of_leaf = of_leaf.replace("broker.example:7422", f"127.0.0.1:{ports[2]}")
+        self._leaf = of_leaf.replace("4222", str(ports[1])) + "server_name: leaf\n"
 
     @contextlib.contextmanager
     def running(self, leaf_settings: str = "") -> Iterator[None]:
@@ -87,7 +87,7 @@ async def test_streams_of_the_brokers_are_used_through_a_leaf_node(
     site: Site, leaf_settings: str
 ) -> None:
     with site.running(leaf_settings):
-        coordinator = await Bus.connect(site.login(site.leaf, "coordinator"), "test")
+        coordinator = await Bus.connect(site.login(site.hub, "coordinator"), "test")
         engine = await Bus.connect(site.login(site.leaf, "engine"), "test")
         operator = await Bus.connect(site.login(site.hub), "test")
         nats = NatsConfig(url=site.leaf, domain=DOMAIN)
@@ -96,7 +96,9 @@ async def test_streams_of_the_brokers_are_used_through_a_leaf_node(
         assert coordinator.connection.is_alone
         subject = subjects.append("a")
         await engine.publish(subject, b"one", "a:1")
-        for bus in (engine, operator):
+        await engine.heartbeats.publish("a", b"beat")
+        assert await operator.read_last(subjects.WORKERS_STREAM, subjects.heartbeat("a"))
+        for bus in (coordinator, engine, operator):
             last = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("a"))
             assert last is not None
             assert last.data == b"one"
