@@ -256,6 +256,11 @@ def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> s
     return f"pm.stage.{name}.{encode_model(model)}.{_queue(lane, slot)}.*"
 
 
+def stage_of_model(name: str, model: str) -> str:
+    """Subject of all tasks of a stage for a model."""
+    return f"pm.stage.{name}.{encode_model(model)}.>"
+
+
 def is_request(subject: str) -> bool:
     return subject.startswith("pm.request.")
 
