@@ -22,6 +22,7 @@ def take_snapshot(role: str, bus: Bus) -> Snapshot:
         mappings = sum("/memfd:pagemill" in line for line in file)
     # Each mapping has a descriptor; one of them belongs to the worker's own arena.
     foreign = max(mappings - 1, 0)
+    tasks = asyncio.all_tasks()
     return Snapshot(
         t=now(),
         role=role,
@@ -31,11 +32,12 @@ def take_snapshot(role: str, bus: Bus) -> Snapshot:
         memfds=sum(link.startswith("/memfd:") for link in links.values()) - foreign,
         threads=threads,
         # Each reader is served by a task.
-        tasks=len(asyncio.all_tasks()) - readers,
+        tasks=len(tasks) - readers,
         subscriptions=len(bus.connection.nc._subs),
         mappings=mappings,
         peers=peers,
         readers=readers,
+        task_names=sorted(getattr(task.get_coro(), "__qualname__", "") for task in tasks),
     )
 
 
