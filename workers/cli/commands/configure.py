@@ -117,8 +117,9 @@ def _folders_of(config: Config) -> Iterator[_Folder]:
             if stage.path is not None:
                 field, pooling = f"models.{name}.stages.{stage.name}.path", None
             pools = model.pools if stage.name == ENGINE else {}
-            engines = {f"models.{name}.pools.{pool}": each for pool, each in pools.items()}
-            for section, engine in (engines or {ENGINE: config.engine}).items():
+            engines: dict[str, EngineConfig] = {ENGINE: config.engine} if not pools else {}
+            engines |= {f"models.{name}.pools.{pool}": each for pool, each in pools.items()}
+            for section, engine in engines.items():
                 yield _Folder(name, field, path, pooling, section, engine)
 
 
