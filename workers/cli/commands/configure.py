@@ -101,7 +101,7 @@ class _Folder(NamedTuple):
     path: Path
     pooling: str | None
     section: str
-    """Key of `engine`: a pool has settings of its own kind."""
+    """Key of `engine`, which is another one for a pool."""
     engine: EngineConfig
 
 
