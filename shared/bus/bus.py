@@ -9,12 +9,14 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
+import msgspec
 import structlog
+from msgspec import Struct
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js import api
-from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+from nats.js.errors import NotFoundError
 
 from shared.bus.connection import (
     BROKER_DEADLINE_S,
@@ -32,8 +34,8 @@ from shared.bus.login import Login
 from shared.bus.messaging import GroupResponder, LiveSubscription, Responder
 from shared.bus.queues import Queues
 from shared.bus.reading import STALE_READ_S, StoredMessage, answered, direct_get
+from shared.bus.replies import ReplyLost
 from shared.bus.stream_keeper import StreamKeeper
-from shared.bus.waits import ReplyLost
 from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable, UnsupportedVersion
 from shared.protocol.requests import tenant_header
 from shared.protocol.versions import OLDEST_VERSION, VERSION_HEADER, version_header
@@ -55,6 +57,22 @@ _WRONG_LAST_SEQUENCE = 10071
 _STORE_FAILED = 10077
 
 _log = structlog.get_logger()
+
+
+class _PublishError(Struct):
+    err_code: int = 0
+    description: str = ""
+
+
+class _PublishAck(Struct):
+    """Reply of a stream to a message."""
+
+    seq: int = 0
+    duplicate: bool = False
+    error: _PublishError | None = None
+
+
+_decode_ack = msgspec.json.Decoder(_PublishAck).decode
 
 
 class Bus:
@@ -160,7 +178,7 @@ class Bus:
         self.check_size(data, subject)
         headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant)
         ack = await self._publish(subject, data, headers)
-        return ack is None or bool(ack.duplicate)
+        return ack is None or ack.duplicate
 
     async def publish_without_id(
         self, subject: str, data: bytes, headers: dict[str, str] | None = None
@@ -204,30 +222,32 @@ class Bus:
 
     async def _publish(
         self, subject: str, data: bytes, headers: dict[str, str]
-    ) -> api.PubAck | None:
+    ) -> _PublishAck | None:
         """Return the ack, or None if the stream has a message of this subject and accepts no other.
 
         Raises Fenced, Overloaded, or Unavailable after BROKER_DEADLINE_S.
         """
 
-        async def attempt() -> api.PubAck | None:
+        async def attempt() -> _PublishAck | None:
             try:
-                return await self._js.publish(subject, data, headers=headers)
-            except NoStreamResponseError:
+                reply = await self._nc.request(subject, data, REPLY_TIMEOUT_S, headers=headers)
+            except NoRespondersError:
                 self.queues.check()
                 raise
-            except APIError as error:
-                code, reason = error.err_code, error.description or ""
-                if code == _WRONG_LAST_SEQUENCE:
-                    raise Fenced(f"another writer appended to {subject}: {reason}") from error
-                if code == _STORE_FAILED and "per subject" in reason:
-                    return None
-                if code == _STORE_FAILED and "maximum" in reason:
-                    raise Overloaded(
-                        f"the queue of {subject} is full ({reason});"
-                        f" try again in {Overloaded.retry_after_s:g} s"
-                    ) from error
-                raise
+            ack = _decode_ack(reply.data)
+            if ack.error is None:
+                return ack
+            code, reason = ack.error.err_code, ack.error.description
+            if code == _WRONG_LAST_SEQUENCE:
+                raise Fenced(f"another writer appended to {subject}: {reason}")
+            if code == _STORE_FAILED and "per subject" in reason:
+                return None
+            if code == _STORE_FAILED and "maximum" in reason:
+                raise Overloaded(
+                    f"the queue of {subject} is full ({reason});"
+                    f" try again in {Overloaded.retry_after_s:g} s"
+                )
+            raise NatsError(reason)
 
         # All other failures are temporary: no reply, no leader, no room, or, in a cluster, a store
         # of the same message or its predecessor that has not ended.
@@ -398,7 +418,7 @@ class Bus:
         Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
         """
         live = LiveSubscription()
-        live.subscription = await self._nc.subscribe(subject, cb=live.receive)
+        live.subscription = await self._nc.subscribe_direct(subject, live.receive)
         self._live.add(live)
         try:
             await self._flush()
@@ -423,11 +443,11 @@ class Bus:
         Return a function that ends the watch.
         """
 
-        async def receive(msg: Msg) -> None:
+        def receive(msg: Msg) -> None:
             callback(msg.subject)
 
         filters = (subject,) if isinstance(subject, str) else subject
-        subscriptions = [await self._nc.subscribe(name, cb=receive) for name in filters]
+        subscriptions = [await self._nc.subscribe_direct(name, receive) for name in filters]
         await self._flush()
 
         async def end() -> None:

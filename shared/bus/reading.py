@@ -1,6 +1,5 @@
 """Reading of streams: direct gets, and the messages that they return."""
 
-import json
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,6 +17,7 @@ from shared.bus.connection import (
 )
 from shared.bus.replies import Replies
 from shared.errors import Unavailable
+from shared.protocol.encoding import to_json
 from shared.protocol.stored_size import kept_headers
 
 # Time by which a replica that serves reads may lag.
@@ -48,7 +48,7 @@ async def direct_get(
     connection: Connection, stream: str, query: dict[str, object]
 ) -> tuple[list[StoredMessage], bool]:
     """Return the messages of a direct get, and whether the stream has more after them."""
-    subject, data = f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode()
+    subject, data = f"$JS.API.DIRECT.GET.{stream}", to_json(query)
 
     async def attempt() -> tuple[list[StoredMessage], bool]:
         async with connection.inbox.request(subject, data) as replies:
