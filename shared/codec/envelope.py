@@ -26,7 +26,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.errors import DecodeError, PayloadTooLarge, UnsupportedVersion
-from shared.protocol.msgpack_formats import FORMATS, RUN_LEN, RUN_OF_SCALARS, step
+from shared.protocol.msgpack_formats import (
+    FIXED_CHILDREN,
+    FIXED_SIZES,
+    FORMATS,
+    RUN_LEN,
+    RUN_OF_SCALARS,
+    SHORT_RUN_LEN,
+    SHORT_RUN_OF_SCALARS,
+    step,
+)
 
 MAGIC = b"PMM1"
 VERSION = 1
@@ -242,35 +251,44 @@ def _check_nesting(data: bytes) -> None:
     the last of several equal ones. Raises DecodeError or ValueError.
     """
     offset = num_nodes = 0
-    pending = [1]  # remaining values per open container
-    keys: list[set[str | int] | None] = [None]  # keys so far, per open container that is a map
-    while pending:
-        if not pending[-1]:
-            pending.pop()
-            keys.pop()
+    left, keys = (
+        1,
+        None,
+    )  # Remaining values of the innermost container, and its keys if it is a map.
+    outer: list[tuple[int, set[str | int] | None]] = []
+    while left or outer:
+        if not left:
+            left, keys = outer.pop()
             continue
-        map_keys, left = keys[-1], pending[-1]
-        if map_keys is None and left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
-            pending[-1] -= RUN_LEN
-            offset = run.end()
-            continue
-        pending[-1] -= 1
+        if keys is None and left >= SHORT_RUN_LEN:
+            if left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
+                left -= RUN_LEN
+                offset = run.end()
+                continue
+            if run := SHORT_RUN_OF_SCALARS.match(data, offset):
+                left -= SHORT_RUN_LEN
+                num_nodes += SHORT_RUN_LEN
+                offset = run.end()
+                continue
         start = offset
         offset, children, is_map = _step(data, offset)
         num_nodes += 1
-        if map_keys is not None and left % 2 == 0:
-            _add_key(map_keys, data[start:offset])
+        if keys is not None and left % 2 == 0:
+            _add_key(keys, data[start:offset])
+        left -= 1
         if children:
-            pending.append(children)
-            keys.append(set() if is_map else None)
-        if len(pending) > MAX_DEPTH + 1 or num_nodes > MAX_NODES:
+            outer.append((left, keys))
+            left, keys = children, set() if is_map else None
+        if len(outer) > MAX_DEPTH or num_nodes > MAX_NODES:
             raise DecodeError(
                 f"the header is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} values"
             )
 
 
 def _add_key(keys: set[str | int], packed: bytes) -> None:
-    key = _key_decoder.decode(packed)
+    # Most keys are short strings, after one byte with their length.
+    is_short = 0xA0 <= packed[0] < 0xC0
+    key = packed[1:].decode() if is_short else _key_decoder.decode(packed)
     if key in keys:
         raise DecodeError("the header has the same key twice")
     keys.add(key)
@@ -281,6 +299,10 @@ def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
 
     Return the next offset, the number of children, and whether these are keys and values.
     """
+    if offset < len(data) and (size := FIXED_SIZES[op := data[offset]]):
+        if offset + size > len(data):
+            raise DecodeError("the header ends in the middle of a value")
+        return offset + size, FIXED_CHILDREN[op], op & 0xF0 == 0x80
     # No head has extension types, and they could contain pickles.
     if offset < len(data) and data[offset] not in _KNOWN:
         raise DecodeError(f"the header has a value of unknown type {data[offset]:#04x}")
