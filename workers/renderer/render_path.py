@@ -67,13 +67,17 @@ class RenderPath:
         expansion = await self._documents.expand(processor, prompt, read, scope, lane)
         prompt = expansion.prompt
 
-        def begin() -> list[int]:
-            begun()
-            return processor.tokenize(prompt)
+        field = prompts.field_of(prompt)
+        has_media = any(prompts.media_parts(prompt.messages))
 
-        token_ids = await self._in_text_thread(begin)
-        if prompt.token_ids is not None:
-            ranges = await self._in_text_thread(processor.check_features, prompt, embeds)
+        def begin() -> tuple[list[int], list[PlaceholderRange]]:
+            begun()
+            token_ids = processor.tokenize(prompt)
+            if prompt.token_ids is not None:
+                return token_ids, processor.check_features(prompt, embeds)
+            return (token_ids, []) if has_media else processor.expand(token_ids, [], field, embeds)
+
+        token_ids, ranges = await self._in_text_thread(begin)
         is_item = prompt.token_ids is not None
         # Largest number of tokens of the next medium. The first one replaces its placeholder.
         room = processor.max_model_len - (not embeds) - len(token_ids) + 1
@@ -92,10 +96,10 @@ class RenderPath:
             await advanced()
         if prompt.token_ids is None:
             await media.pin()
-            field = prompts.field_of(prompt)
-            token_ids, ranges = await self._in_text_thread(
-                processor.expand, token_ids, prepared, field, embeds
-            )
+            if has_media:
+                token_ids, ranges = await self._in_text_thread(
+                    processor.expand, token_ids, prepared, field, embeds
+                )
         else:
             _check_counts(prompt, ranges, prepared)
             await media.note(prompt.features)
