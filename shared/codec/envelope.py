@@ -30,6 +30,7 @@ from shared.protocol.msgpack_formats import (
     FIXED_CHILDREN,
     FIXED_SIZES,
     FORMATS,
+    NO_VALUE,
     RUN_LEN,
     RUN_OF_SCALARS,
     SHORT_RUN_LEN,
@@ -251,27 +252,26 @@ def _check_nesting(data: bytes) -> None:
     the last of several equal ones. Raises DecodeError or ValueError.
     """
     offset = num_nodes = 0
-    left, keys = (
-        1,
-        None,
-    )  # Remaining values of the innermost container, and its keys if it is a map.
+    # Remaining values of the innermost container, and its keys if it is a map.
+    left = 1
+    keys: set[str | int] | None = None
     outer: list[tuple[int, set[str | int] | None]] = []
+    end = len(data)
     while left or outer:
         if not left:
             left, keys = outer.pop()
             continue
         if keys is None and left >= SHORT_RUN_LEN:
-            if left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
-                left -= RUN_LEN
-                offset = run.end()
+            offset, run_len = _skip_run(data, offset, left)
+            num_nodes += run_len if run_len < RUN_LEN else 0
+            left -= run_len
+            if run_len:
                 continue
-            if run := SHORT_RUN_OF_SCALARS.match(data, offset):
-                left -= SHORT_RUN_LEN
-                num_nodes += SHORT_RUN_LEN
-                offset = run.end()
-                continue
-        start = offset
-        offset, children, is_map = _step(data, offset)
+        start, op = offset, data[offset] if offset < end else NO_VALUE
+        if size := FIXED_SIZES[op]:
+            offset, children, is_map = start + size, FIXED_CHILDREN[op], op & 0xF0 == 0x80
+        else:
+            offset, children, is_map = _step(data, start)
         num_nodes += 1
         if keys is not None and left % 2 == 0:
             _add_key(keys, data[start:offset])
@@ -279,16 +279,26 @@ def _check_nesting(data: bytes) -> None:
         if children:
             outer.append((left, keys))
             left, keys = children, set() if is_map else None
-        if len(outer) > MAX_DEPTH or num_nodes > MAX_NODES:
+        if num_nodes > MAX_NODES or len(outer) > MAX_DEPTH:
             raise DecodeError(
                 f"the header is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} values"
             )
+    if offset > end:
+        raise DecodeError("the header ends in the middle of a value")
+
+
+def _skip_run(data: bytes, offset: int, left: int) -> tuple[int, int]:
+    """Return the end and the length of a run of scalars at `offset`; the length 0 for no run."""
+    if left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
+        return run.end(), RUN_LEN
+    if run := SHORT_RUN_OF_SCALARS.match(data, offset):
+        return run.end(), SHORT_RUN_LEN
+    return offset, 0
 
 
 def _add_key(keys: set[str | int], packed: bytes) -> None:
     # Most keys are short strings, after one byte with their length.
-    is_short = 0xA0 <= packed[0] < 0xC0
-    key = packed[1:].decode() if is_short else _key_decoder.decode(packed)
+    key = packed[1:].decode() if packed[0] & 0xE0 == 0xA0 else _key_decoder.decode(packed)
     if key in keys:
         raise DecodeError("the header has the same key twice")
     keys.add(key)
@@ -299,10 +309,6 @@ def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
 
     Return the next offset, the number of children, and whether these are keys and values.
     """
-    if offset < len(data) and (size := FIXED_SIZES[op := data[offset]]):
-        if offset + size > len(data):
-            raise DecodeError("the header ends in the middle of a value")
-        return offset + size, FIXED_CHILDREN[op], op & 0xF0 == 0x80
     # No head has extension types, and they could contain pickles.
     if offset < len(data) and data[offset] not in _KNOWN:
         raise DecodeError(f"the header has a value of unknown type {data[offset]:#04x}")

@@ -19,7 +19,7 @@ class Format(NamedTuple):
 
 
 def _make_formats() -> dict[int, Format]:
-    """Return the formats by first byte. 0xC1 is not a format."""
+    """Return the formats by first byte. NO_VALUE is not a format."""
     formats = {op: Format(1) for op in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3)}
     formats |= {0x80 + n: Format(1, children=2 * n, is_map=True) for n in range(16)}
     formats |= {0x90 + n: Format(1, children=n) for n in range(16)}
@@ -45,6 +45,8 @@ def _make_formats() -> dict[int, Format]:
 
 
 FORMATS = _make_formats()
+NO_VALUE = 0xC1
+"""First byte of no value."""
 
 _FIXED = [
     form if form is not None and not (form.length_bytes or form.is_extension) else Format(0)
