@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -27,7 +28,7 @@ from shared.bus.connection import (
     local_address,
     retry_until,
 )
-from shared.bus.consumer import acknowledge
+from shared.bus.consumer import AckBatcher
 from shared.bus.figures import StreamFigures
 from shared.bus.heartbeats import Heartbeats
 from shared.bus.login import Login
@@ -85,6 +86,8 @@ class Bus:
         self.queues = Queues(connection, self.streams)
         self.figures = StreamFigures(connection, self.read_next)
         self.heartbeats = Heartbeats(self)
+        self._acks: WeakValueDictionary[str, AckBatcher] = WeakValueDictionary()
+        """Acknowledgements of other workers' deliveries that are being sent, by consumer."""
         self._live: set[LiveSubscription] = set()
         self._closing = False
 
@@ -218,7 +221,9 @@ class Bus:
 
     async def acknowledge(self, receipt: str) -> bool:
         """Acknowledge another worker's delivery. Return whether the server has confirmed it."""
-        return await acknowledge(self._nc, receipt)
+        # The name of the consumer is before the last tokens, which differ between deliveries.
+        consumer = receipt.rsplit(".", 5)[0]
+        return await self._acks.setdefault(consumer, AckBatcher(self._nc)).send(receipt)
 
     async def _publish(
         self, subject: str, data: bytes, headers: dict[str, str]
@@ -413,18 +418,14 @@ class Bus:
     # -- subscriptions --------------------------------------------------------------------------
 
     async def subscribe(self, subject: str) -> LiveSubscription:
-        """Subscribe to `subject`. Return once the server has registered the subscription.
+        """Subscribe to `subject`.
 
-        Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
+        The server registers the subscription before it receives any later message or request of
+        this connection. So a caller that reads a stream afterwards misses no message.
         """
         live = LiveSubscription()
         live.subscription = await self._nc.subscribe_direct(subject, live.receive)
         self._live.add(live)
-        try:
-            await self._flush()
-        except BaseException:
-            await self.unsubscribe(live)
-            raise
         return live
 
     async def unsubscribe(self, live: LiveSubscription) -> None:

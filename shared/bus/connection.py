@@ -169,7 +169,7 @@ class CorrectedClient(NatsClient):
         return subscription
 
     async def _process_msg(
-        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
         if (receive := self._receivers.get(sid)) is None:
             await super()._process_msg(sid, subject, reply, data, headers)

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 
 import structlog
-from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from shared.bus.connection import CorrectedClient
 from shared.bus.outages import Outages
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -117,16 +117,6 @@ class Delivery:
             self._puller.on_settled()
 
 
-async def acknowledge(nc: NatsClient, receipt: str) -> bool:
-    """Acknowledge a delivery. Return whether the server has confirmed it."""
-    for _ in range(ACK_ATTEMPTS):
-        with contextlib.suppress(NatsError):
-            await nc.request(receipt, ACK, timeout=ACK_TIMEOUT_S)
-            return True
-        await asyncio.sleep(ACK_PAUSE_S)
-    return False
-
-
 class AckBatcher:
     """Batches the acknowledgements of one consumer.
 
@@ -140,7 +130,7 @@ class AckBatcher:
     deliveries that it has not stored.
     """
 
-    def __init__(self, nc: NatsClient) -> None:
+    def __init__(self, nc: CorrectedClient) -> None:
         self._nc = nc
         self._waiting: dict[str, list[asyncio.Future[bool]]] = {}
         self._sender: asyncio.Task[None] | None = None
@@ -153,7 +143,15 @@ class AckBatcher:
             self._sender = asyncio.create_task(self._send_batches())
         # After a crash the server may not know the delivery of the batch's last message, and then
         # does not reply.
-        return await confirmation or await acknowledge(self._nc, receipt)
+        return await confirmation or await self._send_alone(receipt)
+
+    async def _send_alone(self, receipt: str) -> bool:
+        for _ in range(ACK_ATTEMPTS):
+            with contextlib.suppress(NatsError):
+                await self._nc.request(receipt, ACK, timeout=ACK_TIMEOUT_S)
+                return True
+            await asyncio.sleep(ACK_PAUSE_S)
+        return False
 
     async def _send_batches(self) -> None:
         try:
@@ -188,7 +186,7 @@ class Puller(ABC):
     `capacity` is the limit on messages in flight.
     """
 
-    def __init__(self, nc: NatsClient, stream: str, capacity: int, outages: Outages) -> None:
+    def __init__(self, nc: CorrectedClient, stream: str, capacity: int, outages: Outages) -> None:
         self.stream = stream
         self.outages = outages
         self.capacity = capacity
@@ -258,7 +256,7 @@ class Consumer(Puller):
     """
 
     def __init__(
-        self, nc: NatsClient, stream: str, durable: str, capacity: int, outages: Outages
+        self, nc: CorrectedClient, stream: str, durable: str, capacity: int, outages: Outages
     ) -> None:
         super().__init__(nc, stream, capacity, outages)
         self.durable = durable

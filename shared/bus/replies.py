@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
@@ -88,12 +88,12 @@ class ReplyInbox:
         subject: str,
         data: bytes,
         timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> Msg:
         """Publish a request, and return the first reply. Raises NatsError."""
         inbox, replies = await self._open_request()
         try:
-            await self._nc.publish(subject, data, inbox, headers and {**headers})
+            await self._nc.publish(subject, data, inbox, headers)
             return await replies.next(timeout_s)
         finally:
             del self._open[inbox]

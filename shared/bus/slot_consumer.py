@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import api
 
+from shared.bus.connection import CorrectedClient
 from shared.bus.consumer import PULL_REFUSED_PAUSE_S, AckBatcher, Delivery, Puller, pull_subject
 from shared.bus.outages import Outages
 from shared.bus.priorities import BUSY, priority_of
@@ -85,7 +85,7 @@ class SlotConsumer(Puller):
 
     def __init__(
         self,
-        nc: NatsClient,
+        nc: CorrectedClient,
         stream: str,
         queues: Iterable[SlotQueue],
         capacity: int,

@@ -226,11 +226,11 @@ async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedS
     await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     nc = bus.connection.nc
     for _ in range(3):
-        listening = asyncio.create_task(bus.subscribe(subjects.tokens("nobody")))
+        flushing = asyncio.create_task(nc.flush())
         while not nc._pongs:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
+        flushing.cancel()
+        await asyncio.gather(flushing, return_exceptions=True)
     assert await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
     assert nc.stats["reconnects"] == 0
     await bus.close()
