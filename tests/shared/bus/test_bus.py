@@ -308,8 +308,8 @@ async def test_work_whose_connection_is_lost_continues_over_the_next_one(
     work: Callable[[Bus], Coroutine[Any, Any, None]],
 ) -> None:
     """It does not wait for a reply, which comes only over its own connection."""
-    own_bus.connection.js._timeout = 60.0
-    monkeypatch.setattr("shared.bus.reading.REPLY_TIMEOUT_S", 60.0)
+    for module in ("bus", "reading"):
+        monkeypatch.setattr(f"shared.bus.{module}.REPLY_TIMEOUT_S", 60.0)
     await own_bus.add_responder("test.echo", lambda data: data)
     await read_a_stream(own_bus)  # Subscribes to replies.
     stats = own_bus.connection.nc.stats
