@@ -202,9 +202,8 @@ class Coordinator:
         if admitted.outputs:
             await output_ends.begin(bus, request_id, admitted.outputs)
         await self._publish_first(job, job.header, admitted)
-        # A cancellation may have arrived before the outputs and tasks existed. The stage of a text
-        # finds that out when it writes the first tokens.
-        if admitted.outputs and await self._has_ended(job, request_id):
+        # A cancellation may have arrived before the outputs and tasks existed.
+        if await self._has_ended(job, request_id):
             return
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)
 

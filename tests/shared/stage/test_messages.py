@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,10 +17,10 @@ from shared.codec.envelope import TensorData
 from shared.config.schema import Config, DeliveryConfig, ModelConfig, NatsConfig
 from shared.protocol.records import ChoiceDelta, OutputSummary, Usage
 from shared.protocol.requests import GenerateRequest
-from shared.protocol.task_messages import EngineBody, RenderBody, Task
+from shared.protocol.task_messages import EngineBody, RenderBody, Task, TaskBody
 from shared.stage.job import Job
 from shared.stage.runtime import Context
-from shared.stage.worker_loop import Done, Forward, Outcome, WorkerLoop
+from shared.stage.worker_loop import Done, Forward, HandleTask, Outcome, WorkerLoop
 from tests.support.waiting import until
 from tests.support.workers import Announcement
 from workers.coordinator import worker as coordinator
@@ -33,13 +33,13 @@ MESSAGES = {
     "an attempt of a stage": 2,
     "a record of its log": 2,
     "a record for its reader": 2,
-    "a read of TOKENS": 1,
+    "a read of TOKENS": 2,
     "a read of STAGES": 1,
     "an answer to a delivery of REQUESTS": 2,
     "an answer to a delivery of STAGES": 2,
 }
-"""The coordinator reads whether the request has ended and whether it is queued twice. The other
-workers read nothing."""
+"""The coordinator reads whether the request is queued twice, and before and after it publishes the
+task whether it has ended. The other workers read nothing."""
 
 
 def name_of(msg: Msg) -> str | None:
@@ -59,11 +59,11 @@ def name_of(msg: Msg) -> str | None:
     return f"a read of {rest[-1]}" if b"r-" in msg.data else None
 
 
-async def render(_: Task[Any], __: Sequence[TensorData], job: Job) -> Outcome:
+async def render(_: Task[Any], __: list[TensorData], job: Job) -> Outcome:
     return Forward(EngineBody([1], []))
 
 
-async def write(_: Task[Any], __: Sequence[TensorData], job: Job) -> Outcome:
+async def write(_: Task[Any], __: list[TensorData], job: Job) -> Outcome:
     assert job.log is not None
     await job.log.tokens([ChoiceDelta(0, 0, [1], "a", finish_reason="length")])
     return Done(OutputSummary(Usage(1, 1), 1))
@@ -81,7 +81,7 @@ async def pipeline(url: str) -> AsyncIterator[Bus]:
     is_ready = Announcement(first)
     running = [asyncio.create_task(coordinator.main(first))]
     await is_ready.wait()
-    handlers = (RenderBody, render), (EngineBody, write)
+    handlers: list[tuple[type[TaskBody], HandleTask]] = [(RenderBody, render), (EngineBody, write)]
     for context, (body, handle) in zip(stages, handlers, strict=True):
         loop = WorkerLoop(context)
         await loop.add_stage(["demo"], 4, body, handle)
