@@ -22,7 +22,6 @@ from nats.protocol import parser
 
 from shared.bus.login import Login
 from shared.bus.replies import ReplyInbox
-from shared.bus.waits import ReplyWaits
 from shared.errors import Unavailable
 from shared.protocol import subjects
 
@@ -70,9 +69,11 @@ class CorrectedClient(NatsClient):
 
     def __init__(self, domain: str | None = None) -> None:
         super().__init__()
-        self.waits = ReplyWaits()
         self.domain = domain
         """JetStream domain of the broker, if the server may be a leaf node."""
+        self.inbox = ReplyInbox(self, self.subscribe_direct)
+        self._receivers: dict[int, Callable[[Msg], None]] = {}
+        """Functions that receive messages without a queue, by the number of the subscription."""
 
     def _connect_command(self) -> bytes:
         # After a key was replaced, nats-py would still send the public part of the old one.
@@ -149,9 +150,52 @@ class CorrectedClient(NatsClient):
     async def publish(self, subject: str, *args: Any, **kwargs: Any) -> None:
         await super().publish(subjects.in_domain(subject, self.domain), *args, **kwargs)
 
-    async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        async with self.waits.within():
-            return await _keep_cancellation(super().request(*args, **kwargs))
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = REPLY_TIMEOUT_S,  # noqa: ASYNC109
+        old_style: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> Msg:
+        # nats-py draws random bytes for each request, and its replies wait in a queue.
+        msg = await self.inbox.ask(subject, payload, timeout, headers)
+        if msg.headers and msg.headers.get("Status") == "503":
+            raise NoRespondersError
+        return msg
+
+    async def subscribe_direct(self, subject: str, receive: Callable[[Msg], None]) -> Subscription:
+        """Subscribe to `subject`. `receive` is called while a message is read, before the next.
+
+        It must be fast.
+        """
+        sid = self._sid + 1  # The number that nats-py gives the next subscription.
+        self._receivers[sid] = receive
+        try:
+            subscription: Subscription = await self.subscribe(subject)
+        except BaseException:
+            self._receivers.pop(sid, None)
+            raise
+        return subscription
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        if (receive := self._receivers.get(sid)) is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        read = await self._process_headers(headers)
+        try:
+            receive(self._build_message(sid, subject, reply, data, read))
+        except Exception as error:
+            # It would end nats-py's reader task.
+            await self._error_cb(error)
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._receivers.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         await _keep_cancellation(super().flush(*args, **kwargs))
@@ -166,7 +210,7 @@ class Connection:
     def __init__(self, nc: CorrectedClient) -> None:
         self.nc = nc
         self.js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
-        self.inbox = ReplyInbox(nc, nc.waits)
+        self.inbox = nc.inbox
         self._clock_offset_ms = 0.0
         self.is_alone = True
         """Whether the broker is in no cluster, so that no stream has replicas."""
@@ -337,11 +381,11 @@ async def connect(
         await _log_error(error)
 
     async def disconnected() -> None:
-        nc.waits.on_disconnect()
+        nc.inbox.on_disconnect()
         await on_disconnect()
 
     async def reconnected() -> None:
-        nc.waits.on_reconnect()
+        nc.inbox.on_reconnect()
         await on_reconnect()
 
     options: dict[str, Any] = {}

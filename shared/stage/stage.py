@@ -120,14 +120,13 @@ class Stage:
         self.claims.add(job)
         attempt, output = job.delivery.attempt, self._output_of(job)
         is_first = attempt == 1 and not self.claims.may_be_held(job)
-        opening = asyncio.create_task(LogWriter.open(self.bus, request_id, attempt, output))
-        try:
-            if is_first:
-                # There are no earlier attempts to read first.
-                await self.claims.record_attempt(job, log_len=0)
-            job.log = log = await opening
-        finally:
-            opening.cancel()
+        if is_first:
+            # There are no earlier attempts to read first.
+            await self.claims.record_attempt(job, log_len=0)
+        if is_first and _is_new(job):
+            job.log = LogWriter(self.bus, request_id, attempt, output, stored=())
+            return job.log
+        job.log = log = await LogWriter.open(self.bus, request_id, attempt, output)
         if log.closed or (log.output != TEXT and is_final(await last_record(self.bus, request_id))):
             await self._settle_ended(job, log)
             return None
@@ -258,11 +257,10 @@ class Stage:
         the end is in the log, before the job is acknowledged.
         """
         log = _not_none(job.log)
-        expected = _not_none(job.header).outputs
         # In a new round the log may be complete, but the followers must start again.
         await log.begin()
         summary = replace(summary, path=[*job.path, self.span(job)])
-        alone = expected in ([], [TEXT])
+        alone = _is_text_alone(_not_none(job.header))
         if alone:
             await log.finish(summary, {})
         elif log.output != TEXT:
@@ -442,6 +440,21 @@ def _not_none(value: T | None) -> T:
     return value
 
 
+def _is_new(job: Job) -> bool:
+    """Return whether the log of a job that is delivered first is empty, so it need not be read.
+
+    The request may have ended since the task was stored: then the first append is refused. The
+    other outputs of a request may take long until then.
+    """
+    header = job.header
+    return header is not None and header.round == 0 and _is_text_alone(header)
+
+
+def _is_text_alone(header: TaskHeader) -> bool:
+    """Return whether a task belongs to a request without any other output than its text."""
+    return header.ticket is not None and header.outputs in ([], [TEXT])
+
+
 async def settle(
     bus: Bus, request_id: str, end: Callable[[], Awaitable[object]], held: Delivery | None = None
 ) -> None:
@@ -522,4 +535,4 @@ async def end_with_error(
 def _may_have_other_tasks(job: Job) -> bool:
     if not subjects.is_stage(job.delivery.subject):
         return job.delivery.attempt > 1
-    return job.header is None or job.header.outputs not in ([], [TEXT])
+    return job.header is None or not _is_text_alone(job.header)
