@@ -460,6 +460,12 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     known; by default 1 on a GPU, which then does not wait for the engine, and 0 on a CPU. A step
     with drafts waits for the tokens, and so do talkers and models with recurrent layers. Answers
     stay the same."""
+    tower_thread: bool | None = None
+    """Encode images and other media in a separate thread, and on a GPU in a separate stream, while
+    answers continue; by default on a GPU. On a CPU, both share the cores: answers continue more
+    slowly, and media take longer. Answers stay the same."""
+    tower_batch_tokens: Positive = 4096
+    """Limit on the embeddings of one batch of this thread. A larger item gets a separate batch."""
     max_step_ms: Annotated[float, Meta(gt=0)] | None = None
     """Target time of a step while sequences decode. Prompts get the part that decoding leaves, by
     the measured time of a token. A shorter time makes running answers smoother and first tokens
