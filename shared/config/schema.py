@@ -452,7 +452,8 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     requests, ends, and codes that complete a chunk are appended at once. Other tokens are batched
     into common records, so that the log takes little time from the model."""
     step_timeout_s: Seconds = 120.0
-    """Limit on the time of one step. Beyond it, the step counts as hung, and the process ends."""
+    """Limit on the time of one step, and of one batch of the tower thread. Beyond it, they count as
+    hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
     steps_ahead: Literal[0, 1] | None = None
@@ -462,8 +463,8 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     stay the same."""
     tower_thread: bool | None = None
     """Encode images and other media in a separate thread, and on a GPU in a separate stream, while
-    answers continue; by default on a GPU. On a CPU, both share the cores: answers continue more
-    slowly, and media take longer. Answers stay the same."""
+    answers continue; by default on a GPU. On a CPU both share the cores: answers do not pause, and
+    first tokens of requests with media come later. Answers stay the same."""
     tower_batch_tokens: Positive = 4096
     """Limit on the embeddings of one batch of this thread. A larger item gets a separate batch."""
     max_step_ms: Annotated[float, Meta(gt=0)] | None = None
