@@ -457,7 +457,8 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     requests, ends, and codes that complete a chunk are appended at once. Other tokens are batched
     into common records, so that the log takes little time from the model."""
     step_timeout_s: Seconds = 120.0
-    """Limit on the time of one step. Beyond it, the step counts as hung, and the process ends."""
+    """Limit on the time of one step, and of one batch of the tower thread. Beyond it, they count as
+    hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
     steps_ahead: Literal[0, 1] | None = None
@@ -465,6 +466,12 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     known; by default 1 on a GPU, which then does not wait for the engine, and 0 on a CPU. A step
     with drafts waits for the tokens, and so do talkers and models with recurrent layers. Answers
     stay the same."""
+    tower_thread: bool | None = None
+    """Encode images and other media in a separate thread, and on a GPU in a separate stream, while
+    answers continue; by default on a GPU. On a CPU both share the cores: answers do not pause, and
+    first tokens of requests with media come later. Answers stay the same."""
+    tower_batch_tokens: Positive = 4096
+    """Limit on the embeddings of one batch of this thread. A larger item gets a separate batch."""
     max_step_ms: Annotated[float, Meta(gt=0)] | None = None
     """Target time of a step while sequences decode. Prompts get the part that decoding leaves, by
     the measured time of a token. A shorter time makes running answers smoother and first tokens
