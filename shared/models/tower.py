@@ -45,7 +45,7 @@ class Tower:
         for fields, item in zip(batch, split, strict=True):
             own, parts = parts[: len(item)], parts[len(item) :]
             embeddings.append(self.adapter.join(fields, own))
-            check_finite(embeddings[-1])
+        check_finite(*embeddings)
         return embeddings
 
     def _split(self, batch: Sequence[Fields]) -> list[list[Fields]]:

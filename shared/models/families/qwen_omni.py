@@ -19,7 +19,13 @@ from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, SharedField, WireField
 from shared.errors import InvalidRequest
 from shared.models.families.qwen2_audio import AudioTower
-from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds, levels_for
+from shared.models.families.qwen_vl import (
+    QwenAdapter,
+    QwenTower,
+    check_seconds,
+    join_levels,
+    levels_for,
+)
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.frames import VideoSettings
 from shared.models.language import MediaItem
@@ -32,6 +38,7 @@ from shared.models.mel_layout import (
     count_tokens,
 )
 from shared.models.mrope import Run, TimedRun
+from shared.models.qwen_geometry import Geometry
 from shared.models.qwen_image import QwenImageLayout
 from shared.models.qwen_video import GRID, SECONDS, Qwen25VideoLayout
 from shared.models.sound_in_video import MergedVideo, SoundingVideo
@@ -347,10 +354,10 @@ class Qwen3OmniTower(OmniTower):
     def _open_audio(self) -> AudioTower:
         return Qwen3OmniAudioTower(self._config)
 
-    def _embed(self, model: Any, pixel_values: Tensor, grids: Tensor) -> list[Tensor]:
-        encoded = model.get_image_features(pixel_values, grids)
-        levels = zip(encoded.pooler_output, *encoded.deepstack_features, strict=True)
-        return [torch.cat(image_levels, dim=-1) for image_levels in levels]
+    def _embed(
+        self, model: Any, pixel_values: Tensor, grids: Tensor, geometry: Geometry
+    ) -> list[Tensor]:
+        return join_levels(model.get_image_features(pixel_values, grids, **geometry))
 
 
 class ThinkerAdapter(QwenAdapter):
