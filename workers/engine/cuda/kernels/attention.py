@@ -26,8 +26,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(PART_WIDTH)
 MERGE = tl.constexpr(MERGE_WIDTH)
 
-# Partial results that a program of the merge reads at once.
-MERGED_RESULTS = 32
+# Values of partial results that a program of the merge reads at once: 32 for each of its threads.
+MERGED_VALUES = 4096
 
 
 def paged_attention(
@@ -71,6 +71,7 @@ def _run(
     group = num_heads // num_kv_heads
     num_queries = count_queries(group, head_dim, query.dtype) if is_chunk else 1
     rows = pad_to_power_of_two(num_queries * group, MIN_SIDE)
+    dim_pad = pad_to_power_of_two(head_dim, MIN_SIDE)
     # Without partial results, they are only of the right type for the kernel.
     shape = (max(1, tiles.num_partials), num_queries, num_heads)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
@@ -92,14 +93,14 @@ def _run(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        DIM_PAD=pad_to_power_of_two(head_dim, MIN_SIDE),
+        DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         QUERIES=num_queries,
         ROWS=rows,
         KEYS=count_keys(head_dim, query.dtype, is_chunk=is_chunk),
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
-        num_warps=8 if rows > 64 else 4,
+        num_warps=8 if is_chunk or rows > 64 else 4,
         # Loads of the block table take half of the stages, because the loads of keys wait for them.
         num_stages=2 if is_chunk else 5,
     )
@@ -111,8 +112,8 @@ def _run(
             tiles.merges,
             QUERIES=num_queries,
             HEAD_DIM=head_dim,
-            DIM_PAD=pad_to_power_of_two(head_dim),
-            RESULTS=MERGED_RESULTS,
+            DIM_PAD=dim_pad,
+            RESULTS=MERGED_VALUES // dim_pad,
             num_warps=4,
         )
 
