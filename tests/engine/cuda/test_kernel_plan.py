@@ -172,6 +172,7 @@ def test_the_longest_first_fill_the_chip(spans: list[tuple[int, int]], num_heads
 
 @given(st.integers(1, 600), st.integers(1, 200))
 def test_a_graph_has_room_for_the_parts_of_each_of_its_batches(num: int, num_slots: int) -> None:
+    assert count_parts(num, num_slots) % num_slots == 0
     bucket = 1 << (num - 1).bit_length()
     assert count_parts(num, num_slots) <= count_parts(bucket, num_slots) < bucket + num_slots
 

@@ -166,7 +166,7 @@ def test_any_batch_equals_attention_by_definition(device: torch.device, case: Ca
         Case([(31, 1), (4, 1), (15, 1)], num_slots=8),
         Case([(5, 1), (0, 7), (13, 13), (100, 1)], num_slots=4),
         Case([(700, 1), (3, 1), (300, 1)], num_slots=20, group=6, head_dim=128),
-        Case([(1500, 1)], num_slots=40, num_kv_heads=1),
+        Case([(900, 1)], num_slots=60, num_kv_heads=1, head_dim=128),
         Case([(200, 1), (500, 1)], num_slots=64, window=100, num_kv_heads=1),
         Case([(0, 200)], window=20, head_dim=80),
         Case([(300, 5)], num_slots=9, num_kv_heads=1, group=7, head_dim=256),

@@ -101,7 +101,7 @@ def plan_for_kernels(
     """
     starts = np.asarray(query_start_loc, dtype=np.int64)
     lens = np.asarray(seq_lens, dtype=np.int64)
-    num_new = np.diff(starts)
+    num_new = starts[1:] - starts[:-1]
     width = -(-int(lens.max()) // block_size)
     table = (tables or BlockTables()).gather(block_tables, width)
     owners, positions = _expand_counts(num_new)
@@ -109,8 +109,9 @@ def plan_for_kernels(
     slot_mapping = table[owners, positions // block_size] * block_size + positions % block_size
     tiles = _cut_tiles(starts[:-1], num_new, lens, tiling.queries_per_tile)
     is_decode = num_new[tiles[:, 3]] == 1
-    decodes = _cut_decodes(tiles[is_decode], tiling)
-    chunks = _cut_chunks(tiles[~is_decode], tiling)
+    decode_tiles, chunk_tiles = tiles[is_decode], tiles[~is_decode]
+    decodes = _cut_decodes(decode_tiles, tiling) if len(decode_tiles) else {}
+    chunks = _cut_chunks(chunk_tiles, tiling) if len(chunk_tiles) else {}
     cuts = [*decodes.values(), *chunks.values()]
     arrays = [slot_mapping, table, *(array for cut in cuts for array in cut[:2])]
     slots, table_on_device, *rest = _copy_to_device(arrays, device)
@@ -122,8 +123,7 @@ def plan_for_kernels(
             for window, cut in cuts.items()
         }
 
-    num_decodes = int(np.count_nonzero(is_decode))
-    return KernelPlan(slots, table_on_device, num_decodes, place(decodes), place(chunks))
+    return KernelPlan(slots, table_on_device, len(decode_tiles), place(decodes), place(chunks))
 
 
 def count_parts(num_tiles: int, num_slots: int) -> int:
@@ -141,13 +141,12 @@ class _Cut(NamedTuple):
 
 def _cut_decodes(tiles: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]:
     """Cut the tiles of decodes by window, padded to the sizes that a graph of them has."""
-    if not len(tiles):
-        return {}
-    num_slots, num_rows = tiling.decode_slots, pad_to_power_of_two(len(tiles))
+    num_rows = pad_to_power_of_two(len(tiles))
+    num_parts = count_parts(num_rows, tiling.decode_slots)
     cuts = {}
     for window in tiling.windows:
-        cut = _cut_keys(tiles, window, tiling.decode_keys, num_slots)
-        parts = np.zeros((count_parts(num_rows, num_slots), PART_WIDTH), dtype=np.int64)
+        cut = _cut_keys(tiles, window, tiling.decode_keys, tiling.decode_slots)
+        parts = np.zeros((num_parts, PART_WIDTH), dtype=np.int64)
         merges = np.zeros((num_rows, MERGE_WIDTH), dtype=np.int64)
         parts[: len(cut.parts)], merges[: len(cut.merges)] = cut.parts, cut.merges
         cuts[window] = _Cut(parts, merges, cut.num_partials)
@@ -155,8 +154,6 @@ def _cut_decodes(tiles: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]
 
 
 def _cut_chunks(tiles: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]:
-    if not len(tiles):
-        return {}
     return {
         window: _cut_keys(tiles, window, tiling.chunk_keys, tiling.chunk_slots, MIN_CHUNK_STEPS)
         for window in tiling.windows
@@ -175,7 +172,7 @@ def _cut_keys(
     No part is longer than the smallest length with which there are at most `count_parts` parts.
     """
     ends = tiles[:, 2] + tiles[:, 1]
-    begins = np.zeros_like(ends)
+    begins = ends * 0
     if window is not None:
         begins = np.maximum(tiles[:, 2] - window + 1, 0) // num_keys
     num_steps = -(-ends // num_keys) - begins
@@ -187,16 +184,22 @@ def _cut_keys(
     highs = np.minimum((begins[owners] + (index + 1) * steps // of) * num_keys, ends[owners])
     is_split = counts > 1
     num_results = counts * is_split
-    firsts = np.cumsum(num_results) - num_results
-    results = np.where(is_split[owners], firsts[owners] + index, -1)
-    parts = np.column_stack([tiles[owners], lows, highs, results, index == 0])
-    merges = np.column_stack([firsts, counts, tiles[:, :2]])[is_split]
-    return _Cut(parts[np.argsort(lows - highs, kind="stable")], merges, int(num_results.sum()))
+    ends_of_results = num_results.cumsum()
+    firsts = ends_of_results - num_results
+    parts = np.empty((len(owners), PART_WIDTH), dtype=np.int64)
+    parts[:, :4] = tiles[owners]
+    parts[:, 4], parts[:, 5] = lows, highs
+    parts[:, 6] = np.where(is_split[owners], firsts[owners] + index, -1)
+    parts[:, 7] = index == 0
+    merges = np.empty((len(tiles), MERGE_WIDTH), dtype=np.int64)
+    merges[:, 0], merges[:, 1], merges[:, 2:] = firsts, counts, tiles[:, :2]
+    order = (lows - highs).argsort(kind="stable")
+    return _Cut(parts[order], merges[is_split], int(ends_of_results[-1]))
 
 
 def _find_length(num_steps: NDArray[np.int64], max_parts: int, shortest: int) -> int:
     """Return the smallest length of parts, at least `shortest`, of which `max_parts` suffice."""
-    total = int(num_steps.sum())
+    total = int(np.add.reduce(num_steps))
     # Each tile has less than one part more than its share of `total`.
     num_spare = max_parts - len(num_steps)
     low, high = max(shortest, -(-total // max_parts)), int(num_steps.max())
@@ -204,7 +207,7 @@ def _find_length(num_steps: NDArray[np.int64], max_parts: int, shortest: int) ->
         high = min(high, -(-total // num_spare))
     while low < high:
         middle = (low + high) // 2
-        if int((-(-num_steps // middle)).sum()) <= max_parts:
+        if np.add.reduce(-(-num_steps // middle)) <= max_parts:
             high = middle
         else:
             low = middle + 1
@@ -221,13 +224,16 @@ def _cut_tiles(
     first = index * queries_per_tile
     num_queries = np.minimum(num_new[owners] - first, queries_per_tile)
     position = (lens - num_new)[owners] + first
-    return np.stack([starts[owners] + first, num_queries, position, owners], axis=1)
+    tiles = np.empty((len(owners), 4), dtype=np.int64)
+    tiles[:, 0], tiles[:, 1], tiles[:, 2] = starts[owners] + first, num_queries, position
+    tiles[:, 3] = owners
+    return tiles
 
 
 def _expand_counts(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return owners and indexes: for counts [2, 3], [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2]."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+    owners = np.arange(len(counts)).repeat(counts)
+    return owners, np.arange(len(owners)) - (counts.cumsum() - counts)[owners]
 
 
 def _copy_to_device(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
