@@ -410,3 +410,42 @@ async def test_a_request_that_ends_while_its_blocks_are_read_is_not_begun(bus: B
             assert rig.load()["held"] == 0
             await asyncio.sleep(0)
         assert rig.num_steps == 0
+
+
+class TowerOf:
+    """In place of an `ItemEncoder` and its `TowerThread`."""
+
+    def __init__(self, batch_s: float = 0.0) -> None:
+        self.thread = self
+        self.batch_s = batch_s
+        self.lost = asyncio.Event()
+
+    async def work(self) -> None:
+        await self.lost.wait()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def close(self) -> None:
+        pass
+
+
+async def lose_tower(bus: Bus) -> None:
+    tower = TowerOf()
+    async with serving_engine(bus, "lost", encoder=tower) as rig, asyncio.timeout(20):
+        tower.lost.set()
+        await asyncio.wait([rig.serving])
+
+
+async def test_a_lost_device_of_the_tower_ends_the_worker(bus: Bus) -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        await lose_tower(bus)
+
+
+async def test_a_batch_of_the_tower_that_hangs_ends_the_process(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+    monkeypatch.setattr(engine_worker, "WATCH_S", 0.01)
+    monkeypatch.setattr("os._exit", lambda status: ended.set())
+    config = EngineConfig(step_timeout_s=60.0)
+    async with serving_engine(bus, "hangs", config, encoder=TowerOf(61.0)), asyncio.timeout(20):
+        await ended.wait()
