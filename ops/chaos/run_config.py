@@ -25,6 +25,8 @@ from shared.stage.graphs import PARTS
 from workers.gateway.http import auth
 
 EMBEDDINGS_TTL_S = 10.0
+RANKS_STEP_S = 5.0
+"""Limit on a step of engines with several ranks, after which a stopped rank ends them."""
 DEMO_MODEL = ROOT / "ops" / "demo_model"
 HEARING_MODEL = ROOT / "ops" / "demo_hearing"
 VOICE = ROOT / "ops" / "demo_voice"
@@ -87,8 +89,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             "num_blocks": settings.num_blocks,
             "max_num_seqs": settings.max_num_seqs,
             "steps_ahead": settings.steps_ahead,
-            # A rank that is stopped makes a step hang.
-            "step_timeout_s": 5.0 if settings.ranks > 1 else 120.0,
+            "step_timeout_s": RANKS_STEP_S if settings.ranks > 1 else 120.0,
             "tower_thread": settings.local_tokens > 0,
         },
         "scale": {"pools": [] if settings.scaled is None else [_pool_of(settings.scaled)]},

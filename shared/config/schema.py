@@ -452,8 +452,8 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     """Limit on sequences in one batch."""
     max_appends_per_s: Positive = 400
     """Limit on appends per second to the logs of all requests together. There are fewer, down to a
-    fifth of the limit, while appends take more than half of the time. Each log gets at most 25 of
-    them, and a log of codes or of a request in the batch lane 1. First tokens of interactive
+    fifth of the limit, while appends take more than two thirds of the time. Each log gets at most
+    25 of them, and a log of codes or of a request in the batch lane 1. First tokens of interactive
     requests, ends, and codes that complete a chunk are appended at once. Other tokens are batched
     into common records, so that the log takes little time from the model."""
     step_timeout_s: Seconds = 120.0

@@ -1,6 +1,6 @@
 """Rate of records that their measured cost allows. The module has no clock."""
 
-MAX_SHARE = 0.5
+MAX_SHARE = 2 / 3
 """Share of the time in which records are written, unless the lowest rate needs more."""
 MIN_RATE = 0.2
 """Lowest rate, as a share of the limit."""

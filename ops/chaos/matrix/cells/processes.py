@@ -12,6 +12,7 @@ from ops.chaos.matrix.cells.common import STOP_S, WORKER_S, wait_for_load
 from ops.chaos.matrix.cells.memory import starve, why_no_memory_limit
 from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.processes.pool import LOAD, Slot
+from ops.chaos.run_config import RANKS_STEP_S
 
 
 @cell_of_each_role("SIGKILL", "kill -9, three times", "5 s", load_s=8)
@@ -26,22 +27,23 @@ async def sigkill(deployment: Deployment, role: str, times: int = 3) -> None:
         await served_again(deployment, slot, pid, "after_kill")
 
 
-async def served_again(deployment: Deployment, slot: Slot, pid: int, name: str) -> None:
+async def served_again(
+    deployment: Deployment, slot: Slot, pid: int, name: str, within_s: float = WORKER_S
+) -> None:
     """Wait until a new request is served and the process has a successor."""
     if slot.role == LOAD:
         await asyncio.sleep(1.0)
         return
-    await deployment.probe(name, WORKER_S)
+    await deployment.probe(name, within_s)
     await deployment.replaced(slot, pid)
 
 
 @cell("engine: SIGKILL of rank 0", "kill -9", "5 s", on="ranks", rank=0)
 @cell("engine: SIGKILL of rank 1", "kill -9", "5 s", on="ranks", rank=1)
-@cell("engine: SIGSTOP of rank 1", "kill -STOP", "5 s", on="ranks", rank=1, number=signal.SIGSTOP)
-async def end_rank(
-    deployment: Deployment, rank: int, number: signal.Signals = signal.SIGKILL
-) -> None:
+@cell("engine: SIGSTOP of rank 1", "kill -STOP", "10 s", on="ranks", rank=1, stops=True)
+async def end_rank(deployment: Deployment, rank: int, stops: bool = False) -> None:
     """Kill a rank, or stop it: a step that hangs ends the engine after `step_timeout_s`."""
+    number = signal.SIGSTOP if stops else signal.SIGKILL
     await wait_for_load(deployment)
     slot = deployment.pick("engine")
     pid = slot.pid
@@ -52,7 +54,8 @@ async def end_rank(
         deployment.journal.write(Fault(now(), "kill-rank", slot.role, slot.number, follower))
         slot.expected_exit = True
         os.kill(follower, number)
-    await served_again(deployment, slot, pid, "after_kill")
+    within_s = WORKER_S + RANKS_STEP_S if stops else WORKER_S
+    await served_again(deployment, slot, pid, "after_kill", within_s)
     with contextlib.suppress(ProcessLookupError):
         os.kill(follower, 0)
         deployment.note("engine: rank 1 is alive after rank 0")
