@@ -87,6 +87,8 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             "num_blocks": settings.num_blocks,
             "max_num_seqs": settings.max_num_seqs,
             "steps_ahead": settings.steps_ahead,
+            # A rank that is stopped makes a step hang.
+            "step_timeout_s": 5.0 if settings.ranks > 1 else 120.0,
             "tower_thread": settings.local_tokens > 0,
         },
         "scale": {"pools": [] if settings.scaled is None else [_pool_of(settings.scaled)]},

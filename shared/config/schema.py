@@ -171,6 +171,10 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     """URL of a running server, or comma-separated URLs of several servers of one cluster. By
     default `pagemill up` starts an embedded server."""
+    domain: Name | None = None
+    """JetStream domain of the brokers, as in their `jetstream.domain`; refused without a `url`.
+    Workers and commands on leaf nodes need it, and so does `pagemill keys`, which permits its
+    subjects."""
     password_file: str | None = None
     """File with the password for users in `url` without a password, relative to the configuration
     file; refused without a `url`."""
@@ -446,8 +450,9 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     it."""
     max_num_seqs: Positive = 64
     """Limit on sequences in one batch."""
-    max_appends_per_s: Positive = 200
-    """Limit on appends per second to the logs of all requests together. Each log gets at most 25 of
+    max_appends_per_s: Positive = 400
+    """Limit on appends per second to the logs of all requests together. There are fewer, down to a
+    fifth of the limit, while appends take more than half of the time. Each log gets at most 25 of
     them, and a log of codes or of a request in the batch lane 1. First tokens of interactive
     requests, ends, and codes that complete a chunk are appended at once. Other tokens are batched
     into common records, so that the log takes little time from the model."""

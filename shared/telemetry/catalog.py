@@ -186,6 +186,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
             "Replicas of streams on a server of the broker's cluster that do not follow their"
             " leaders; not reported for a server before its first one."
         ),
+        "refused_stages": (
+            "Stages of models whose workers all refuse their configuration or model, so that"
+            " requests end with `unavailable` and the reason."
+        ),
         "full_stores": (
             "Stores of the broker with less free space than `nats.min_free_percent` or"
             " `nats.min_free_mib` requires. New requests, files and responses are refused."

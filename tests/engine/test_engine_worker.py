@@ -41,6 +41,7 @@ from workers.engine import worker as engine_worker
 from workers.engine.code_lead import CodeLead
 from workers.engine.core.sequence import EngineRequest, ReceivedKV, RequestOutput
 from workers.engine.open_request import RecordPacer
+from workers.engine.record_rate import MIN_RATE
 from workers.engine.stage_output import Rendered, TextOutput
 from workers.gateway.http.errors import status_of
 
@@ -74,6 +75,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
     assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens
     # Forty steps take a fraction of the second between two records.
     assert len(chunks) < num_tokens / 4
+    assert rig.pacer._rate.per_s > MIN_RATE, "the appends were measured"
 
 
 async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> None:
@@ -173,7 +175,8 @@ class Gathered:
 
 def pacer_of(requests: list[Gathered], appends_per_s: float, each_per_s: float) -> RecordPacer:
     opened: Any = requests
-    return RecordPacer(appends_per_s, each_per_s, lambda: opened)
+    rate: Any = SimpleNamespace(per_s=appends_per_s)
+    return RecordPacer(rate, each_per_s, lambda: opened)
 
 
 async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

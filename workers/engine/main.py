@@ -32,7 +32,7 @@ from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, TokenMask
 from workers.engine.core.step_cost import PrefillLimit
 from workers.engine.cuda.cache_plan import plan_blocks
-from workers.engine.cuda.profiling import ClaimedMemory, Profile
+from workers.engine.cuda.profiling import ClaimedMemory, Profile, measure_steps
 from workers.engine.item_encoder import ItemEncoder, OnEncoded
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
@@ -181,7 +181,7 @@ def new_grammar_compiler(loaded: LoadedModel, max_held: int) -> GrammarCompiler 
 
 
 def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory) -> LoadedModel:
-    """Return the model with the KV cache that its largest steps leave room for.
+    """Return the model with the KV cache that its largest steps leave room for in each rank.
 
     Raises ConfigError if a sequence of the maximum length does not fit.
     """
@@ -190,7 +190,11 @@ def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory)
         loaded, num_blocks=profile.num_blocks, max_model_len=profile.max_model_len
     )
     plain = replace(engine, kv_events=False)
-    use = memory.measure(partial(build_core, small, plain), profile)
+    uses = measure_steps(
+        [memory, *loaded.rank_memories], partial(build_core, small, plain), profile
+    )
+    # All ranks have the same blocks, with a part of the heads each.
+    use = min(uses, key=lambda use: use.cache)
     block_bytes = count_block_bytes(loaded.model, loaded.block_size)
     num_blocks = plan_blocks(use, block_bytes, loaded.block_size, loaded.max_model_len)
     structlog.get_logger().info("kv_cache_sized", num_blocks=num_blocks, plan=str(use))

@@ -38,6 +38,7 @@ from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
 from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures, pull_load
 from workers.engine.open_request import NotBegun, OpenRequest, RecordPacer
+from workers.engine.record_rate import RecordRate
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
 from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 from workers.engine.step_thread import StepThread
@@ -96,7 +97,9 @@ class EngineWorker:
         limits = context.config.engine
         self._max_num_seqs = limits.max_num_seqs
         self._pacer = RecordPacer(
-            limits.max_appends_per_s, self._output.appends_per_s, self._requests.values
+            RecordRate(limits.max_appends_per_s),
+            self._output.appends_per_s,
+            self._requests.values,
         )
         self._loop = WorkerLoop(context)
         loop = asyncio.get_running_loop()
@@ -348,7 +351,8 @@ class EngineWorker:
             await job.log.begin()
         while outputs := await opened.next_outputs():
             async with self._loop.turn(job):
-                is_appended = await self._output.append(job.log, outputs, rendered)
+                with self._pacer.writing():
+                    is_appended = await self._output.append(job.log, outputs, rendered)
             if is_appended:
                 # A request that makes progress did not kill its earlier workers.
                 job.suspect = False
