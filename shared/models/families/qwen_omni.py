@@ -19,13 +19,7 @@ from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, SharedField, WireField
 from shared.errors import InvalidRequest
 from shared.models.families.qwen2_audio import AudioTower
-from shared.models.families.qwen_vl import (
-    QwenAdapter,
-    QwenTower,
-    check_seconds,
-    join_levels,
-    levels_for,
-)
+from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds, levels_for
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.frames import VideoSettings
 from shared.models.language import MediaItem
@@ -38,7 +32,6 @@ from shared.models.mel_layout import (
     count_tokens,
 )
 from shared.models.mrope import Run, TimedRun
-from shared.models.qwen_geometry import Geometry
 from shared.models.qwen_image import QwenImageLayout
 from shared.models.qwen_video import GRID, SECONDS, Qwen25VideoLayout
 from shared.models.sound_in_video import MergedVideo, SoundingVideo
@@ -200,10 +193,8 @@ class OmniTower(QwenTower):
     def __init__(self, config: PreTrainedConfig) -> None:
         # `config` is the config of the whole model or of its thinker.
         super().__init__(getattr(config, "thinker_config", config))
-        self._audio = self._open_audio()
-
-    def _open_audio(self) -> AudioTower:
-        return OmniAudioTower(self._config)
+        audio_class = Qwen3OmniAudioTower if _is_third(self._config) else OmniAudioTower
+        self._audio: AudioTower = audio_class(self._config)
 
     def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         """Replace nothing: Qwen2.5-Omni has other projections than Qwen2.5-VL."""
@@ -362,22 +353,6 @@ def _embed_ids(config: Any, video: SoundingVideo | MergedVideo) -> list[int]:
     return ids
 
 
-class Qwen3OmniTower(OmniTower):
-    """Qwen3-Omni's tower: each embedding is followed by features of earlier layers (DeepStack)."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.num_levels = len(self._config.vision_config.deepstack_visual_indexes)
-
-    def _open_audio(self) -> AudioTower:
-        return Qwen3OmniAudioTower(self._config)
-
-    def _embed(
-        self, model: Any, pixel_values: Tensor, grids: Tensor, geometry: Geometry
-    ) -> list[Tensor]:
-        return join_levels(model.get_image_features(pixel_values, grids, **geometry))
-
-
 class ThinkerAdapter(QwenAdapter):
     """A thinker. Its forward cannot select rows, so decoder and head are called separately."""
 
@@ -466,7 +441,7 @@ FAMILIES: Sequence[ModelFamily] = (
         "Qwen3-Omni",
         frozenset({"qwen3_omni_moe", "qwen3_omni_moe_thinker"}),
         media=_media("id", Qwen3OmniAudioLayout, Qwen3OmniVideoLayout),
-        tower=Qwen3OmniTower,
+        tower=OmniTower,
         language=Qwen3ThinkerAdapter,
         vocoder="code2wav",
         talker="code_predictor",

@@ -14,7 +14,7 @@ from shared.models.language import LanguageAdapter, MediaItem, MediaPrompt, Prom
 from shared.models.layout import MediaLayout
 from shared.models.lazy_module import LazyModule
 from shared.models.mrope import GridRun, Run, locate_grids
-from shared.models.qwen_geometry import Geometries, Geometry
+from shared.models.qwen_geometry import Geometries
 from shared.models.qwen_image import IMAGE_GRID, QwenImageLayout
 from shared.models.qwen_video import GRID as VIDEO_GRID
 from shared.models.qwen_video import SECONDS, Qwen3VideoLayout, Qwen25VideoLayout, QwenVideoLayout
@@ -42,13 +42,17 @@ _GRIDS: Mapping[str, str] = {IMAGE: IMAGE_GRID, VIDEO: VIDEO_GRID}
 
 
 class QwenTower(TowerAdapter):
-    """Vision tower of Qwen2-VL and Qwen2.5-VL, for the fields of their layouts."""
+    """Vision tower of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, for the fields of their layouts.
+
+    In Qwen3-VL, features of earlier layers follow each embedding (DeepStack).
+    """
 
     modules: tuple[str, ...] = ("model.visual",)
     metadata = (IMAGE_GRID,)
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
+        self.num_levels = len(getattr(self._config.vision_config, "deepstack_visual_indexes", ()))
         self._geometries = Geometries()
 
     def count(self, fields: Fields) -> int:
@@ -78,7 +82,8 @@ class QwenTower(TowerAdapter):
         visual = model.model.visual
         pixel_values = torch.cat([self.restore(fields, visual) for fields in batch])
         grids = torch.stack([fields[grid_name(fields)] for fields in batch])
-        return self._embed(model, pixel_values, grids, self._geometries.get(visual, grids))
+        geometry = self._geometries.get(visual, grids)
+        return self.join_levels(model.get_image_features(pixel_values, grids, **geometry))
 
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
         """Split a video between its pairs of frames, because they do not attend to each other."""
@@ -128,29 +133,12 @@ class QwenTower(TowerAdapter):
         shape = (num_patches, channels, frames, num_pixels)
         return frame.view(num_patches, channels, 1, num_pixels).expand(shape).flatten(1)
 
-    def _embed(
-        self, model: Any, pixel_values: Tensor, grids: Tensor, geometry: Geometry
-    ) -> list[Tensor]:
-        return list(model.get_image_features(pixel_values, grids, **geometry).pooler_output)
-
-
-class Qwen3Tower(QwenTower):
-    """Qwen3-VL's tower: each embedding is followed by features of earlier layers (DeepStack)."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.num_levels = len(self._config.vision_config.deepstack_visual_indexes)
-
-    def _embed(
-        self, model: Any, pixel_values: Tensor, grids: Tensor, geometry: Geometry
-    ) -> list[Tensor]:
-        return join_levels(model.get_image_features(pixel_values, grids, **geometry))
-
-
-def join_levels(encoded: Any) -> list[Tensor]:
-    """Return embeddings with the features of earlier layers after each of them."""
-    levels = zip(encoded.pooler_output, *encoded.deepstack_features, strict=True)
-    return [torch.cat(image_levels, dim=-1) for image_levels in levels]
+    def join_levels(self, encoded: Any) -> list[Tensor]:
+        """Return the embeddings of transformers' output, with all levels, [count, width]."""
+        if not self.num_levels:
+            return list(encoded.pooler_output)
+        levels = zip(encoded.pooler_output, *encoded.deepstack_features, strict=True)
+        return [torch.cat(image_levels, dim=-1) for image_levels in levels]
 
 
 class QwenAdapter(LanguageAdapter):
@@ -317,7 +305,7 @@ FAMILIES = (
         frozenset({"qwen3_vl", "qwen3_vl_moe"}),
         decoders={"qwen3_vl_text": frozenset({"llama_like"})},
         media=_media(Qwen3VideoLayout.open),
-        tower=Qwen3Tower,
+        tower=QwenTower,
         language=Qwen3VLAdapter,
     ),
 )

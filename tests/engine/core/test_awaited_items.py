@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -40,14 +40,16 @@ from workers.engine.core.sequence import (
 class TowerRunner(FakeRunner):
     """Runner with a tower thread. The test decides when it has encoded an item."""
 
-    def __init__(self, *, has_spans: bool = False) -> None:
+    def __init__(self, spans: Literal["", "items", "prompts"] = "") -> None:
         super().__init__(BLOCK_SIZE, VOCAB_SIZE)
-        self._has_spans = has_spans
+        self._spans = spans
         self.awaited: list[tuple[str, str]] = []
         """Requests and hashes of items, each once."""
 
     def spans_of(self, request: EngineRequest) -> list[Span]:
-        ranges = [item.placeholder for item in request.items if self._has_spans]
+        if self._spans == "prompts":
+            return [(0, len(request.prompt_token_ids))]
+        ranges = [item.placeholder for item in request.items if self._spans]
         return [(r.offset, r.offset + r.length) for r in ranges]
 
     def begin_encoding(self, request: EngineRequest, indexes: Collection[int]) -> set[int]:
@@ -88,7 +90,7 @@ def test_outputs_are_those_of_items_encoded_in_steps(
     batch: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
 ) -> None:
     """With cancellations, new attempts, preemptions, failing items, and steps that run ahead."""
-    runner = TowerRunner(has_spans=data.draw(st.booleans()))
+    runner = TowerRunner(data.draw(st.sampled_from(["", "items", "prompts"])))
     core = make_core(
         runner,
         2 * half_blocks,
@@ -151,6 +153,19 @@ def test_text_before_an_item_is_computed_while_the_item_is_encoded() -> None:
     assert core.has_work
     outputs += finish_all(core)
     assert runner.batches[-3:] == [len(LONG) - 3, 1, 1]
+    assert answers_of(outputs, request) == answers_of(run_alone(request), request)
+
+
+def test_a_prompt_that_is_one_span_waits_for_its_items() -> None:
+    runner = TowerRunner("prompts")
+    core = make_core(runner)
+    request = imaged("r")
+    add_copy(core, request)
+    while core.has_work:
+        assert core.step() == []
+    runner.deliver(core)
+    outputs = finish_all(core)
+    assert runner.batches[0] == len(LONG)
     assert answers_of(outputs, request) == answers_of(run_alone(request), request)
 
 
