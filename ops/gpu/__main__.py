@@ -6,6 +6,7 @@
     python -m ops.gpu aot           # without a GPU: registers and spills of the kernels for sm_90
     python -m ops.gpu host          # without a GPU: processor time and Python calls of a step
     python -m ops.gpu round-trips   # without a GPU: copies and synchronisations of a step
+    python -m ops.gpu part-trips    # without a GPU: the same for towers, talkers and generators
 
 `python -m ops.gpu COMMAND --help` prints the options of a command.
 """

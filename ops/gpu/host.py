@@ -46,7 +46,7 @@ NUM_WARM_UPS, NUM_COUNTED = 10, 5
 MAX_STEPS = MAX_NEW - 100
 NUM_PROFILED_LINES = 30
 TILING = Tiling.of(28, [(4, 128)], torch.bfloat16)
-"""Of a decoder of 7B."""
+"""Tiling of a decoder of 7B."""
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "temperature": {"temperature": 1},

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import math
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,10 @@ from workers.engine.sampling.token_rules import CodesMask, RulesMask
 from workers.engine.stage_output import StageOutput
 from workers.engine.worker import EngineWorker
 
+SWITCH_INTERVAL_S = 0.0005
+"""Time after which the event loop hands the interpreter to the step thread. With Python's default
+of 5 ms, a step that waited for the device waits again for a busy loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -80,6 +85,8 @@ async def main(context: Context) -> None:
     # block the step thread and the log writer.
     gc.collect()
     gc.freeze()
+    if built.loaded.model.device.type == "cuda":
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
     await worker.serve()
 
 

@@ -43,6 +43,35 @@ def test_no_kernel_spills_on_hopper_and_each_fits_elsewhere(
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_BYTES
 
 
+DRIVER = """
+import re, subprocess, sys
+from pathlib import Path
+from triton.backends.nvidia import driver
+
+# The functions of the driver, which comes with a card.
+names = set(re.findall(r"\\b(cu[A-Z]\\w+)\\(", (Path(driver.dirname) / "driver.c").read_text()))
+source = Path(sys.argv[1]) / "cuda.c"
+source.write_text("".join(f"int {name}(void) {{ return 1; }}\\n" for name in sorted(names)))
+library = source.with_name("libcuda.so.1")
+subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
+driver.CudaUtils()
+"""
+
+
+def test_the_launcher_of_triton_compiles_where_there_is_no_card(tmp_path: Path) -> None:
+    """As in the image for GPUs, with gcc and the headers of Python and Triton."""
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_LIBCUDA_PATH": str(tmp_path),
+        "LD_LIBRARY_PATH": str(tmp_path),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "cache").glob("*/cuda_utils*.so"))
+
+
 def test_a_kernel_that_spills_or_is_too_large_is_found() -> None:
     used = {"registers": 255, "shared": 227 * 2**10, "LDL": 0, "STL": 0}
     assert not is_too_large(used)

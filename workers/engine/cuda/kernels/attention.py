@@ -105,17 +105,23 @@ def _run(
         num_stages=2 if is_chunk else 5,
     )
     if tiles.num_partials:
-        _merge_parts[(len(tiles.merges), num_queries, num_heads)](
-            output,
-            partial,
-            partial_lse,
-            tiles.merges,
-            QUERIES=num_queries,
-            HEAD_DIM=head_dim,
-            DIM_PAD=dim_pad,
-            RESULTS=MERGED_VALUES // dim_pad,
-            num_warps=4,
-        )
+        _merge(output, partial, partial_lse, tiles.merges)
+
+
+def _merge(output: Tensor, partial: Tensor, partial_lse: Tensor, merges: Tensor) -> None:
+    _, num_queries, num_heads, head_dim = partial.shape
+    dim_pad = pad_to_power_of_two(head_dim, MIN_SIDE)
+    _merge_parts[(len(merges), num_queries, num_heads)](
+        output,
+        partial,
+        partial_lse,
+        merges,
+        QUERIES=num_queries,
+        HEAD_DIM=head_dim,
+        DIM_PAD=dim_pad,
+        RESULTS=MERGED_VALUES // dim_pad,
+        num_warps=4,
+    )
 
 
 @triton.jit(do_not_specialize=["query_stride", "table_stride"])
@@ -149,11 +155,9 @@ def _attend(
     first_row, num_queries, first_position = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     result = tl.load(at + 6)
     # Row r is query r // GROUP of the tile, and head r % GROUP of the group with this KV head.
-    r = tl.arange(0, ROWS)
+    r, d = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     row, head = first_row + r // GROUP, kv_head * GROUP + r % GROUP
-    d = tl.arange(0, DIM_PAD)
-    is_row = r // GROUP < num_queries
-    is_query = is_row[:, None] & (d < HEAD_DIM)[None, :]
+    is_query = (r // GROUP < num_queries)[:, None] & (d < HEAD_DIM)[None, :]
     q_at = query + row[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
     attended, lse = _attend_keys(
@@ -180,7 +184,7 @@ def _attend(
     else:
         result_at = (result * QUERIES + r // GROUP) * (NUM_KV_HEADS * GROUP) + head
         tl.store(partial + result_at[:, None] * HEAD_DIM + d[None, :], attended, mask=is_query)
-        tl.store(partial_lse + result_at, lse, mask=is_row)
+        tl.store(partial_lse + result_at, lse, mask=r // GROUP < num_queries)
 
 
 @triton.jit

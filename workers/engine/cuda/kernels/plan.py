@@ -198,7 +198,7 @@ def _cut_keys(
 
 
 def _find_length(num_steps: NDArray[np.int64], max_parts: int, shortest: int) -> int:
-    """Return the smallest length of parts, at least `shortest`, of which `max_parts` suffice."""
+    """Return the smallest length, at least `shortest`, at which `max_parts` parts suffice."""
     total = int(np.add.reduce(num_steps))
     # Each tile has less than one part more than its share of `total`.
     num_spare = max_parts - len(num_steps)
