@@ -188,7 +188,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     "fixed": {"scaling": "none", "createNamespace": True},
     "placed": {"worker": PLACED, "imagePullSecrets": [{"name": "registry"}]},
     "models": {"models": {"size": "200Gi", "storageClass": "fast"}},
-    "volume": {"models": {"volume": {"nfs": {"server": "store", "path": "/models"}}}},
+    "volume": {"models": {"volume": {"csi": {"driver": "store.example", "readOnly": True}}}},
     "own brokers": {
         "nats": {"enabled": False, "url": "nats://a:4222", "monitoring": "a:8222"},
         "keys": {"create": False},
@@ -562,7 +562,10 @@ def test_braces_of_a_configuration_are_not_the_chart_s() -> None:
 def test_the_command_writes_what_kubectl_applies(tmp_path: Path) -> None:
     file, mine = tmp_path / "pagemill.yaml", tmp_path / "mine.yaml"
     file.write_text(CONFIG)
-    mine.write_text("image: {repository: here/pagemill, tag: '1'}\nnats: {size: 50Gi}\n")
+    mine.write_text(
+        "image: {repository: here/pagemill, tag: '1'}\nnats: {size: 50Gi}\n"
+        "workers: {renderer: {priorityClassName: high}}\n"
+    )
     options = ("--config", str(file), "--values", str(mine), "--namespace", "there")
     done = preloaded.run("manifests", *options, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
@@ -571,6 +574,9 @@ def test_the_command_writes_what_kubectl_applies(tmp_path: Path) -> None:
     assert of_kind(documents, "ConfigMap")["pagemill"]["data"] == {"pagemill.yaml": CONFIG}
     assert {pod["image"] for pod in containers(documents).values()} == {"here/pagemill:1"}
     assert "nats.replicas is 1" in done.stderr
+    renderer = of_kind(documents, "Deployment")["renderer"]["spec"]
+    assert renderer["template"]["spec"]["priorityClassName"] == "high"
+    assert renderer["replicas"] == 2
     (claim,) = of_kind(documents, "StatefulSet")["nats"]["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"] == {"storage": "50Gi"}
 
