@@ -283,6 +283,14 @@ def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], mes
     assert message in refusal(**values)
 
 
+def test_a_schedule_is_refused_where_keda_would_drop_it() -> None:
+    values = values_of(scaling="keda")
+    values["workers"]["engine-qwen2-vl"]["scheduled"] = True
+    _, error = HELM.submit(rendering.try_render, values).result()
+    assert "workers.engine-qwen2-vl: scaling keda does not know the schedule" in error
+    assert rendered(values | {"scaling": "pagemill"})
+
+
 def test_an_autoscaler_without_pools_is_refused() -> None:
     """A Role without names would permit all Deployments."""
     _, error = HELM.submit(rendering.try_render, values_of(CONFIG, scaling="pagemill")).result()

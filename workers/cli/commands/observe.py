@@ -58,13 +58,15 @@ async def metrics(
     listen
         Serve the metrics over HTTP instead, on this address and port, such as 127.0.0.1:9400.
     """
-    address = None if listen is None else _parse_address(listen)
-    async with connected(_find_login(config, nats), "metrics") as bus:
-        if address is None:
-            series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
-            sys.stdout.write(to_text(series).decode())
-        else:
+    login = _find_login(config, nats)
+    if listen is not None:
+        address = _parse_address(listen)
+        async with connected(login, "metrics", load(config).nats.connect_timeout_s) as bus:
             await _serve_metrics(bus, *address)
+        return 0
+    async with connected(login, "metrics") as bus:
+        series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
+        sys.stdout.write(to_text(series).decode())
     return 0
 
 
