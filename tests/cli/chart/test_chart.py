@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,7 +91,7 @@ def helm() -> Iterator[None]:
 
 
 def values_of(text: str = CONFIG + POOLS, **values: Any) -> dict[str, Any]:
-    return make_values(parse(text), text, "test") | values
+    return make_values(parse(text), text, "test") | {"models": {"claim": "models"}} | values
 
 
 def make(
@@ -102,7 +103,7 @@ def make(
 def rendered(values: dict[str, Any], *, is_install: bool = True) -> list[Manifest]:
     text, error = HELM.submit(rendering.try_render, values, is_install=is_install).result()
     assert error == ""
-    return list(yaml.safe_load_all(text))
+    return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
 def refusal(**values: Any) -> str:
@@ -148,15 +149,15 @@ def validator(file: str, kind: str) -> jsonschema_rs.Validator:
     return jsonschema_rs.validator_for(schemas[kind] | {"$defs": schemas.get("$defs", {})})
 
 
-def check_against_schemas(manifest: Manifest, version: str) -> None:
-    file = "keda" if manifest["apiVersion"].startswith("keda") else version
+def check_against_schemas(manifest: Manifest, schemas: str) -> None:
+    file = "keda" if manifest["apiVersion"].startswith("keda") else schemas
     validator(file, manifest["kind"]).validate(manifest)
 
 
 def check_all(manifests: list[Manifest]) -> None:
     for manifest in manifests:
-        for version in VERSIONS if manifest["kind"] not in UNCHECKED else ():
-            check_against_schemas(manifest, version)
+        for schemas in VERSIONS if manifest["kind"] not in UNCHECKED else ():
+            check_against_schemas(manifest, schemas)
     names = [(item["kind"], item["metadata"]["name"]) for item in manifests]
     assert len(set(names)) == len(names)
 
@@ -266,6 +267,7 @@ def test_helm_has_nothing_to_say_about_the_chart(name: str) -> None:
         ({"scaling": "hpa"}, "scaling"),
         ({"keys": {"tenants": ["a/b"]}}, "tenants"),
         ({"models": {"size": "much"}}, "size"),
+        ({"models": {}}, "is in /models: name a claim, a size or a volume"),
         ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts: at least one name"),
         ({"workers": {}}, "workers: missing for config"),
         ({"workers": {"engine": {"min": 1, "max": 1}}}, "role"),
@@ -572,7 +574,7 @@ def test_the_command_writes_what_kubectl_applies(tmp_path: Path) -> None:
     file.write_text(CONFIG)
     mine.write_text(
         "image: {repository: here/pagemill, tag: '1'}\nnats: {size: 50Gi}\n"
-        "workers: {renderer: {priorityClassName: high}}\n"
+        "workers: {renderer: {priorityClassName: high}}\nmodels: {claim: mine}\n"
     )
     options = ("--config", str(file), "--values", str(mine), "--namespace", "there")
     done = preloaded.run("manifests", *options, env=dict(os.environ))
@@ -608,6 +610,7 @@ def test_the_demo_of_the_chart_is_the_values_of_its_configuration(tmp_path: Path
     done = preloaded.run("manifests", "--for-helm", cwd=tmp_path)
     assert done.stdout == file.read_text()
     assert containers(rendered({})).keys() == {*demo["workers"], "metrics"}
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == version("pagemill")
     notes = HELM.submit(rendering.notes, {}).result()
     assert "It serves the demo model" in notes
 

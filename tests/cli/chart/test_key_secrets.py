@@ -198,7 +198,7 @@ async def test_a_broker_reads_changed_accounts_and_ends_when_asked(
     server: tuple[Server, str], api: SecretApi, tmp_path: Path
 ) -> None:
     (tmp_path / "pagemill.yaml").write_text(
-        "models: {demo: {path: /models/demo}}\ngateway: {allow_anonymous: true}\n"
+        "models: {demo: {path: /opt/pagemill/demo_model}}\ngateway: {allow_anonymous: true}\n"
     )
     done = preloaded.run("manifests", cwd=tmp_path)
     (files,) = [

@@ -3,7 +3,11 @@
 {{- if .Values.workers }}
 {{- $models := dict }}
 {{- range .Values.workers }}{{ with .model }}{{ $_ := set $models . true }}{{ end }}{{ end }}
-{{- range $model, $_ := (fromYaml .Values.config).models }}
+{{- $source := or .Values.models.claim .Values.models.size .Values.models.volume }}
+{{- range $model, $settings := (fromYaml .Values.config).models }}
+{{- if and (hasPrefix "/models" $settings.path) (not $source) }}
+{{- fail (printf "models: %q of config is in /models: name a claim, a size or a volume" $model) }}
+{{- end }}
 {{- if not (hasKey $models $model) }}
 {{- fail (printf "workers: none serves model %q of config: write both again with `pagemill manifests --for-helm`" $model) }}
 {{- end }}
