@@ -695,3 +695,14 @@ def test_the_documented_values_are_values_of_the_chart() -> None:
         assert f"`{name}`" in page or f"`{name}." in page, name
     for name in defaults["worker"]:
         assert f"`{name}`" in page, name
+
+
+def test_the_job_of_keys_has_the_settings_of_the_accounts() -> None:
+    text = CONFIG + "nats: {url: 'nats://hub:4222', domain: hub, tenant_connections: 7}\n"
+    manifests = rendered(values_of(text, keys={"tenants": ["acme"]}))
+    (job,) = of_kind(manifests, "Job").values()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["keys", "secrets", "--tenant=acme"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    nats = parse_config("models: {any: {path: any}}", env, "test").nats
+    assert (nats.url, nats.domain, nats.tenant_connections) == ("nats://hub:4222", "hub", 7)
