@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling demo test tests tests-long check quiet-check quiet-coverage quiet-tests-lowest tests-lowest coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-kinds bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling kubernetes demo test tests tests-long check quiet-check quiet-coverage quiet-tests-lowest tests-lowest coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-kinds bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -57,6 +57,10 @@ rolling: .venv/dev  ## workers of older commits with workers of this tree, in ev
 
 cluster: .venv/dev  ## the compose cluster on the image `pagemill`: restarts, drains, scale; 15 minutes
 	$(BIN)/python -m ops.cluster
+
+kubernetes: .venv/dev  ## the chart in the API server of KUBEBUILDER_ASSETS, a folder with etcd and kube-apiserver
+	@test -n "$(KUBEBUILDER_ASSETS)" || echo "kubernetes: skipped: KUBEBUILDER_ASSETS names no folder"
+	@test -z "$(KUBEBUILDER_ASSETS)" || $(BIN)/pytest tests/cli/chart/test_api_server.py
 
 sbom: .venv/dev  ## dist/pagemill-*.cdx.json: what the wheel brings, with hashes and licences
 	$(BIN)/python -m ops.sbom

@@ -102,7 +102,7 @@ ALLOWED_SKIPS = {
     "there is a GPU": 2,
     "needs Debian's packages chromium and chromium-driver": 79,
     "needs Debian's package fonts-liberation": 1,
-    "needs Debian's package prometheus": 1,
+    "needs Debian's package prometheus": 2,
     "needs curl": 3,
     "needs docker compose": 3,
     "needs bash, jq and openssl": 3,

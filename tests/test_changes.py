@@ -144,8 +144,7 @@ def test_the_name_of_a_modality_stands_in_one_module() -> None:
         "workers/gateway/routes/videos.py",
         "shared/models/image_folder.py",
         # The image of a container.
-        "workers/cli/manifests/deployments.py",
-        "workers/cli/manifests/output.py",
+        "workers/cli/chart_values.py",
     }
     for modality in get_args(Modality):
         assert strings()[modality] <= allowed

@@ -23,7 +23,7 @@ from shared.bus.login import Login, seed_file
 from shared.config.parsing import parse_config
 from shared.config.schema import Config
 from shared.errors import Unavailable
-from shared.protocol.permissions import OPERATOR
+from shared.protocol.permissions import METRICS, OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of
 from workers.keyring import Keyring
 from workers.pools import pools_of
@@ -60,7 +60,8 @@ def scaling_services() -> dict[str, dict[str, Any]]:
 
 
 def workers() -> dict[str, dict[str, Any]]:
-    return {name: s for name, s in services().items() if name not in (*BROKERS, *ONCE)}
+    others = (*BROKERS, *ONCE, METRICS)
+    return {name: s for name, s in services().items() if name not in others}
 
 
 def config() -> Config:
@@ -187,7 +188,8 @@ def test_each_container_has_the_key_of_its_role_alone() -> None:
         assert keys_of(service) == [f"keys-{role}:{KEYS}:ro"], name
     for name in BROKERS:
         assert keys_of(services()[name]) == [f"keys-brokers:{KEYS}:ro"]
-    for name, expected in {"operator": [f"keys-operator:{KEYS}:ro"], "pull": []}.items():
+    own = {name: [f"keys-{name}:{KEYS}:ro"] for name in (OPERATOR, METRICS)}
+    for name, expected in (own | {"pull": []}).items():
         assert keys_of(services()[name]) == expected, name
 
 
@@ -201,7 +203,7 @@ def test_a_pool_has_the_keys_of_the_roles_that_it_starts() -> None:
 
 
 def test_the_keys_of_all_roles_are_in_separate_volumes() -> None:
-    identities = [*(role.name for role in all_roles()), OPERATOR]
+    identities = [*(role.name for role in all_roles()), OPERATOR, METRICS]
     volumes = {f"keys-{name}" for name in (*identities, "brokers")}
     mounts = {f"{volume}:/run/keys/{volume.removeprefix('keys-')}" for volume in volumes}
     assert {*services()["secrets"]["volumes"]} == {

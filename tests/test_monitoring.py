@@ -115,6 +115,14 @@ def test_every_alert_has_a_runbook_that_says_what_to_do(rule: dict[str, Any]) ->
         assert label in rule["expr"] or label in OWN_LABELS
 
 
+def test_every_alert_has_a_cause_and_a_healthy_system_without_it() -> None:
+    cases = yaml.safe_load((ROOT / "ops/monitoring/alerts_test.yml").read_text())["tests"]
+    checks = [check for case in cases for check in case["alert_rule_test"]]
+    alerts = {rule["alert"] for rule in RULES}
+    assert {check["alertname"] for check in checks if check["exp_alerts"]} == alerts
+    assert {check["alertname"] for check in cases[-1]["alert_rule_test"]} == alerts
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
 def test_alerts_fire_in_prometheus_when_they_should() -> None:
     for command_name, file in (("check", "alerts.yml"), ("test", "alerts_test.yml")):

@@ -110,9 +110,10 @@ ALLOWED = {
     "workers.cli.backup.archive": {"os.open", ".open"},
     "workers.cli.sound": {".open"},
     "workers.cli.commands.dead": {".read_bytes"},
-    "workers.cli.commands.kubernetes": {".read_text"},  # the configuration
+    "workers.cli.commands.kubernetes": {".read_text"},  # the configuration, and values
     # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
-    "workers.autoscaler.kubernetes_api": {"httpx2", ".read_bytes", ".read_text"},
+    "workers.kubernetes": {"httpx2", ".read_bytes", ".read_text"},
+    "workers.cli.key_secrets": {".read_bytes"},  # keys that it has just made
     # The metrics listeners of this machine.
     "workers.cli.commands.health": {"http.client"},
     "workers.supervisor.log_file": {".open", "os.open"},

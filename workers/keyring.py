@@ -16,7 +16,7 @@ from shared.bus.login import seed_file
 from shared.config.schema import NatsConfig
 from shared.errors import ConfigError, InvalidRequest, NotFound
 from shared.protocol.names import NAME_RULE, is_name
-from shared.protocol.permissions import OPERATOR
+from shared.protocol.permissions import METRICS, OPERATOR
 from workers.roles import all_roles
 
 ACCOUNTS_FILE = "accounts.conf"
@@ -108,7 +108,7 @@ class Keyring:
 
 
 def _identities() -> list[str]:
-    return [OPERATOR, *(role.name for role in all_roles())]
+    return [OPERATOR, METRICS, *(role.name for role in all_roles())]
 
 
 def _write_seed(file: Path) -> None:

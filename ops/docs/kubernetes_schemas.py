@@ -1,6 +1,6 @@
 """Write the schemas that tests hold manifests against, from kubernetes-validate and KEDA's CRD.
 
-python -m ops.docs.kubernetes_schemas WHEEL CRD
+python -m ops.docs.kubernetes_schemas WHEEL [CRD]
 
 WHEEL has the strict schemas of Kubernetes: `pip download --no-deps kubernetes-validate`. CRD is
 `config/crd/bases/keda.sh_scaledobjects.yaml` of KEDA.
@@ -17,16 +17,22 @@ from typing import Any
 import yaml
 from cyclopts import App
 
-FOLDER = Path(__file__).parents[2] / "tests" / "cli" / "manifests" / "schemas"
+FOLDER = Path(__file__).parents[2] / "tests" / "cli" / "chart" / "schemas"
 KINDS = (
     "configmap-v1",
     "deployment-apps-v1",
-    "horizontalpodautoscaler-autoscaling-v2",
+    "ingress-networking-v1",
+    "job-batch-v1",
+    "namespace-v1",
+    "networkpolicy-networking-v1",
+    "persistentvolumeclaim-v1",
     "poddisruptionbudget-policy-v1",
     "role-rbac-v1",
     "rolebinding-rbac-v1",
+    "secret-v1",
     "service-v1",
     "serviceaccount-v1",
+    "statefulset-apps-v1",
 )
 NUM_MINORS = 2
 _STRICT = re.compile(r"(.*/v1\.(\d+)\.\d+-local-strict/).*")
@@ -36,15 +42,17 @@ app = App(name="write-kubernetes-schemas", help=__doc__)
 
 
 @app.default
-def write(wheel: Path, crd: Path, /) -> int:
+def write(wheel: Path, crd: Path | None = None, /) -> int:
     FOLDER.mkdir(exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
         matches = (_STRICT.fullmatch(name) for name in archive.namelist())
         folders = {int(match[2]): match[1] for match in matches if match is not None}
         for minor in sorted(folders)[-NUM_MINORS:]:
             _write(f"kubernetes-1.{minor}", _read_schemas(archive, folders[minor]))
-    version = yaml.safe_load(crd.read_text())["spec"]["versions"][0]
-    _write("keda", {"ScaledObject": _stripped(version["schema"]["openAPIV3Schema"], is_crd=True)})
+    if crd is not None:
+        version = yaml.safe_load(crd.read_text())["spec"]["versions"][0]
+        schema = _stripped(version["schema"]["openAPIV3Schema"], is_crd=True)
+        _write("keda", {"ScaledObject": schema})
     return 0
 
 

@@ -724,8 +724,8 @@ class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the workers of all pools together; by default the sum of the pools' `max`."""
     actuator: Literal["supervisor", "kubernetes"] = "supervisor"
     """`supervisor`: `pagemill up`, or a worker of the role `pool`, starts and drains the workers.
-    `kubernetes`: autoscalers, which run as pods, set the sizes of the Deployments of
-    `pagemill manifests`."""
+    `kubernetes`: autoscalers, which run as pods, set the sizes of the chart's
+    Deployments."""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):

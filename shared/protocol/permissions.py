@@ -16,6 +16,8 @@ from shared.protocol import subjects
 
 OPERATOR = "operator"
 """Identity of commands, and of the supervisor of `pagemill up`."""
+METRICS = "metrics"
+"""Identity of `pagemill metrics --listen`, which reads figures and nothing of requests."""
 ACCOUNT = "PAGEMILL"
 SERVER_SETTINGS = "$SYS.REQ.SERVER.PING.JSZ"
 """Service of the system account that reports whether acknowledged messages are synced."""
@@ -140,16 +142,13 @@ def permissions_of(identity: str) -> Permissions:
     if identity == OPERATOR:
         never = (*_REPUBLISHED, *_AUDIT_CHANGES, subjects.audit(_GATEWAY))
         return Permissions((">",), (">",), never_publish=never)
+    if identity == METRICS:
+        return _metrics()
     base = _worker(identity)
+    roles = {"coordinator": _coordinator, _GATEWAY: _gateway, "batcher": _batcher, "agent": _agent}
+    if identity in roles:
+        return roles[identity](base)
     match identity:
-        case "coordinator":
-            return _coordinator(base)
-        case "gateway":
-            return _gateway(base)
-        case "batcher":
-            return _batcher(base)
-        case "agent":
-            return _agent(base)
         case "autoscaler":
             return base.with_(
                 [
@@ -171,6 +170,20 @@ def permissions_of(identity: str) -> Permissions:
             return _stage_worker(base).with_([subjects.KV_FILTER])
         case _:
             return _stage_worker(base)
+
+
+def _metrics() -> Permissions:
+    """Return the permissions to ask workers for metrics, and the broker for the sizes of queues."""
+    return Permissions(
+        (
+            _USER_INFO, SERVER_SETTINGS, "$JS.API.INFO", "$JS.API.STREAM.INFO.*", _NAMES,
+            subjects.METRICS,
+            *_reads(subjects.WORKERS_STREAM, subjects.STAGES_STREAM, subjects.SCALE_STREAM),
+            f"$JS.API.CONSUMER.LIST.{subjects.STAGES_STREAM}",
+            f"$JS.API.CONSUMER.INFO.*.{subjects.REQUESTS_CONSUMER}",
+        ),
+        (f"{inbox_of(METRICS)}.>",),
+    )  # fmt: skip
 
 
 def _worker(identity: str) -> Permissions:

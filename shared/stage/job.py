@@ -16,7 +16,7 @@ from shared.bus.consumer import Delivery
 from shared.bus.heartbeats import DEAD_AFTER_S
 from shared.codec.envelope import TensorData
 from shared.config.schema import DeliveryConfig
-from shared.errors import PagemillError, Unavailable, UnsupportedVersion
+from shared.errors import DeadlineExceeded, PagemillError, Unavailable, UnsupportedVersion
 from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, decode_attempt
@@ -141,11 +141,14 @@ class StageCounters:
     def __init__(self, bus: Bus, metrics: Metrics) -> None:
         self._bus = bus
         self._metrics = metrics
+        # Alerts need the rates of these, which a series that begins with its first count lacks.
+        metrics.counter("request_errors_total", code=DeadlineExceeded.code)
 
     def arrived(self, job: Job) -> None:
         metrics = self._metrics_of(job)
+        redeliveries = metrics.counter("stage_redeliveries_total")
         if job.delivery.attempt > 1:
-            metrics.counter("stage_redeliveries_total").add()
+            redeliveries.add()
         else:
             waited_s = max(0.0, job.received_ms - job.delivery.stored_ms) / 1000
             metrics.histogram("stage_queue_seconds").observe(waited_s)

@@ -175,8 +175,8 @@ async def test_a_token_that_was_replaced_is_read_again(
             Response(status_code=403),
             ConfigError,
             "scale.actuator: get deployments/scale 'engine-a' in namespace 'here': the"
-            " service account has no such right: it needs the Role of `pagemill manifests"
-            " --scaling pagemill`",
+            " service account has no such right: it needs the Role of the chart with"
+            " `scaling: pagemill`",
         ),
         (Response(status_code=404), Unavailable, "there is no such Deployment"),
         (Response(status_code=500), Unavailable, "HTTP status 500"),

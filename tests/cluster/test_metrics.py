@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
+from shared.bus.embedded_server import free_port
 from shared.client import ask, new_request_id
 from shared.protocol.records import Failure, Finish
 from shared.protocol.requests import GenerateRequest, Message
@@ -31,6 +34,7 @@ from tests.cluster.conftest import (
     start_cluster,
     stop_cluster,
 )
+from tests.support.waiting import wait_until
 from workers.cli.ask import build_request
 
 METRICS = "metrics: {listen: 127.0.0.1, port: 0}\n"
@@ -222,16 +226,90 @@ async def test_every_worker_reports_its_health_and_whether_it_takes_work(
                 assert health["status"] == "ok"
 
 
-def test_the_whole_cluster_is_served_on_one_address(cluster: Cluster) -> None:
+@contextlib.contextmanager
+def serving_all(cluster: Cluster) -> Iterator[str]:
+    """Yield the URL of the metrics of the whole cluster."""
     arguments = ("metrics", "--listen", "127.0.0.1:0", "--nats", cluster.url)
     with running(*arguments, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
-        url = process.stderr.readline().split()[2].removesuffix(";")
+        yield process.stderr.readline().split()[2].removesuffix(";")
+
+
+def test_the_whole_cluster_is_served_on_one_address(cluster: Cluster) -> None:
+    with serving_all(cluster) as url:
         for _ in range(2):
             with urllib.request.urlopen(url, timeout=10) as answer:
                 sums = values(answer.read().decode())
             assert sums["broker_up", ""] == 1
             assert [sums["up", role] for role in ("coordinator", "renderer", "engine")] == [1] * 3
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, targets: list[str]) -> Iterator[httpx.Client]:
+    """Run Prometheus with the alert rules."""
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(ROOT / "ops/monitoring/alerts.yml")],
+        "scrape_configs": [{"job_name": "pagemill", "static_configs": [{"targets": targets}]}],
+    }
+    folder.mkdir()
+    (folder / "prometheus.yml").write_text(json.dumps(config))
+    address = f"127.0.0.1:{free_port()}"
+    options = {
+        "config.file": folder / "prometheus.yml",
+        "storage.tsdb.path": folder / "data",
+        "web.listen-address": address,
+    }
+    command = ["prometheus", *(f"--{name}={value}" for name, value in options.items())]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        with httpx.Client(base_url=f"http://{address}/api/v1") as api:
+            yield api
+    finally:
+        server.kill()
+        server.wait()
+
+
+def evaluated_rules(api: httpx.Client, num_targets: int) -> list[dict[str, Any]]:
+    """Return the alert rules as evaluated once all targets have been scraped."""
+
+    def is_scraped() -> bool:
+        time.sleep(0.2)
+        try:
+            answer = api.get("/query", params={"query": "sum(up)"})
+        except httpx.ConnectError:
+            return False
+        samples = answer.json()["data"]["result"] if answer.is_success else []
+        return [sample["value"][1] for sample in samples] == [str(num_targets)]
+
+    def rules_since(time_utc: str) -> list[dict[str, Any]]:
+        time.sleep(0.2)
+        groups = api.get("/rules").json()["data"]["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        return rules if all(rule["lastEvaluation"] > time_utc for rule in rules) else []
+
+    wait_until(is_scraped)
+    now = datetime.now(UTC).isoformat()
+    return list(wait_until(lambda: rules_since(now)))
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
+async def test_no_alert_is_pending_in_a_healthy_cluster(
+    cluster: Cluster, client: Bus, tmp_path: Path
+) -> None:
+    beats = await client.heartbeats.read()
+    workers = [f"{host}:{port}" for beat in beats for host, port in [beat.metrics or ("", 0)]]
+    with serving_all(cluster) as url, contextlib.ExitStack() as stack:
+        modes = {"all": [url.split("/")[2]], "each": workers}
+        servers = [
+            (stack.enter_context(prometheus(tmp_path / mode, targets)), len(targets))
+            for mode, targets in modes.items()
+        ]
+        for api, num_targets in servers:
+            rules = await asyncio.to_thread(evaluated_rules, api, num_targets)
+            assert {rule["health"] for rule in rules} == {"ok"}
+            assert [rule["name"] for rule in rules if rule["state"] != "inactive"] == []
 
 
 def test_what_goes_into_a_pipe_is_plain(cluster: Cluster) -> None:

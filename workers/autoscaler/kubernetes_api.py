@@ -4,28 +4,13 @@ See https://kubernetes.io/docs/reference/kubernetes-api/ (Scale, autoscaling/v1)
 desired and the current number of pods of a Deployment, and a Role may permit it alone.
 """
 
-import os
-import ssl
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-import httpx2
 import msgspec
 from msgspec import Meta, Struct
 
-from shared.errors import ConfigError, Unavailable
-from shared.helpers.validation import reason_of
-
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-TIMEOUT_S = 5.0
-CONFLICT = 409
-_ABSENT = 404
-_REFUSALS = {
-    401: "the API server does not accept the token of the service account",
-    403: "the service account has no such right: it needs the Role of `pagemill manifests"
-    " --scaling pagemill`",
-}
+from shared.errors import Unavailable
+from workers.kubernetes import ABSENT, CONFLICT, ApiServer
 
 Count = Annotated[int, Meta(ge=0)]
 
@@ -55,36 +40,11 @@ class Scale(Struct):
         return self.status.replicas
 
 
-class ScaleApi:
-    """Reads and sets sizes of the Deployments of one namespace.
+class ScaleApi(ApiServer):
+    """Reads and sets sizes of the Deployments of one namespace."""
 
-    Methods raise ConfigError for a permanent refusal, and Unavailable for everything else.
-    """
-
-    def __init__(
-        self, url: str, namespace: str, token: Path, trust: ssl.SSLContext | bool = True
-    ) -> None:
-        self._token = token
-        self._namespace = namespace
-        self._client = httpx2.AsyncClient(
-            base_url=url, verify=trust, timeout=TIMEOUT_S, trust_env=False
-        )
-
-    @classmethod
-    def in_cluster(cls, env: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> Self:
-        """Return the API of the cluster in which this process is a pod. Raises ConfigError."""
-        try:
-            host, port = env["KUBERNETES_SERVICE_HOST"], env["KUBERNETES_SERVICE_PORT"]
-            namespace = (account / "namespace").read_text().strip()
-            trust = ssl.create_default_context(cafile=account / "ca.crt")
-            (account / "token").read_bytes()
-        except (KeyError, OSError) as error:
-            raise ConfigError(
-                f"scale.actuator: kubernetes needs a pod with a service account: {error}",
-                field="scale.actuator",
-            ) from error
-        literal = f"[{host}]" if ":" in host else host
-        return cls(f"https://{literal}:{port}", namespace, account / "token", trust)
+    field = "scale.actuator"
+    needed_right = "the Role of the chart with `scaling: pagemill`"
 
     async def get(self, name: str) -> Scale:
         if (scale := await self._request("GET", name)) is None:
@@ -96,43 +56,20 @@ class ScaleApi:
         return await self._request(
             "PATCH",
             name,
-            json={
+            {
                 "metadata": {"resourceVersion": current.metadata.resource_version},
                 "spec": {"replicas": replicas},
             },
         )
 
-    async def close(self) -> None:
-        await self._client.aclose()
-
-    def _read_token(self) -> str:
-        # The kubelet replaces the token before it expires.
-        try:
-            return self._token.read_text().strip()
-        except OSError as error:
-            raise Unavailable(
-                f"the token of the service account cannot be read: {reason_of(error)}"
-            ) from error
-
-    async def _request(self, method: str, name: str, json: Any = None) -> Scale | None:
-        path = f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{name}/scale"
-        headers = {"Authorization": f"Bearer {self._read_token()}"}
-        if json is not None:
-            headers["Content-Type"] = "application/merge-patch+json"
-        # Written like a rule of a Role, for operators who have to add it.
-        about = f"{method.lower()} deployments/scale {name!r} in namespace {self._namespace!r}"
-        try:
-            answer = await self._client.request(method, path, json=json, headers=headers)
-        except httpx2.HTTPError as error:
-            raise Unavailable(f"{about}: {error or type(error).__name__}") from error
+    async def _request(self, method: str, name: str, body: Any = None) -> Scale | None:
+        path = f"/apis/apps/v1/namespaces/{self.namespace}/deployments/{name}/scale"
+        about = f"{method.lower()} deployments/scale {name!r} in namespace {self.namespace!r}"
+        answer = await self._send(method, path, about, body, "application/merge-patch+json")
         if answer.status_code == CONFLICT:
             return None
-        if (reason := _REFUSALS.get(answer.status_code)) is not None:
-            raise ConfigError(f"scale.actuator: {about}: {reason}", field="scale.actuator")
-        if answer.status_code == _ABSENT:
-            raise Unavailable(
-                f"{about}: there is no such Deployment: apply what `pagemill manifests` writes"
-            )
+        if answer.status_code == ABSENT:
+            raise Unavailable(f"{about}: there is no such Deployment: apply the chart again")
         if answer.is_error:
             raise Unavailable(f"{about}: HTTP status {answer.status_code}")
         try:

@@ -11,9 +11,11 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 @contextlib.asynccontextmanager
-async def connected(login: Login, name: str) -> AsyncIterator[Bus]:
-    """Connect to the broker for one command. Raises Unavailable."""
-    bus = await Bus.connect(login, name, CONNECT_TIMEOUT_S)
+async def connected(
+    login: Login, name: str, timeout_s: float = CONNECT_TIMEOUT_S
+) -> AsyncIterator[Bus]:
+    """Connect to the broker for one command. Raises Unavailable after `timeout_s`."""
+    bus = await Bus.connect(login, name, timeout_s)
     try:
         yield bus
     finally:

@@ -4,6 +4,7 @@ import pytest
 
 from shared.protocol import names, subjects
 from shared.protocol.permissions import (
+    METRICS,
     OPERATOR,
     TENANT_SUBJECTS,
     Permissions,
@@ -63,11 +64,11 @@ def test_live_messages_do_not_look_like_stored_ones(identity: str, subject: str)
     assert not may_publish(permissions_of(identity), subject)
 
 
-@pytest.mark.parametrize("identity", ROLES)
+@pytest.mark.parametrize("identity", [*ROLES, METRICS])
 def test_no_worker_reads_the_replies_to_another(identity: str) -> None:
     permissions = permissions_of(identity)
     assert may_subscribe(permissions, f"{inbox_of(identity)}.a.b")
-    for other in {*ROLES, OPERATOR} - {identity}:
+    for other in {*ROLES, OPERATOR, METRICS} - {identity}:
         assert not may_subscribe(permissions, f"{inbox_of(other)}.>")
     for wide in ("_INBOX.>", ">", "$SYS.>", "_R_.>"):
         assert not may_subscribe(permissions, wide)
@@ -84,6 +85,23 @@ def test_only_coordinators_and_operators_make_streams(identity: str) -> None:
 def test_only_operators_change_streams(identity: str) -> None:
     stream = f"$JS.API.STREAM.UPDATE.{subjects.TOKENS_STREAM}"
     assert may_publish(permissions_of(identity), stream) == (identity == OPERATOR)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        subjects.request("m", "r@tenant"),
+        subjects.tokens("r@tenant"),
+        subjects.append("r@tenant", "audio"),
+        subjects.heartbeat("engine-1"),
+        f"$JS.API.DIRECT.GET.{subjects.TOKENS_STREAM}",
+        f"$JS.API.STREAM.MSG.GET.{subjects.REQUESTS_STREAM}",
+        f"$JS.API.STREAM.PURGE.{subjects.STAGES_STREAM}",
+        "_INBOX.engine.a",
+    ],
+)
+def test_the_reader_of_metrics_reads_no_answers_and_writes_nothing(subject: str) -> None:
+    assert not may_publish(permissions_of(METRICS), subject)
 
 
 @pytest.mark.parametrize("role", STAGE_ROLES)

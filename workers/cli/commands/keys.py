@@ -17,6 +17,7 @@ from shared.protocol.audit import Action
 from workers import settings
 from workers.cli.audited import audited_if_possible
 from workers.cli.broker import connected
+from workers.cli.key_secrets import SecretApi, write_secrets
 from workers.cli.options import ConfigFile, find_login, load
 from workers.cli.terminal import errors, print_line
 from workers.keyring import Keyring
@@ -97,6 +98,28 @@ async def rotate(*names: str, directory: Folder = None, config: ConfigFile = Non
     async with _changing("keys.rotate", " ".join(names), directory, config) as keyring:
         for file in keyring.rotate(names):
             print_line(str(file))
+    return 0
+
+
+@keys.command(name="secrets")
+async def make_secrets(
+    *,
+    tenant: Annotated[list[str] | None, Parameter(negative=())] = None,
+    config: ConfigFile = None,
+) -> int:
+    """Create missing keys in Secrets of Kubernetes, in a pod: the chart's job does so.
+
+    Parameters
+    ----------
+    tenant
+        A tenant that has a key; repeat the option for several. Other tenants lose their keys.
+    """
+    api = SecretApi.in_cluster()
+    try:
+        for name in await write_secrets(api, tenant or (), load(config).nats):
+            print_line(f"{name}.nk")
+    finally:
+        await api.close()
     return 0
 
 

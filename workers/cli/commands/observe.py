@@ -2,21 +2,25 @@
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from shared.bus.bus import Bus
+from shared.bus.login import Login
 from shared.errors import ConfigError, PagemillError
 from shared.net.listening import listen_on_first
 from shared.protocol.messages import MetricSeries
+from shared.protocol.permissions import METRICS
 from shared.telemetry import cluster_snapshot
 from shared.telemetry.prometheus import MetricsEndpoint, to_text
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, find_login
+from workers.cli.options import ConfigFile, NatsUrl, find_login, load
 from workers.cli.terminal import call_on_signals, errors
 from workers.cli.top import watch
+from workers.settings import login_of
 
 # Prometheus itself gives up after ten seconds.
 SCRAPE_TIMEOUT_S = 5.0
@@ -54,14 +58,23 @@ async def metrics(
     listen
         Serve the metrics over HTTP instead, on this address and port, such as 127.0.0.1:9400.
     """
-    address = None if listen is None else _parse_address(listen)
-    async with connected(find_login(config, nats), "metrics") as bus:
-        if address is None:
-            series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
-            sys.stdout.write(to_text(series).decode())
-        else:
+    login = _find_login(config, nats)
+    if listen is not None:
+        address = _parse_address(listen)
+        async with connected(login, "metrics", load(config).nats.connect_timeout_s) as bus:
             await _serve_metrics(bus, *address)
+        return 0
+    async with connected(login, "metrics") as bus:
+        series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
+        sys.stdout.write(to_text(series).decode())
     return 0
+
+
+def _find_login(config: Path | None, nats: str | None) -> Login:
+    """Return the login with the key `metrics`, or of the operator where it has no file."""
+    login = login_of(load(config), METRICS, given_url=nats)
+    has_key = login.seed_file is not None and login.seed_file.exists()
+    return login if has_key else find_login(config, nats)
 
 
 async def _serve_metrics(bus: Bus, host: str, port: int) -> None:
@@ -73,7 +86,8 @@ async def _serve_metrics(bus: Bus, host: str, port: int) -> None:
     def collect() -> list[MetricSeries]:
         return asyncio.run_coroutine_threadsafe(_collect(bus), loop).result()
 
-    endpoint = MetricsEndpoint(collect, listen_on_first("metrics", host, port, 1))
+    listener = listen_on_first("metrics", host, port, 1)
+    endpoint = MetricsEndpoint(collect, listener, {"health": lambda: (True, b"{}")})
     try:
         address = ":".join(map(str, endpoint.address))
         errors.print(f"metrics at http://{address}/metrics; Ctrl-C stops")

@@ -1,1 +1,0 @@
-"""Manifests for Kubernetes, made from the configuration of a cluster. Pure."""
