@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
+from shared.config.kv_cache import plan_blocks
 from shared.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError, UnsupportedContent
 from shared.gpu.meter import measure_gpu
@@ -32,7 +33,6 @@ from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, TokenMask
 from workers.engine.core.step_cost import PrefillLimit
-from workers.engine.cuda.cache_plan import plan_blocks
 from workers.engine.cuda.profiling import ClaimedMemory, Profile
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader

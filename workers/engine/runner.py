@@ -31,6 +31,7 @@ from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
 from workers.engine.model.talker import SpeechRows, Talker
 from workers.engine.pooling import check_dimensions
+from workers.engine.step_clock import StepClock
 from workers.engine.step_rows import StepRows
 from workers.engine.transfers import send, upload
 
@@ -61,14 +62,17 @@ class ModelRunner:
         on_encoded: Callable[[str, Tensor], None] | None = None,
         adapters: Adapters | None = None,
         max_num_seqs: int = 1,
+        clock: StepClock | None = None,
     ) -> None:
         """If `tower` is None, all items must come with embeddings.
 
         `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
         [num_embeds, width], which it may store. `max_num_seqs` limits the requests in a batch,
         and with it the memory for the states of recurrent layers and for items of cross attention.
+        The times of steps are added to `clock`.
         """
         self.encoded_items = 0
+        self._clock = clock or StepClock(model.device)
         self._model = model
         self._sampled = torch.empty(0, dtype=torch.int64, device=model.device)
         """Tokens that the last batch has sampled. The next batch may await them."""
@@ -247,6 +251,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedBatch:
+        with self._clock.computing():
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> LaunchedBatch:
         scheduled = batch.scheduled
         rows = StepRows(scheduled)
         tables = [s.sequence.block_table for s in scheduled]
@@ -284,7 +292,9 @@ class ModelRunner:
             )
         )
         talker = None if rows.pooled else self._talker
-        return LaunchedBatch(scheduled, rows, logits, hidden, states, talker, self._hold_sampled)
+        return LaunchedBatch(
+            scheduled, rows, logits, hidden, states, talker, self._hold_sampled, self._clock
+        )
 
     def _hold_sampled(self, token_ids: Tensor) -> None:
         self._sampled = token_ids

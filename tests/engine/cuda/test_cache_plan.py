@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.config.kv_cache import MemoryUse, plan_blocks
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from workers.engine.core.sequence import RequestOutput
-from workers.engine.cuda.cache_plan import MemoryUse, plan_blocks
 from workers.engine.cuda.profiling import ClaimedMemory, Profile
 from workers.engine.loader import LoadedModel, load
 from workers.engine.main import build_core, size_cache

@@ -24,6 +24,7 @@ from shared.stage.pipelines import ENGINE, pipeline_of, pipelines_of
 from shared.stage.ranks import check_rank_settings
 from workers import settings
 from workers.cli.models import reports
+from workers.cli.models.cache_sizes import describe_caches
 from workers.cli.models.stage_weights import (
     can_keep_numbers,
     count_codec,
@@ -128,7 +129,13 @@ def _check_models(config: Config) -> list[str]:
         + _describe_memory(folder, report, name, config)
         for (name, field, folder, _), report in zip(folders, checked, strict=True)
     }
-    return list(lines.values())
+    caches = [
+        line
+        for (name, field, folder, _), report in zip(folders, checked, strict=True)
+        if report.source != reports.DIFFUSERS and field == f"models.{name}.path"
+        for line in describe_caches(config, name, folder, report)
+    ]
+    return [*lines.values(), *dict.fromkeys(caches)]
 
 
 def _describe_memory(folder: Path, report: reports.Report, name: str, config: Config) -> str:

@@ -138,4 +138,5 @@ class GpuModel(FlatModel):
             self.num_eager_steps += 1
             return super().forward(step)
         self.num_graph_steps += 1
+        self.num_graph_rows += len(logits)
         return logits.index_select(0, step.sampled_rows)

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
+from shared.config.kv_cache import MemoryUse
 from shared.config.schema import EngineConfig
 from shared.gpu.allocator import limit_memory
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
-from workers.engine.cuda.cache_plan import MemoryUse
 
 KINDS = (
     SamplingParams(temperature=0.0),
