@@ -372,12 +372,14 @@ def _build_decoder(
     if torch.device(engine.device).type == "cuda":
         set_step("preparing the GPU")
         try:
+            from workers.engine.cuda.kernels.compilations import keep_kernels
             from workers.engine.cuda.model import GpuModel
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "engine.device: a GPU requires the extra `gpu`: pip install '.[gpu]' in a checkout",
                 field="engine.device",
             ) from error
+        keep_kernels()
         return GpuModel(
             family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len, adapted=adapted
         )

@@ -41,6 +41,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.sampling.token_rules import CodesMask, RulesMask
 from workers.engine.stage_output import StageOutput
+from workers.engine.step_clock import StepClock, report_device
 from workers.engine.worker import EngineWorker
 
 
@@ -113,11 +114,9 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     if loaded.num_blocks == 0 and memory is not None:
         context.step("measuring the memory of steps")
         loaded = await asyncio.to_thread(size_cache, loaded, engine, memory)
-    core = await asyncio.to_thread(build_core, loaded, engine, items.share)
-    if (decoder := loaded.model).device.type == "cuda":
-        metrics = context.metrics.of(name)
-        metrics.set_function("gpu_steps_total", lambda: decoder.num_graph_steps, kind="graph")
-        metrics.set_function("gpu_steps_total", lambda: decoder.num_eager_steps, kind="eager")
+    clock = StepClock(loaded.model.device)
+    core = await asyncio.to_thread(build_core, loaded, engine, items.share, clock)
+    report_device(context.metrics.of(name), loaded.model, clock)
     layout = None
     if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")
@@ -187,8 +186,9 @@ def build_core(
     loaded: LoadedModel,
     engine: EngineConfig,
     on_encoded: Callable[[str, Tensor], None] | None = None,
+    clock: StepClock | None = None,
 ) -> EngineCore:
-    """Return an engine core for the loaded model; for `on_encoded` see `ModelRunner`."""
+    """Return an engine core for the model; for the callback and `clock` see `ModelRunner`."""
     max_num_seqs = engine.max_num_seqs
     if loaded.num_item_slots is not None:
         max_num_seqs = min(max_num_seqs, loaded.num_item_slots)
@@ -201,6 +201,7 @@ def build_core(
         on_encoded,
         loaded.adapters,
         max_num_seqs,
+        clock,
     )
     return EngineCore(
         runner,

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from shared.telemetry.metrics import Metrics
+from workers.engine.model.flat_model import DecoderModel
+
 
 class Mark(Protocol):
     """A point in the work of a device, such as an event of CUDA."""
@@ -87,3 +90,24 @@ class StepClock:
 def _new_event() -> Mark:
     event: Mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event
+
+
+def report_device(metrics: Metrics, model: DecoderModel, clock: StepClock) -> None:
+    """Add the times of steps to the metrics of an engine and, on a GPU, its graphs and kernels."""
+    metrics.set_function("engine_device_seconds_total", lambda: clock.device_s)
+    metrics.set_function("engine_wait_seconds_total", lambda: clock.waited_s)
+    if model.device.type != "cuda":
+        return
+    # Triton need not be installed on a machine without a GPU.
+    from workers.engine.cuda.kernels.compilations import CompiledKernels
+
+    kernels = CompiledKernels()
+    for name, label, value, read in (
+        ("gpu_steps_total", "kind", "graph", lambda: model.num_graph_steps),
+        ("gpu_steps_total", "kind", "eager", lambda: model.num_eager_steps),
+        ("gpu_graph_rows_total", "kind", "sequence", lambda: model.num_graph_rows),
+        ("gpu_graph_rows_total", "kind", "padding", lambda: model.num_padding_rows),
+        ("gpu_kernels_loaded_total", "source", "compiler", lambda: kernels.num_compiled),
+        ("gpu_kernels_loaded_total", "source", "cache", lambda: kernels.num_cached),
+    ):
+        metrics.set_function(name, read, **{label: value})

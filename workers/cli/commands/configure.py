@@ -33,6 +33,7 @@ from workers.cli.models.stage_weights import (
 )
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
+from workers.roles import device_settings, worker_of
 from workers.supervisor.gpus import describe_gpus
 
 
@@ -143,13 +144,16 @@ def _describe_memory(folder: Path, report: reports.Report, name: str, config: Co
     model = config.models[name]
     if is_image_folder(folder):
         description, pipeline = read_image_folder(folder), pipeline_of(model)
-        dtype = choose_dtype(model.dtype, description.dtype, config.generator.device)
-        num_bytes = {
-            stage.name: description.work_bytes(pipeline.painting_of(stage.name), dtype)
-            for stage in pipeline.stages
-            if Path(stage.path or model.path) == folder
-        }
-        return _describe_sizes(num_bytes, dtype)
+        num_bytes: dict[str, dict[str, int]] = {}
+        for stage in pipeline.stages:
+            if Path(stage.path or model.path) == folder:
+                section = device_settings(config, worker_of(name, stage))
+                device = "cpu" if section is None else section[1].device
+                dtype = choose_dtype(model.dtype, description.dtype, device)
+                size = description.work_bytes(pipeline.painting_of(stage.name), dtype)
+                if size:
+                    num_bytes.setdefault(dtype, {})[stage.name] = size
+        return "".join(_describe_sizes(sizes, dtype) for dtype, sizes in num_bytes.items())
     if report.divided:
         dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
         first, other = count_rank_weights(folder, report, config.engine.tensor_parallel)

@@ -33,7 +33,9 @@ def describe_caches(config: Config, name: str, folder: Path, report: Report) -> 
     fit into a cache.
     """
     model = config.models[name]
-    lines = []
+    lines: list[str] = []
+    if report.kv_values_per_token == 0:
+        return lines
     for key, settings in model.pools.items() or [(None, config.engine)]:
         place = ENGINE if key is None else f"pool {key}"
         try:
@@ -42,9 +44,8 @@ def describe_caches(config: Config, name: str, folder: Path, report: Report) -> 
             if key is None:
                 raise ConfigError(f"models.{name}: {error.message}", field=error.field) from error
             pool = f"models.{name}.pools.{key}."
-            message, field = (
-                text.replace("engine.", pool) for text in (error.message, error.field)
-            )
+            texts = error.message, error.field or ""
+            message, field = (text.replace("engine.", pool) for text in texts)
             raise ConfigError(message, field=field) from error
         lines.append(f"KV cache of models.{name} ({place}): {size}")
     if report.talker is not None:

@@ -110,8 +110,8 @@ class DecodeGraphs:
         self._buffers = buffers
         self._replays: dict[int, Replay] = {}
         self._buckets = bucket_sizes(len(buffers.slot_mapping))
-        self.num_padding_rows = 0
-        """Rows without a sequence in all runs."""
+        self.num_padded = 0
+        """Rows without a sequence in the last run."""
         # The largest comes first, so that the others fit into its memory pool.
         for bucket in reversed(self._buckets):
             inputs = (
@@ -130,7 +130,7 @@ class DecodeGraphs:
         if len(plan.chunks) or bucket is None:
             return None
         self._buffers.load(embeddings, positions, plan, bucket)
-        self.num_padding_rows += bucket - len(plan.decodes)
+        self.num_padded = bucket - len(plan.decodes)
         return self._replays[bucket]()[: len(plan.decodes)]
 
 
