@@ -172,6 +172,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stages: dict[str, StageConfig] = {}
     """Changes and additions to the model's pipeline, by name of the stage; see `pagemill check`."""
 
+    @property
+    def engine_has_tower(self) -> bool:
+        """Whether engines load the tower, if the model has one."""
+        return self.tower == "engine" or self.local_tokens > 0
+
 
 class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The broker and the connection to it."""

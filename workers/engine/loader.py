@@ -157,7 +157,7 @@ def _load_with(
     set_step(READING)
     share = None if followers is None else Share(0, engine.tensor_parallel)
     family = _load_family(config, model, engine, share)
-    needs_tower = family.tower is not None and _needs_tower(model)
+    needs_tower = family.tower is not None and model.engine_has_tower
     if followers is None:
         _check_generic(config, family, block_size, set_step)
     adapters = _load_adapters(family, model)
@@ -302,11 +302,7 @@ def _media_parts_of(model: ModelConfig) -> MediaParts:
     """Return the parts of a thinker that its talker needs."""
     if not (model.max_images or model.max_videos or model.max_audios):
         return "none"
-    return "tower" if _needs_tower(model) else "embeddings"
-
-
-def _needs_tower(model: ModelConfig) -> bool:
-    return model.tower == "engine" or model.local_tokens > 0
+    return "tower" if model.engine_has_tower else "embeddings"
 
 
 def _codes_of(config: PreTrainedConfig, tokenizer: Any, vocab_size: int) -> CodeTokens | None:

@@ -45,7 +45,7 @@ def describe_caches(config: Config, name: str, folder: Path, report: Report) -> 
                 raise ConfigError(f"models.{name}: {error.message}", field=error.field) from error
             pool = f"models.{name}.pools.{key}."
             texts = error.message, error.field or ""
-            message, field = (text.replace("engine.", pool) for text in texts)
+            message, field = (text.replace(f"{ENGINE}.", pool) for text in texts)
             raise ConfigError(message, field=field) from error
         lines.append(f"KV cache of models.{name} ({place}): {size}")
     if report.talker is not None:
@@ -78,8 +78,7 @@ def _describe(model: ModelConfig, engine: EngineConfig, folder: Path, report: Re
     if report.divided:
         weights = count_rank_weights(folder, report, engine.tensor_parallel)[0]
     else:
-        loads_tower = model.tower == "engine" or model.local_tokens > 0
-        weights = count_weights(folder, report, tower=loads_tower)[ENGINE]
+        weights = count_weights(folder, report, tower=model.engine_has_tower)[ENGINE]
     use = MemoryUse(*memory, weights.num_bytes(dtype), graphs=0, step=0)
     num_blocks = plan_blocks(use, block_bytes, block_size, max_model_len)
     words = _words(num_blocks * block_bytes, num_blocks * block_size)
