@@ -176,6 +176,8 @@ def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory)
     )
     plain = replace(engine, kv_events=False)
     use = memory.measure(partial(build_core, small, plain), profile)
+    # Images may be encoded while a step runs.
+    use = dataclasses.replace(use, step=use.step + memory.measure_tower(loaded.tower))
     block_bytes = count_block_bytes(loaded.model, loaded.block_size)
     num_blocks = plan_blocks(use, block_bytes, loaded.block_size, loaded.max_model_len)
     structlog.get_logger().info("kv_cache_sized", num_blocks=num_blocks, plan=str(use))
