@@ -21,12 +21,18 @@ def report() -> Report:
 
 def configure(model: str = "", engine: str = "") -> Config:
     return parse_config(
-        f"{{models: {{demo: {{path: ., {model}}}}}, engine: {{{engine}}}}}", {}, "test"
+        f"{{models: {{demo: {{path: {DEMO_MODEL}, {model}}}}}, engine: {{{engine}}}}}", {}, "test"
     )
 
 
 def lines_of(config: Config, report: Report) -> list[str]:
-    return describe_caches(config, "demo", DEMO_MODEL, report)
+    pools = config.models["demo"].pools
+    engines = {f"models.demo.pools.{name}": pool for name, pool in pools.items()}
+    return [
+        line
+        for section, engine in (engines or {"engine": config.engine}).items()
+        for line in describe_caches(config, "demo", section, engine, report)
+    ]
 
 
 def test_each_pool_has_a_line(report: Report) -> None:

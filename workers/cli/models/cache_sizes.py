@@ -26,27 +26,30 @@ from workers.cli.models.reports import Report
 from workers.cli.models.stage_weights import count_rank_weights, count_weights
 
 
-def describe_caches(config: Config, name: str, folder: Path, report: Report) -> list[str]:
-    """Return a line about the KV cache of each kind of engine that loads the folder of a model.
+def describe_caches(
+    config: Config, name: str, section: str, engine: EngineConfig, report: Report
+) -> list[str]:
+    """Return a line about the KV cache of the engines that load the folder of a model.
 
-    Raises ConfigError, with settings that would fit, if one sequence of the maximum length does not
-    fit into a cache.
+    `engine` are their settings, and `section` is the key of these settings: `engine`, or a pool. A
+    model with a talker has a second line. Raises ConfigError, with settings that would fit, if one
+    sequence of the maximum length does not fit into the cache.
     """
     model = config.models[name]
     lines: list[str] = []
     if report.kv_values_per_token == 0:
         return lines
-    for key, settings in model.pools.items() or [(None, config.engine)]:
-        place = ENGINE if key is None else f"pool {key}"
+    # With pools, `engine` has the settings of other stages.
+    if section != ENGINE or not model.pools:
         try:
-            size = _describe(model, settings, folder, report)
+            size = _describe(model, engine, report)
         except ConfigError as error:
-            if key is None:
+            if section == ENGINE:
                 raise ConfigError(f"models.{name}: {error.message}", field=error.field) from error
-            pool = f"models.{name}.pools.{key}."
             texts = error.message, error.field or ""
-            message, field = (text.replace(f"{ENGINE}.", pool) for text in texts)
+            message, field = (text.replace(f"{ENGINE}.", f"{section}.") for text in texts)
             raise ConfigError(message, field=field) from error
+        place = section if section == ENGINE else f"pool {section.rpartition('.')[2]}"
         lines.append(f"KV cache of models.{name} ({place}): {size}")
     if report.talker is not None:
         # The cache of a talker is never measured.
@@ -57,7 +60,8 @@ def describe_caches(config: Config, name: str, folder: Path, report: Report) -> 
     return lines
 
 
-def _describe(model: ModelConfig, engine: EngineConfig, folder: Path, report: Report) -> str:
+def _describe(model: ModelConfig, engine: EngineConfig, report: Report) -> str:
+    folder = Path(model.path)
     dtype = choose_dtype(model.dtype, report.dtype, engine.device)
     block_size = block_size_of(engine)
     # The C++ kernels round the size of a head up, so a real block may be larger.
