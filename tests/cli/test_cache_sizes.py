@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shared.config.parsing import parse_config
-from shared.config.schema import Config
+from shared.config.schema import Config, EngineConfig
 from shared.errors import ConfigError
 from shared.gpu.devices import Gpu
 from workers.cli.models import cache_sizes
@@ -27,10 +27,11 @@ def configure(model: str = "", engine: str = "") -> Config:
 
 def lines_of(config: Config, report: Report) -> list[str]:
     pools = config.models["demo"].pools
-    engines = {f"models.demo.pools.{name}": pool for name, pool in pools.items()}
+    engines: dict[str, EngineConfig] = {} if pools else {"engine": config.engine}
+    engines |= {f"models.demo.pools.{name}": pool for name, pool in pools.items()}
     return [
         line
-        for section, engine in (engines or {"engine": config.engine}).items()
+        for section, engine in engines.items()
         for line in describe_caches(config, "demo", section, engine, report)
     ]
 
