@@ -179,7 +179,6 @@ def test_roles_of_stages_are_named_in_the_roles_and_the_default_pipeline_only() 
             "shared/telemetry/catalog.py",
             permissions,
             "shared/config/schema.py",  # a value of `models.NAME.tower`
-            "workers/engine/loader.py",  # the same value
             # The section of this name in a configuration.
             "shared/config/parsing.py",
             "workers/cli/models/generated.py",

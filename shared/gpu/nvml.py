@@ -27,6 +27,8 @@ class GpuFigures(Struct, frozen=True):
     power_w: float | None
     is_throttled: bool | None
     """Whether power, heat or the hardware keeps the clock down."""
+    num_memory_errors: int | None
+    """Errors in the memory that could not be corrected, since the driver was loaded."""
 
 
 @contextmanager
@@ -76,12 +78,14 @@ def read_figures(uuid: str) -> GpuFigures:
         load = _or_none(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
         power_mw = _or_none(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
         reasons = _or_none(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         return GpuFigures(
             used_bytes=memory.used,
             total_bytes=memory.total,
             utilization=None if load is None else load.gpu / 100,
             power_w=None if power_mw is None else power_mw / 1000,
             is_throttled=None if reasons is None else bool(reasons & THROTTLING),
+            num_memory_errors=_or_none(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds),
         )
 
 

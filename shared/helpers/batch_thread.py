@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shared.helpers.device_errors import is_device_lost
+from shared.errors import OutOfMemory
+from shared.helpers.device_errors import is_device_lost, is_out_of_memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,6 +28,11 @@ class Pending(Generic[Item, Result]):
     done: "asyncio.Future[Result]" = field(default_factory=_new_future)
 
 
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 class BatchThread(ABC, Generic[Item, Result]):
     """Thread that computes one batch at a time. Subclasses have the queue and the computation."""
 
@@ -35,6 +41,8 @@ class BatchThread(ABC, Generic[Item, Result]):
         self._thread = ThreadPoolExecutor(1, name)
         self._began_s: float | None = None
         self.on_batch: Callable[[float], None] = lambda num_items: None
+        self.memory_shortages = {"split": 0, "fail": 0}
+        """Batches without enough memory: of several items, and of a single one."""
 
     @property
     @abstractmethod
@@ -85,6 +93,10 @@ class BatchThread(ABC, Generic[Item, Result]):
         except Exception as error:
             if is_device_lost(error):
                 raise
+            if is_out_of_memory(error):
+                self.memory_shortages["split" if len(batch) > 1 else "fail"] += 1
+                reason = "the device of this worker has too little memory for this item alone"
+                error = _caused(OutOfMemory(reason), error)
             if len(batch) > 1:
                 for pending in batch:
                     await self._serve([pending])

@@ -61,6 +61,11 @@ class Tower:
         check_finite(*embeddings)
         return embeddings
 
+    def largest_batch(self) -> list[Fields]:
+        """Return items that together are as large as a run on a GPU, or as the largest image."""
+        sample = max(self.adapter.samples(), key=self.adapter.count)
+        return [sample] * max(1, GPU_RUN_LEN // self.adapter.count(sample))
+
     def _split(self, batch: Sequence[Fields]) -> list[list[Fields]]:
         """Return the runs that go through the tower at once, in the order of the batch."""
         run_len = CPU_RUN_LEN if self.device.type == "cpu" else GPU_RUN_LEN

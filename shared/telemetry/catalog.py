@@ -83,6 +83,14 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
             "Time of steps, in seconds. Its rate is the share of time in which the engine computed;"
             " the rest is idle."
         ),
+        "engine_device_seconds_total": (
+            "Time in which forward passes and sampling ran on the device, in seconds. 1 less its"
+            " rate is the idle share of the device."
+        ),
+        "engine_wait_seconds_total": (
+            "Time in which steps waited for the device, in seconds. The rest of"
+            " `engine_step_seconds_total` is work of the host."
+        ),
         "engine_memory_shortages_total{action}": (
             "Steps for which the device had too little memory, by the reaction: `retry` as it was,"
             " `cut` prompts, `preempt` a sequence, or `fail` a request that was alone."
@@ -103,6 +111,14 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "gpu_steps_total{kind}": (
             "Steps on a GPU: `graph` for decodes that were replayed as CUDA graphs, `eager` for all"
             " other steps."
+        ),
+        "gpu_graph_rows_total{kind}": (
+            "Rows of the CUDA graphs that were replayed: `sequence`, or `padding` up to the size of"
+            " the recorded graph."
+        ),
+        "gpu_kernels_loaded_total{source}": (
+            "Kernels that were loaded after the start was complete, which delays a step: from the"
+            " `compiler` in seconds, from the `cache` on disk in milliseconds."
         ),
     },
     ("histogram", ENGINE, SIZES): {
@@ -132,6 +148,12 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("counter", f"{ENCODER}, {ENGINE}", ()): {
         "encoded_items_total": "Items encoded by the tower.",
+    },
+    ("counter", f"{ENCODER}, {GENERATOR}", ()): {
+        "batch_memory_shortages_total{action}": (
+            "Batches for which the device had too little memory, by the reaction: `split` into"
+            " single items, or `fail` the request of a single one."
+        ),
     },
     ("counter", ENCODER, ()): {
         "encoder_found_items_total": "Requested items with embeddings that were already stored.",
@@ -308,6 +330,12 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "gpu_power_watts{gpu}": "Power of the worker's GPU.",
         "gpu_throttled{gpu}": (
             "1 while power, heat or the hardware keeps the clock of the worker's GPU down, else 0."
+        ),
+    },
+    ("counter", "workers on GPUs", ()): {
+        "gpu_memory_errors_total{gpu}": (
+            "Errors in the memory of the worker's GPU that its hardware could not correct, since"
+            " the driver was loaded. GPUs without such a check do not report it."
         ),
     },
     ("gauge", "`pagemill metrics`", ()): {

@@ -76,9 +76,10 @@ def load_weights(
     applied to each tensor as it is read. To load a part of a model, `part` has the prefix of its
     weights and its config. Weights that the folder has in a quantized format get their values,
     unless `quantization` keeps their numbers. With a `share`, only this rank's part of the weights
-    is read; the folder must have floats.
+    is read; the folder must have floats. Each tensor is copied to the device when it is read, so
+    the memory of the host never has the whole model of another device.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if device == "cpu" else {"device_map": {"": device}}
     quantized = read_quantized(folder)
     if quantization is not None and (quantization.rounds or quantized is not None):
         # A None would override the setting in config.json.
@@ -112,7 +113,7 @@ def load_weights(
     rename = renamer_of(model, model._weight_conversions)
     _refuse(folder, find_quantized_tensor(folder, model, rename, quantized))
     _refuse(folder, _find_fault(report))
-    loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
     if rank is not None:
         rank.finish(loaded)
     return loaded

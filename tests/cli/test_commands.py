@@ -154,6 +154,7 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
         "# models.demo.path: Qwen2-VL (native); weights in memory: engine 10.5 MB as float32",
+        "# KV cache of models.demo (engine): 268.4 MB, 174760 tokens",
         "# pipeline of demo",
         "#   request ──▶ renderer  (task: prompt)",
         "#   renderer ──▶ engine  (task: tokens)",

@@ -156,6 +156,17 @@ def test_a_name_is_no_markup(name: str) -> None:
     assert name in shown(Unavailable(f"no nats-server answers at {name}"))
 
 
+def test_the_busy_share_is_of_the_time_between_two_looks() -> None:
+    busy_s = 3.0
+    busy = engine("a", started_s=0)
+    busy.set_function("engine_device_seconds_total", lambda: busy_s)
+    before = survey(10, busy)
+    busy_s = 4.5
+    assert [row.device_busy for row in frame(before, survey(12, busy)).engines] == [0.75]
+    (row,) = frame(None, survey(12, busy)).engines
+    assert row.device_busy is None
+
+
 def test_pools_at_zero_are_shown_although_they_have_no_worker() -> None:
     plans = {
         "engine/demo": PoolPlan(0, reason="demand"),

@@ -20,6 +20,7 @@ from shared.codec import envelope
 from shared.config.schema import BlobsConfig, Config, DeliveryConfig, ModelConfig
 from shared.errors import BlobLost, WorkerFailure
 from shared.protocol import subjects
+from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, KVBlob, RequestTicket, Task
@@ -130,9 +131,11 @@ async def prefill_worker(bus: Bus, model: str) -> AsyncIterator[Rig]:
         yield Rig(bus, model, context, worker, engine, blobs, inbox, announced)
     finally:
         context.shutdown.signal()
-        await serving
-        await inbox.stop()
-        await context.close()
+        try:
+            await serving
+        finally:
+            await inbox.stop()
+            await context.close()
 
 
 @pytest.fixture
@@ -326,3 +329,22 @@ async def test_the_age_of_the_oldest_task_is_reported(
     rig.context.shutdown.begin()
     assert rig.load()["draining"] == 1
     rig.context.shutdown.hurry.set()
+
+
+async def test_a_lost_device_ends_the_worker_and_counts_as_a_death_of_its_task(bus: Bus) -> None:
+    model = new_model()
+
+    def lose_device(batch: Batch) -> FakeLaunched:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def prefill() -> None:
+        async with prefill_worker(bus, model) as rig:
+            rig.engine.runner.launch = lose_device  # type: ignore[method-assign]
+            await put(bus, model, PROMPT, name=f"r-{model}")
+            await asyncio.wait_for(rig.context.shutdown.hurry.wait(), 20)
+
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        await prefill()
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(f"r-{model}"))
+    attempts = [decode_attempt(message.data) for message in stored]
+    assert [each.outcome for each in attempts if isinstance(each, AttemptRecord)] == ["open"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, OutOfMemory
 from shared.models.registry import find_tower
 from shared.models.tower import Tower, load_tower
 from shared.models.tower_adapter import Fields
@@ -85,6 +85,25 @@ async def test_one_bad_image_fails_alone(watched: tuple[TowerThread, Watched]) -
     assert isinstance(results[0], Tensor)
     assert isinstance(results[2], Tensor)
     assert inner.batches == [3, 1, 1, 1]
+
+
+async def test_a_batch_without_memory_is_split_and_a_single_image_fails(
+    watched: tuple[TowerThread, Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, inner = watched
+    encode = inner.encode
+
+    def encode_one(batch: Sequence[Fields]) -> list[Tensor]:
+        if len(batch) > 1 or batch[0] is large:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return encode(batch)
+
+    monkeypatch.setattr(inner, "encode", encode_one)
+    large, *_ = images = [image(seed) for seed in range(3)]
+    results = await asyncio.gather(*map(thread.encode, images), return_exceptions=True)
+    assert isinstance(results[0], OutOfMemory)
+    assert all(isinstance(result, Tensor) for result in results[1:])
+    assert thread.memory_shortages == {"split": 1, "fail": 1}
 
 
 async def test_a_lost_device_ends_the_work_and_answers_no_image(

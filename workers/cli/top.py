@@ -214,11 +214,14 @@ def _engines(frame: Frame) -> Table:
             _share(row.kv_waste),
             *_token_rates(row.flow),
             row.totals.preemptions,
+            _share(row.device_busy),
             *((_share(row.gpu_utilization), _share(row.gpu_memory_usage)) if on_gpus else ()),
         )
         for row in frame.engines
     )
-    return _table((*columns, "#preempted", *(("#GPU", "#GPU memory") if on_gpus else ())), rows)
+    return _table(
+        (*columns, "#preempted", "#busy", *(("#GPU", "#GPU memory") if on_gpus else ())), rows
+    )
 
 
 def _table(columns: Iterable[str], rows: Iterable[tuple[str | int, ...]]) -> Table:

@@ -109,6 +109,8 @@ class EngineRow(Struct, frozen=True):
     """Share of the slots in used blocks that hold no token, 0 to 1."""
     flow: Throughput
     totals: Totals
+    device_busy: float | None = None
+    """Share of the time since the last snapshot in which the device ran steps; None at first."""
     gpu_utilization: float | None = None
     """Share of the last second in which the GPU computed, 0 to 1; None if it is not reported."""
     gpu_memory_usage: float | None = None
@@ -202,6 +204,11 @@ def _engine_row(
     gpu_bytes = total(samples, "gpu_memory_total_bytes")
     used_bytes = total(samples, "gpu_memory_used_bytes")
     has_gpu = "gpu_utilization" in samples
+    interval_s = _interval_s(before, now)
+    part = None if before is None else increase_between(before, now, worker)
+    busy = None
+    if part is not None and interval_s is not None:
+        busy = min(1.0, total(part, "engine_device_seconds_total") / interval_s)
     return EngineRow(
         worker=worker,
         model=model,
@@ -211,6 +218,7 @@ def _engine_row(
         kv_waste=total(samples, "kv_waste"),
         flow=_flow(before, now, [worker]),
         totals=_totals(now, [worker]),
+        device_busy=busy,
         gpu_utilization=total(samples, "gpu_utilization") if has_gpu else None,
         gpu_memory_usage=used_bytes / gpu_bytes if gpu_bytes else None,
     )

@@ -6,6 +6,7 @@ from the image, and embeddings that were computed before are reused.
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,6 +96,12 @@ class EncoderWorker:
         tower.on_batch = metrics.histogram("encoder_batch_items").observe
         metrics.set_function("encoded_items_total", lambda: tower.num_encoded)
         metrics.set_function("encoder_waiting_items", lambda: tower.num_waiting)
+        for action in tower.memory_shortages:
+            metrics.set_function(
+                "batch_memory_shortages_total",
+                partial(tower.memory_shortages.__getitem__, action),
+                action=action,
+            )
         metrics.set_function("encoder_found_items_total", lambda: self._num_reused)
 
     def _load(self, loop: WorkerLoop) -> dict[str, float]:

@@ -11,6 +11,7 @@ from workers.engine.model.talker import Talker
 from workers.engine.pooling import pool
 from workers.engine.sampling.logprobs import record_prompt_logprobs
 from workers.engine.sampling.verifier import DrawnBatch, draw_batch
+from workers.engine.step_clock import StepClock
 from workers.engine.step_rows import StepRows
 
 
@@ -26,6 +27,7 @@ class LaunchedBatch:
         states: StateStep,
         talker: Talker | None,
         on_sampled: Callable[[Tensor], object],
+        clock: StepClock,
     ) -> None:
         """`logits` are [num_logits, vocab_size], `hidden` [num_hidden, hidden_size], in the order
         of `rows`. `on_sampled` is called with the sampled tokens on the device, [num_sampled]."""
@@ -36,11 +38,16 @@ class LaunchedBatch:
         self._states = states
         self._talker = talker
         self._on_sampled = on_sampled
+        self._clock = clock
         self._kept: list[ScheduledSequence] = []
         self._drawn: DrawnBatch | None = None
 
     @torch.inference_mode()
     def sample(self, indexes: Sequence[int]) -> None:
+        with self._clock.computing():
+            self._sample(indexes)
+
+    def _sample(self, indexes: Sequence[int]) -> None:
         assert self._logits is not None
         self._kept = [self._scheduled[i] for i in indexes]
         num_sampled = self._rows.num_sampled
@@ -61,7 +68,8 @@ class LaunchedBatch:
 
     @torch.inference_mode()
     def result(self) -> list[list[SampledToken]]:
-        tokens = [] if self._drawn is None else self._drawn.result()
+        with self._clock.waiting():
+            tokens = [] if self._drawn is None else self._drawn.result()
         sampling = [s.sequence for s in self._kept if s.samples_token]
         if self._talker is not None and self._hidden is not None:
             tokens = self._talker.add_residuals(self._hidden, tokens, sampling)

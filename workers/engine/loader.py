@@ -10,8 +10,10 @@ import structlog
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from shared.config.kv_cache import block_size_of, configured_bytes, count_blocks, measures_cache
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError, first_sentence
+from shared.helpers.device_errors import is_out_of_memory
 from shared.helpers.heap import returning_freed_memory
 from shared.models import registry
 from shared.models.dtypes import choose_dtype, saved_dtype
@@ -43,8 +45,6 @@ from workers.engine.model.talker import MediaParts, Talker
 from workers.engine.parallel.followers import Followers, starting
 from workers.engine.pooling_files import read_pooling
 
-KV_CACHE_MIB = 256
-"""Size of the KV cache, unless it is configured or measured."""
 READING, PACKING = "reading weights", "packing weights"
 
 
@@ -105,6 +105,13 @@ def load(
     except ConfigError:
         raise
     except Exception as error:
+        if is_out_of_memory(error) and engine.device == "cuda":
+            raise ConfigError(
+                f"engine.gpu_memory: the weights of {model.path} do not fit into"
+                f" {engine.gpu_memory} of the device: raise it, set models.NAME.dtype to a smaller"
+                " type, or divide the model by engine.tensor_parallel",
+                field="engine.gpu_memory",
+            ) from error
         raise ConfigError(
             f"models.path: {model.path} cannot be served: {first_sentence(error)}",
             field="models.path",
@@ -150,11 +157,11 @@ def _load_with(
     longest = count_positions(text_config)
     max_model_len = min(longest, model.max_model_len or longest)
     dtype = _choose_dtype(config, model, engine)
-    block_size = _resolve_block_size(engine)
+    block_size = block_size_of(engine)
     set_step(READING)
     share = None if followers is None else Share(0, engine.tensor_parallel)
     family = _load_family(config, model, engine, share)
-    needs_tower = family.tower is not None and _needs_tower(model)
+    needs_tower = family.tower is not None and model.engine_has_tower
     if followers is None:
         _check_generic(config, family, block_size, set_step)
     adapters = _load_adapters(family, model)
@@ -176,7 +183,8 @@ def _load_with(
     num_item_slots, slots_bytes = _resolve_num_item_slots(config, dtype, engine)
     num_blocks = 0
     if not measures_cache(engine) or family.attends_items:
-        num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine, slots_bytes)
+        block_bytes = count_block_bytes(decoder, block_size)
+        num_blocks = count_blocks(engine, block_bytes, block_size, max_model_len, slots_bytes)
     set_step("warming up")
     warm_up(decoder, block_size)
     if needs_tower:
@@ -274,9 +282,10 @@ def _load_talker(
     talker = load_part(dtype, engine.device, _media_parts_of(model))
     longest: int = talker.decoder.config.max_position_embeddings
     max_model_len = min(longest, model.max_model_len or longest)
-    block_size = _resolve_block_size(engine)
+    block_size = block_size_of(engine)
     decoder = FlatModel(talker)
-    num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
+    block_bytes = count_block_bytes(decoder, block_size)
+    num_blocks = count_blocks(engine, block_bytes, block_size, max_model_len)
     set_step("warming up")
     warm_up(decoder, block_size)
     return LoadedModel(
@@ -298,11 +307,7 @@ def _media_parts_of(model: ModelConfig) -> MediaParts:
     """Return the parts of a thinker that its talker needs."""
     if not (model.max_images or model.max_videos or model.max_audios):
         return "none"
-    return "tower" if _needs_tower(model) else "embeddings"
-
-
-def _needs_tower(model: ModelConfig) -> bool:
-    return model.tower == "engine" or model.local_tokens > 0
+    return "tower" if model.engine_has_tower else "embeddings"
 
 
 def _codes_of(config: PreTrainedConfig, tokenizer: Any, vocab_size: int) -> CodeTokens | None:
@@ -368,12 +373,14 @@ def _build_decoder(
     if torch.device(engine.device).type == "cuda":
         set_step("preparing the GPU")
         try:
+            from workers.engine.cuda.kernels.compilations import keep_kernels
             from workers.engine.cuda.model import GpuModel
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "engine.device: a GPU requires the extra `gpu`: pip install '.[gpu]' in a checkout",
                 field="engine.device",
             ) from error
+        keep_kernels()
         return GpuModel(
             family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len, adapted=adapted
         )
@@ -389,30 +396,10 @@ def _build_decoder(
     return FlatModel(family)
 
 
-def _resolve_block_size(engine: EngineConfig) -> int:
-    """Return the configured block size, by default 8 on a CPU and 16 on a GPU.
-
-    The last block of a sequence is half empty on average. With 32 sequences, prompts of 64 to 256
-    tokens and 64 output tokens, 3.9 % of the slots are unused with blocks of 16 and 1.8 % with
-    blocks of 8. Blocks of 8 are not slower on a CPU; the GPU kernels load 16 tokens at a time.
-    """
-    return engine.block_size or (8 if torch.device(engine.device).type == "cpu" else 16)
-
-
-def measures_cache(engine: EngineConfig) -> bool:
-    """Return whether the size of the KV cache follows from the measured memory of a GPU."""
-    is_set = engine.num_blocks is not None or engine.kv_cache_mib is not None
-    return torch.device(engine.device).type == "cuda" and not is_set
-
-
 def count_block_bytes(model: DecoderModel, block_size: int) -> int:
     """Return the size of a KV block: of a real one, because kernels round sizes up."""
     layers = model.new_cache(1, block_size)
     return sum(tensor.nbytes for layer in layers for tensor in layer)
-
-
-def _cache_bytes(engine: EngineConfig) -> int:
-    return (engine.kv_cache_mib or KV_CACHE_MIB) * 2**20
 
 
 def _resolve_num_item_slots(
@@ -422,7 +409,7 @@ def _resolve_num_item_slots(
     slot_bytes = num_item_values(config) * dtype.itemsize
     if not slot_bytes:
         return None, 0
-    num_slots = min(engine.max_num_seqs, _cache_bytes(engine) // 2 // slot_bytes)
+    num_slots = min(engine.max_num_seqs, configured_bytes(engine) // 2 // slot_bytes)
     if num_slots == 0:
         raise ConfigError(
             "engine.kv_cache_mib: the keys and values of a sound for cross attention do not fit"
@@ -430,31 +417,3 @@ def _resolve_num_item_slots(
             field="engine.kv_cache_mib",
         )
     return num_slots, num_slots * slot_bytes
-
-
-def _resolve_num_blocks(
-    model: DecoderModel,
-    block_size: int,
-    max_model_len: int,
-    engine: EngineConfig,
-    taken_bytes: int = 0,
-) -> int:
-    """Return the number of blocks that fit into the cache, or the configured number.
-
-    `taken_bytes` of the cache are for other keys and values.
-    """
-    block_bytes = count_block_bytes(model, block_size)
-    num_blocks = engine.num_blocks or (_cache_bytes(engine) - taken_bytes) // block_bytes
-    needed = -(-max_model_len // block_size)
-    if num_blocks < needed:
-        key = "engine.num_blocks" if engine.num_blocks else "engine.kv_cache_mib"
-        # Other keys and values have up to half of the cache.
-        needed_bytes = needed * block_bytes * (2 if taken_bytes else 1)
-        raise ConfigError(
-            f"{key}: the pool has {num_blocks} KV blocks, one sequence of max_model_len"
-            f" {max_model_len} takes {needed}; set engine.kv_cache_mib to"
-            f" {-(-needed_bytes // 2**20)} or more (or engine.num_blocks to {needed}),"
-            " or lower the model's max_model_len",
-            field=key,
-        )
-    return num_blocks

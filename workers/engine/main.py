@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
+from shared.config.kv_cache import plan_blocks
 from shared.config.schema import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError, UnsupportedContent
 from shared.gpu.meter import measure_gpu
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.stage.runtime import Context
-from shared.telemetry.metrics import Metrics
 from shared.vision.embedding_store import EmbeddingStore
 from shared.vision.weights_progress import WeightsProgress
 from workers.engine.code_lead import CodeLead
@@ -32,17 +32,16 @@ from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, TokenMask
 from workers.engine.core.step_cost import PrefillLimit
-from workers.engine.cuda.cache_plan import plan_blocks
 from workers.engine.cuda.profiling import ClaimedMemory, Profile, measure_steps
 from workers.engine.item_encoder import ItemEncoder, OnEncoded
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.loader import PACKING, READING, LoadedModel, count_block_bytes, load
-from workers.engine.model.flat_model import DecoderModel
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.sampling.token_rules import CodesMask, RulesMask
 from workers.engine.stage_output import StageOutput
+from workers.engine.step_clock import StepClock, report_device
 from workers.engine.worker import EngineWorker
 
 SWITCH_INTERVAL_S = 0.0005
@@ -130,20 +129,16 @@ async def build(
         context.step("measuring the memory of steps")
         loaded = await asyncio.to_thread(size_cache, loaded, engine, memory)
     encoder = _new_encoder(loaded, engine, items) if has_tower_thread else None
-    core = await asyncio.to_thread(build_core, loaded, engine, items.share, encoder)
-    _register_metrics(context.metrics.of(name), config.engine, loaded.model)
+    clock = StepClock(loaded.model.device)
+    core = await asyncio.to_thread(build_core, loaded, engine, items.share, encoder, clock)
+    metrics = context.metrics.of(name)
+    metrics.set_function("num_ranks", lambda: config.engine.tensor_parallel)
+    report_device(metrics, loaded.model, clock)
     layout = None
     if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")
         layout = await asyncio.to_thread(KVLayout.of, model, core.kv_exchange.layout)
     return Built(name, loaded, core, items, blobs, layout, encoder)
-
-
-def _register_metrics(metrics: Metrics, engine: EngineConfig, decoder: DecoderModel) -> None:
-    metrics.set_function("num_ranks", lambda: engine.tensor_parallel)
-    if decoder.device.type == "cuda":
-        metrics.set_function("gpu_steps_total", lambda: decoder.num_graph_steps, kind="graph")
-        metrics.set_function("gpu_steps_total", lambda: decoder.num_eager_steps, kind="eager")
 
 
 def _output_of(context: Context, built: Built) -> StageOutput:
@@ -200,6 +195,9 @@ def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory)
     uses = measure_steps(
         [memory, *loaded.rank_memories], partial(build_core, small, plain), profile
     )
+    # Rank 0 alone has the tower. Images may be encoded while a step runs.
+    images = memory.measure_tower(loaded.tower)
+    uses[0] = dataclasses.replace(uses[0], step=uses[0].step + images)
     # All ranks have the same blocks, with a part of the heads each.
     use = min(uses, key=lambda use: use.cache)
     block_bytes = count_block_bytes(loaded.model, loaded.block_size)
@@ -213,6 +211,7 @@ def build_core(
     engine: EngineConfig,
     on_encoded: OnEncoded | None = None,
     encoder: ItemEncoder | None = None,
+    clock: StepClock | None = None,
 ) -> EngineCore:
     """Return an engine core for the loaded model; for the other arguments see `ModelRunner`."""
     max_num_seqs = engine.max_num_seqs
@@ -228,6 +227,7 @@ def build_core(
         loaded.adapters,
         max_num_seqs,
         encoder,
+        clock,
     )
     return EngineCore(
         runner,

@@ -32,6 +32,7 @@ from workers.engine.model.item_rows import scatter_embeddings
 from workers.engine.model.lora import Adapters
 from workers.engine.model.talker import SpeechRows, Talker
 from workers.engine.pooling import check_dimensions
+from workers.engine.step_clock import StepClock
 from workers.engine.step_rows import StepRows
 from workers.engine.transfers import send, upload
 
@@ -63,15 +64,17 @@ class ModelRunner:
         adapters: Adapters | None = None,
         max_num_seqs: int = 1,
         encoder: ItemEncoder | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         """If `tower` is None, all items must come with embeddings.
 
         `on_encoded` is called for the items that are encoded in a step. The `encoder` encodes items
         outside of steps; without it, steps encode all of them. `max_num_seqs` limits the requests
         in a batch, and with it the memory for the states of recurrent layers and for items of cross
-        attention.
+        attention. The times of steps are added to `clock`.
         """
         self._num_encoded = 0
+        self._clock = clock or StepClock(model.device)
         self._encoder = encoder
         self._encoding: set[str] = set()
         """Requests that have items in the encoder, or had some."""
@@ -279,6 +282,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedBatch:
+        with self._clock.computing():
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> LaunchedBatch:
         scheduled = batch.scheduled
         rows = StepRows(scheduled)
         tables = [s.sequence.block_table for s in scheduled]
@@ -316,7 +323,9 @@ class ModelRunner:
             )
         )
         talker = None if rows.pooled else self._talker
-        return LaunchedBatch(scheduled, rows, logits, hidden, states, talker, self._hold_sampled)
+        return LaunchedBatch(
+            scheduled, rows, logits, hidden, states, talker, self._hold_sampled, self._clock
+        )
 
     def _hold_sampled(self, token_ids: Tensor) -> None:
         self._sampled = token_ids

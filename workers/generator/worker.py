@@ -3,6 +3,7 @@
 import asyncio
 import os
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, ClassVar
 
 from shared.codec.envelope import TensorData
@@ -39,6 +40,12 @@ class GeneratorWorker(ABC):
         metrics, units = context.metrics.of(self._model), self._units
         units.on_batch = metrics.histogram("generator_batch_size").observe
         metrics.set_function("generator_waiting_units", lambda: units.num_waiting)
+        for action in units.memory_shortages:
+            metrics.set_function(
+                "batch_memory_shortages_total",
+                partial(units.memory_shortages.__getitem__, action),
+                action=action,
+            )
         self._register_metrics()
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
         capacity = self.max_claimed or context.config.generator.max_tasks

@@ -13,6 +13,7 @@ from ops.gpu.load import SHAPES, TINY, Engine, Load, Shape, build, step_bytes
 from ops.gpu.session import Session
 from ops.gpu.timing import copy_rate, watch_device
 from workers.engine.cuda.cuda_graphs import find_bucket
+from workers.engine.cuda.kernels.compilations import CompiledKernels
 
 NUM_STEPS = 24
 NUM_IDLE_STEPS = 8
@@ -43,7 +44,10 @@ def _serve(session: Session, what: str, shape: Shape, load: Load, rate: float) -
     session.synchronize()
     values: dict[str, Any] = {"capture_s": time.perf_counter() - began_s}
     engine.measure()  # This compiles kernels and allocates workspaces.
+    kernels = CompiledKernels()
     rates = engine.measure()
+    num_late = kernels.num_compiled + kernels.num_cached
+    session.add(f"{what}: no kernel is loaded after the warm-up", num_late == 0, kernels=num_late)
     values |= {"prefill_tok_s": rates.prefill, "decode_tok_s": rates.decode}
     if load.num_streams == 1:
         values |= {"of_weights": rates.decode * weight_bytes / rate, "goal": "of_weights >= 0.7"}

@@ -1,6 +1,7 @@
 """The size of the KV cache on a GPU: its arithmetic, and the steps whose memory is measured."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.config.kv_cache import MemoryUse, plan_blocks
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
+from shared.models import tower
+from shared.models.tower_adapter import Fields
 from workers.engine.core.sequence import RequestOutput
-from workers.engine.cuda.cache_plan import MemoryUse, plan_blocks
 from workers.engine.cuda.profiling import ClaimedMemory, Profile
 from workers.engine.loader import LoadedModel, load
 from workers.engine.main import build_core, size_cache
@@ -67,7 +70,8 @@ class RecordedMemory:
     """Readings of a device, in the order in which a worker takes them."""
 
     def __init__(self) -> None:
-        self._allocated = [600 * MIB, 640 * MIB]
+        self._allocated = [600 * MIB, 640 * MIB, 610 * MIB]
+        self._peaks = [700 * MIB, 640 * MIB]
 
     def free(self) -> int:
         return 900 * MIB
@@ -76,7 +80,7 @@ class RecordedMemory:
         return self._allocated.pop(0)
 
     def peak(self) -> int:
-        return 700 * MIB
+        return self._peaks.pop(0)
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +89,29 @@ def loaded() -> LoadedModel:
     return load(model, EngineConfig(kernels="torch", kv_cache_mib=16))
 
 
-def test_the_cache_gets_what_the_largest_steps_leave(loaded: LoadedModel) -> None:
+def test_the_cache_gets_what_the_largest_steps_and_images_leave(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tower, "GPU_RUN_LEN", 64)
     engine = EngineConfig(kernels="torch", max_num_seqs=4, max_num_batched_tokens=32)
     memory = ClaimedMemory(RecordedMemory(), limit=800 * MIB, cache_bytes=20 * MIB)
     sized = size_cache(loaded, engine, memory)
     block_bytes = 16 * MIB / loaded.num_blocks
-    assert sized.num_blocks * block_bytes == pytest.approx(80 * MIB, rel=0.01)
+    assert sized.num_blocks * block_bytes == pytest.approx(50 * MIB, rel=0.01)
     assert sized.max_model_len == 1024
+
+
+def test_images_that_do_not_fit_are_refused_with_a_remedy(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(batch: Sequence[Fields]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    assert loaded.tower is not None
+    monkeypatch.setattr(loaded.tower.adapter, "encode", lambda model, run: encode(run))
+    memory = ClaimedMemory(RecordedMemory(), limit=800 * MIB)
+    with pytest.raises(ConfigError, match=r"engine\.gpu_memory: the largest images do not fit"):
+        memory.measure_tower(loaded.tower)
 
 
 @pytest.mark.parametrize(

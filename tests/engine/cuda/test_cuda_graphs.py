@@ -109,6 +109,7 @@ def test_a_step_gets_its_own_rows(graphs: DecodeGraphs, num_seqs: int) -> None:
     assert rows is not None
     expected = [embeddings[:, 0], positions[0], plan.slot_mapping, plan.block_table[:, 0]]
     assert rows.equal(torch.stack(expected, dim=1))
+    assert graphs.num_padded == (1 if num_seqs == 3 else 0)
 
 
 def test_prefills_and_large_batches_have_no_graph(graphs: DecodeGraphs) -> None:

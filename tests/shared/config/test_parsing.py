@@ -90,6 +90,21 @@ def test_the_environment_overrides_any_field() -> None:
             {},
             ["engine.device", "one GPU that it sees", "devices: [1]"],
         ),
+        (
+            "models: {demo: {path: a, stages: {vae: {device: cpu, devices: [0]}}}}",
+            {},
+            ["models.demo.stages.vae.devices", "set models.demo.stages.vae.device to cuda"],
+        ),
+        (
+            "models: {demo: {path: a, stages: {vae: {gpu_memory: 4 GiB}}}}",
+            {},
+            ["models.demo.stages.vae.gpu_memory", "set models.demo.stages.vae.device too"],
+        ),
+        (
+            "models: {demo: {path: a, stages: {engine: {device: cuda}}}}",
+            {},
+            ["models.demo.stages.engine.device", "pools of the model"],
+        ),
         (GOOD + "\nencoder: {device: gpu}", {}, ["encoder.device", "'gpu' is not cpu or cuda"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "a whole number"]),
         (GOOD + "\nengien: {}", {}, ["engien"]),

@@ -43,9 +43,9 @@ def test_instances_take_the_place_of_a_divided_device(devices: Path) -> None:
 def test_figures_of_a_device_and_of_an_instance(devices: Path) -> None:
     record_gpus(devices, [*TWO_H100, *DIVIDED[1:]])
     # The power limit slows down the first one; the second one is idle.
-    assert read_figures("GPU-aaaa") == GpuFigures(1024 * MIB, 81559 * MIB, 0.35, 312.0, True)
+    assert read_figures("GPU-aaaa") == GpuFigures(1024 * MIB, 81559 * MIB, 0.35, 312.0, True, 4)
     assert read_figures("GPU-bbbb").is_throttled is False
-    assert read_figures("MIG-2222") == GpuFigures(12 * MIB, 4864 * MIB, None, None, None)
+    assert read_figures("MIG-2222") == GpuFigures(12 * MIB, 4864 * MIB, None, None, None, None)
 
 
 def test_a_worker_reports_its_device(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +55,7 @@ def test_a_worker_reports_its_device(devices: Path, monkeypatch: pytest.MonkeyPa
     metrics = Metrics("engine", "engine-1", "demo")
     measure_gpu(EngineConfig(device="cuda"), metrics)
     assert values_of(metrics) == {
+        "gpu_memory_errors_total": 4.0,
         "gpu_memory_total_bytes": 81559 * MIB,
         "gpu_memory_used_bytes": 4 * MIB,
         "gpu_power_watts": 71.0,

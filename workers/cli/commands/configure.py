@@ -25,6 +25,7 @@ from shared.stage.ranks import check_rank_settings
 from shared.vision.rank_plan import FIELD
 from workers import settings
 from workers.cli.models import reports
+from workers.cli.models.cache_sizes import describe_caches
 from workers.cli.models.stage_weights import (
     can_keep_numbers,
     count_codec,
@@ -33,6 +34,7 @@ from workers.cli.models.stage_weights import (
 )
 from workers.cli.options import ConfigFile
 from workers.gateway.http.auth import digest, make_key
+from workers.roles import device_settings, worker_of
 from workers.supervisor.gpus import describe_gpus
 
 
@@ -150,7 +152,13 @@ def _check_models(config: Config) -> list[str]:
         memory = _describe_memory(folder, report, config)
         lines.append(f"{field}{place}: {report.family} ({report.source}){stored}{memory}")
     # Several stages may load one folder.
-    return list(dict.fromkeys(lines))
+    caches = [
+        line
+        for folder, report in zip(folders, checked, strict=True)
+        if report.source != reports.DIFFUSERS and folder.field == f"models.{folder.model}.path"
+        for line in describe_caches(config, folder.model, folder.section, folder.engine, report)
+    ]
+    return list(dict.fromkeys([*lines, *caches]))
 
 
 def _describe_memory(folder: _Folder, report: reports.Report, config: Config) -> str:
@@ -158,13 +166,16 @@ def _describe_memory(folder: _Folder, report: reports.Report, config: Config) ->
     path, model, engine = folder.path, config.models[folder.model], folder.engine
     if is_image_folder(path):
         description, pipeline = read_image_folder(path), pipeline_of(model)
-        dtype = choose_dtype(model.dtype, description.dtype, config.generator.device)
-        num_bytes = {
-            stage.name: description.work_bytes(pipeline.painting_of(stage.name), dtype)
-            for stage in pipeline.stages
-            if Path(stage.path or model.path) == path
-        }
-        return _describe_sizes(num_bytes, dtype)
+        num_bytes: dict[str, dict[str, int]] = {}
+        for stage in pipeline.stages:
+            if Path(stage.path or model.path) == path:
+                section = device_settings(config, worker_of(folder.model, stage))
+                device = "cpu" if section is None else section[1].device
+                dtype = choose_dtype(model.dtype, description.dtype, device)
+                size = description.work_bytes(pipeline.painting_of(stage.name), dtype)
+                if size:
+                    num_bytes.setdefault(dtype, {})[stage.name] = size
+        return "".join(_describe_sizes(sizes, dtype) for dtype, sizes in num_bytes.items())
     dtype = choose_dtype(model.dtype, report.dtype, engine.device)
     if report.divided:
         first, other = count_rank_weights(path, report, engine.tensor_parallel)

@@ -46,6 +46,7 @@ class Report(msgspec.Struct, frozen=True):
     dtype: str | None = None
     max_position_embeddings: int = 0
     kv_values_per_token: int = 0
+    attends_items: bool = False
     state_bytes_per_sequence: int = 0
     stored_as: str | None = None
     keeps_numbers: bool = False

@@ -28,18 +28,25 @@ def can_keep_numbers(engine: EngineConfig) -> bool:
 
 
 def count_weights(
-    folder: Path, report: Report, *, rounds: bool = False, keeps: bool = False
+    folder: Path,
+    report: Report,
+    *,
+    rounds: bool = False,
+    keeps: bool = False,
+    tower: bool = True,
 ) -> dict[str, Weights]:
     """Return the weights of each stage that loads weights of the folder. Raises ConfigError.
 
     `rounds` is whether `quantization: int8` is set. `keeps` is whether this machine has products
-    for the numbers of quantized weights. Both apply to the decoder that writes the text.
+    for the numbers of quantized weights. Both apply to the decoder that writes the text. Without
+    `tower`, the engine does not load the tower.
     """
     shapes = list(read_shapes(folder))
     bytes_by_name = read_kept_sizes(folder) if keeps and report.keeps_numbers else {}
     num_rounded = num_values = number_bytes = 0
     for name, shape in shapes:
-        if ENGINE not in _stages_of(name, report):
+        is_absent = not tower and _IN_TOWER.search(name) is not None
+        if is_absent or ENGINE not in _stages_of(name, report):
             continue
         is_linear = _is_linear(name, shape)
         if is_linear and name in bytes_by_name:

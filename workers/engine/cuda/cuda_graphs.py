@@ -129,6 +129,8 @@ class DecodeGraphs:
         self._buffers = buffers
         self._replays: dict[int, Replay] = {}
         self._buckets = bucket_sizes(len(buffers.slot_mapping))
+        self.num_padded = 0
+        """Rows without a sequence in the last run."""
         # The largest comes first, so that the others fit into its memory pool.
         for bucket in reversed(self._buckets):
             inputs = (
@@ -147,6 +149,7 @@ class DecodeGraphs:
         if plan.chunks or bucket is None:
             return None
         self._buffers.load(embeddings, positions, plan, bucket)
+        self.num_padded = bucket - plan.num_decodes
         return self._replays[bucket]()[: plan.num_decodes]
 
 

@@ -121,12 +121,14 @@ class GpuModel(FlatModel):
 
     def forward(self, step: StepInputs) -> Tensor:
         """Run one step, as a graph if possible. After `capture`, only its cache may be used."""
-        logits = None
+        graphs, logits = self._graphs, None
         is_graph = isinstance(step.plan, KernelPlan) and step.deepstack is None
-        if self._graphs is not None and is_graph and step.hidden is None:
-            logits = self._graphs.run(step.embeddings, step.positions, step.plan)
-        if logits is None:
+        if graphs is not None and is_graph and step.hidden is None:
+            logits = graphs.run(step.embeddings, step.positions, step.plan)
+        if graphs is None or logits is None:
             self.num_eager_steps += 1
             return super().forward(step)
         self.num_graph_steps += 1
+        self.num_graph_rows += len(logits)
+        self.num_padding_rows += graphs.num_padded
         return logits.index_select(0, step.sampled_rows)

@@ -12,12 +12,15 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
+from shared.config.kv_cache import MemoryUse
 from shared.config.schema import EngineConfig
+from shared.errors import ConfigError
 from shared.gpu.allocator import limit_memory
+from shared.helpers.device_errors import is_out_of_memory
+from shared.models.tower import Tower
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
-from workers.engine.cuda.cache_plan import MemoryUse
 
 KINDS = (
     SamplingParams(temperature=0.0),
@@ -123,6 +126,26 @@ class ClaimedMemory:
         if limit is None:
             return None
         return cls(CudaMemory(), limit, engine.embedding_cache_mib * 2**20)
+
+    def measure_tower(self, tower: Tower | None) -> int:
+        """Encode the largest batch of a tower, and return the memory that it took.
+
+        Raises ConfigError if there is too little memory for it.
+        """
+        if tower is None:
+            return 0
+        before = self.device.allocated()
+        try:
+            tower.encode(tower.largest_batch())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                "engine.gpu_memory: the largest images do not fit next to the weights: raise it, or"
+                " set the model's `tower` to encoder",
+                field="engine.gpu_memory",
+            ) from error
+        return self.device.peak() - before
 
 
 def measure_steps(

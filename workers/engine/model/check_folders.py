@@ -39,6 +39,8 @@ class FolderReport(msgspec.Struct, frozen=True):
     kv_values_per_token: int = 0
     """Keys and values of one token in a rank, in all layers, with its share of an item's for cross
     attention in the longest sequence."""
+    attends_items: bool = False
+    """Whether the model has cross attention, whose keys and values take a part of the cache."""
     state_bytes_per_sequence: int = 0
     """States of one sequence in all recurrent layers; 0 for a model without such layers."""
     stored_as: str | None = None
@@ -120,6 +122,7 @@ def _read(folder: Path, pooling: PoolingMode | None, num_ranks: int) -> FolderRe
         dtype=saved_dtype(config),
         max_position_embeddings=count_positions(text),
         kv_values_per_token=num_kv_values(text) + num_item_values(config) // count_positions(text),
+        attends_items=num_item_values(config) > 0,
         state_bytes_per_sequence=count_state_bytes(text),
         stored_as=None if quantized is None else quantized.label,
         keeps_numbers="llama_like" in registry.find_decoder_traits(text),

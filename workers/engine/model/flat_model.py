@@ -62,6 +62,8 @@ class DecoderModel(ABC):
         self.family = family
         self.num_graph_steps = self.num_eager_steps = 0
         """Steps on a GPU that were replayed as CUDA graphs, and other steps on it."""
+        self.num_graph_rows = self.num_padding_rows = 0
+        """Rows of the replayed graphs with a sequence, and rows without one."""
         self._embed_tokens: Any = family.input_embeddings
         # Stored, because transformers iterates over all parameters to look them up.
         self.dtype: torch.dtype = family.model.dtype

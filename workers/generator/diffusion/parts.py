@@ -1,7 +1,6 @@
 """Loading of the parts of a diffusers folder. Weights are read only from safetensors files."""
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,14 +149,13 @@ def refusing(folder: Path) -> Iterator[None]:
 
 
 def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """Load a network of diffusers for inference. Raises ConfigError."""
-    # Without accelerate, diffusers warns that the memory is allocated twice.
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    """Load a network of diffusers for inference, tensor by tensor. Raises ConfigError."""
     disable_progress_bar()
     with refusing(folder):
         model, report = model_class.from_pretrained(
             folder,
             torch_dtype=dtype,
+            device_map={"": device},
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -178,4 +176,4 @@ def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str)
     if dtype == torch.float64:
         # diffusers keeps some layers in float32, with results that depend on the batch.
         model = model.to(dtype)
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)

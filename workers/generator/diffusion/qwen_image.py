@@ -133,7 +133,7 @@ class QwenImage(PackedLatents):
         prompts, mask = self._padded(texts)
         sequence, grids = torch.stack(list(images)), [self._grid(size)]
         if texts[0].image_sizes:
-            inputs = [to_torch(text.arrays[INPUT]).to(sequence.device) for text in texts]
+            inputs = [to_torch(text.arrays[INPUT]).to(sequence) for text in texts]
             sequence = torch.cat([sequence, torch.stack(inputs)], dim=1)
             grids += [self._grid(image_size) for image_size in texts[0].image_sizes]
         predicted = self._transformer(

@@ -39,6 +39,7 @@ def test_no_kernel_spills_on_hopper_and_each_fits_elsewhere(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = [json.loads(line) for line in file.read_text().splitlines()]
+    assert f"compiled {len(kernels)}, from the cache 0" in done.stdout
     assert {kernel["kernel"] for kernel in kernels} == KERNELS
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_BYTES
 
