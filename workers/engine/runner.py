@@ -284,7 +284,9 @@ class ModelRunner:
             )
         )
         talker = None if rows.pooled else self._talker
-        return LaunchedBatch(scheduled, rows, logits, hidden, states, talker, self._hold_sampled)
+        return LaunchedBatch(
+            scheduled, rows, logits, hidden, states, talker, self._model.draw, self._hold_sampled
+        )
 
     def _hold_sampled(self, token_ids: Tensor) -> None:
         self._sampled = token_ids
