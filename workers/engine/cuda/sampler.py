@@ -4,7 +4,7 @@ The parameters of a batch stay on the device while the batch consists of the sam
 then sends a random number for each sequence, and new tokens of sequences with penalties.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -28,7 +28,7 @@ from workers.engine.sampling.sampler import (
     operations_of,
     point_of,
 )
-from workers.engine.sampling.verifier import DrawnBatch, sequences_of_rows
+from workers.engine.sampling.verifier import DrawnBatch, has_logprobs, sequences_of_rows
 from workers.engine.transfers import Download, upload_parts
 
 MAX_SCORED_LOGITS = 1 << 26
@@ -81,8 +81,10 @@ class _Table:
 class DeviceSampler:
     """Draws tokens on a device, and holds what it needs of the sequences there."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, choose: Callable[..., Tensor] = choose_tokens) -> None:
+        """`choose` is called as `choose_tokens` is."""
         self._device = device
+        self._choose = choose
         self._counts = TokenCounts(device)
         self._table: _Table | None = None
         self._parameters: Parameters | None = None
@@ -101,12 +103,12 @@ class DeviceSampler:
     def _draw(
         self, logits: Tensor, scheduled: list[ScheduledSequence], prompts: PromptRows | None
     ) -> "DeviceRows":
-        rows = sequences_of_rows(scheduled)
+        rows = sequences_of_rows(scheduled, len(logits))
         table, is_new = self._table, False
         if table is None or not table.is_constant or table.sequences != list(map(ref, rows)):
             table, is_new = self._tabulate(rows, logits.shape[1]), True
         points = np.empty(0) if table.points is None else table.points.next(rows)
-        scored = _scored_rows(scheduled)
+        scored = _scored_rows(scheduled) if has_logprobs(scheduled) else {}
         parts = [
             points,
             *self._counts.list_new([rows[row] for row in table.counted]),
@@ -123,7 +125,7 @@ class DeviceSampler:
         assert self._parameters is not None
         outcome = logits.new_empty(0, 2, dtype=torch.int64)
         if rows:
-            outcome = choose_tokens(
+            outcome = self._choose(
                 logits,
                 self._parameters,
                 at,
@@ -139,7 +141,7 @@ class DeviceSampler:
             scores.append(_score(of_rows, tokens, max(scored.values())))
         if prompts is not None:
             scores.append(_score(prompts.logits, prompt_tokens, max(prompts.num_tops())))
-        return DeviceRows(outcome, scores, list(scored) if scored else [], prompts)
+        return DeviceRows(outcome, scores, list(scored), prompts)
 
     def _tabulate(self, rows: list[Sequence], vocab_size: int) -> _Table:
         """Return the parameters of the rows."""

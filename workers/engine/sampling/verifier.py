@@ -151,7 +151,7 @@ def draw_batch(
     if not scheduled:
         return DrawnBatch(scheduled, HostRows(None, torch.empty(0, dtype=torch.int64)))
     try:
-        token_ids = draw_tokens(logits, sequences_of_rows(scheduled))
+        token_ids = draw_tokens(logits, sequences_of_rows(scheduled, len(logits)))
     except InvalidRequest:
         if len(logits) == len(scheduled):
             raise
@@ -169,8 +169,10 @@ def has_logprobs(scheduled: list[ScheduledSequence]) -> bool:
     return {s.sequence.request.sampling.logprobs for s in scheduled} not in (set(), {None})
 
 
-def sequences_of_rows(scheduled: list[ScheduledSequence]) -> list[Sequence]:
+def sequences_of_rows(scheduled: list[ScheduledSequence], num_rows: int) -> list[Sequence]:
     """Return the sequence of each row of logits, with the drafts before it in its output."""
+    if num_rows == len(scheduled):
+        return [s.sequence for s in scheduled]
     return [
         _with_drafts(s, num_drafts) if num_drafts else s.sequence
         for s in scheduled

@@ -32,18 +32,19 @@ def choose(logits: Tensor, kinds: Seq[SamplingParams], points: Seq[float]) -> li
     vocab_size = logits.shape[1]
     floats = [[p.temperature, p.min_p, 1, 0, 0] for p in kinds]
     ints = [[min(p.top_k or vocab_size, vocab_size), -1, -1, -1, 0, 0] for p in kinds]
-    none = torch.empty(0, dtype=torch.int32)
+    device = logits.device
+    none = torch.empty(0, dtype=torch.int32, device=device)
     outcome = choose_tokens(
         logits,
         Parameters(
-            torch.tensor(floats, dtype=torch.float32),
-            torch.tensor([p.top_p for p in kinds], dtype=torch.float64),
-            torch.tensor(ints, dtype=torch.int32),
+            torch.tensor(floats, dtype=torch.float32, device=device),
+            torch.tensor([p.top_p for p in kinds], dtype=torch.float64, device=device),
+            torch.tensor(ints, dtype=torch.int32, device=device),
             none,
             none,
             none.float(),
         ),
-        torch.tensor(points, dtype=torch.float64),
+        torch.tensor(points, dtype=torch.float64, device=device),
         none,
         num_processed=0,
         is_drawn=True,
@@ -148,19 +149,24 @@ def mixed_sequences() -> list[Sequence]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_device_draws_the_tokens_of_the_host_in_every_step(dtype: torch.dtype) -> None:
+def test_a_device_draws_the_tokens_of_the_host_in_every_step(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     """Sequences start, end and come back, and some steps have drafts."""
-    sampler = DeviceSampler(torch.device("cpu"))
+    sampler = DeviceSampler(device)
     on_device, on_host = mixed_sequences(), mixed_sequences()
     drafts: dict[int, tuple[int, ...]] = {}
     for step, indexes in enumerate([[1], range(7), range(7), [6, 3, 0], range(1, 7)]):
         if step == 4:
             drafts = {1: (7, 7), 5: (4,)}
         num_rows = len(indexes) + sum(map(len, drafts.values()))
-        logits = random_logits(step, num_rows, VOCAB_SIZE).to(dtype)
+        rows = random_logits(step, num_rows, VOCAB_SIZE).to(dtype)
         tokens, expected = (
             draw(logits, [schedule(of[i], drafts.get(i, ())) for i in indexes]).result()
-            for draw, of in ((sampler.draw, on_device), (draw_batch, on_host))
+            for draw, of, logits in (
+                (sampler.draw, on_device, rows.to(device)),
+                (draw_batch, on_host, rows),
+            )
         )
         assert describe(tokens) == describe(expected)
         for i, sampled in zip(indexes, tokens, strict=True):
@@ -180,30 +186,34 @@ def describe(sampled: list[list[SampledToken]]) -> list[object]:
     ]
 
 
-def test_rows_of_counts_are_built_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_counts_are_built_again_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     params = SamplingParams(temperature=0, presence_penalty=9.0)
-    sequence, sampler = sequence_of(params), DeviceSampler(torch.device("cpu"))
-    logits = random_logits(1, 1, VOCAB_SIZE)
+    sequence, sampler = sequence_of(params), DeviceSampler(device)
+    logits = random_logits(1, 1, VOCAB_SIZE).to(device)
     best, second = logits[0].topk(2).indices.tolist()
     assert sampler.draw(logits, [schedule(sequence)]).result() == [[SampledToken(best)]]
     sequence.token_ids.append(best)
     with monkeypatch.context() as patch:
-        patch.setattr(sampler_module, "choose_tokens", None)
+        patch.setattr(sampler, "_choose", None)
         with pytest.raises(TypeError):
             sampler.draw(logits, [schedule(sequence)])
     assert sampler.draw(logits, [schedule(sequence)]).result() == [[SampledToken(second)]]
 
 
-def test_the_table_of_counts_has_as_many_rows_as_a_step_needs() -> None:
+def test_the_table_of_counts_has_as_many_rows_as_a_step_needs(device: torch.device) -> None:
     params = SamplingParams(temperature=0, presence_penalty=9.0)
-    sampler = DeviceSampler(torch.device("cpu"))
+    sampler = DeviceSampler(device)
     for step in range(4):
-        logits = random_logits(step, 2, VOCAB_SIZE)
+        logits = random_logits(step, 2, VOCAB_SIZE).to(device)
         sampler.draw(logits, [schedule(sequence_of(params)) for _ in range(2)]).result()
     assert len(sampler._counts.table) == 2
 
 
-def test_parameters_are_sent_when_the_batch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_sent_when_the_batch_changes(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """Each step sends random numbers and the new tokens of sequences with penalties."""
     num_parts: list[int] = []
 
@@ -212,11 +222,11 @@ def test_parameters_are_sent_when_the_batch_changes(monkeypatch: pytest.MonkeyPa
         return upload_parts(parts, device)
 
     monkeypatch.setattr(sampler_module, "upload_parts", count)
-    sampler = DeviceSampler(torch.device("cpu"))
+    sampler = DeviceSampler(device)
     sequences = [sequence_of(SamplingParams(**PENALTIES), seed=i) for i in range(2)]
     for batch in (sequences, sequences, sequences[:1], sequences[:1]):
         tokens = sampler.draw(
-            random_logits(1, len(batch), VOCAB_SIZE), [schedule(s) for s in batch]
+            random_logits(1, len(batch), VOCAB_SIZE).to(device), [schedule(s) for s in batch]
         ).result()
         for sequence, sampled in zip(batch, tokens, strict=True):
             sequence.token_ids.append(sampled[0].token_id)
@@ -229,20 +239,22 @@ def test_parameters_are_sent_when_the_batch_changes(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "params", [SamplingParams(temperature=0), SamplingParams(top_p=0.5, allowed_token_ids=[5])]
 )
-def test_logits_that_are_not_finite_raise(spoilt: float, params: SamplingParams) -> None:
-    logits = random_logits(9, 2, VOCAB_SIZE)
+def test_logits_that_are_not_finite_raise(
+    spoilt: float, params: SamplingParams, device: torch.device
+) -> None:
+    logits = random_logits(9, 2, VOCAB_SIZE).to(device)
     logits[1, 17] = spoilt
-    drawn = DeviceSampler(torch.device("cpu")).draw(logits, [schedule(sequence_of(params))] * 2)
+    drawn = DeviceSampler(device).draw(logits, [schedule(sequence_of(params))] * 2)
     with pytest.raises(ArithmeticError):
         drawn.result()
 
 
-def test_a_request_that_bans_every_token_gets_invalid_request() -> None:
+def test_a_request_that_bans_every_token_gets_invalid_request(device: torch.device) -> None:
     """The row after a rejected draft may have no token."""
     params = SamplingParams(temperature=1.0, allowed_token_ids=[5, 6], logit_bias={6: 100.0})
-    sequence, sampler = sequence_of(params), DeviceSampler(torch.device("cpu"))
+    sequence, sampler = sequence_of(params), DeviceSampler(device)
     sequence.bad_words = ((5, 5), (5, 6))
-    logits = random_logits(9, 2, VOCAB_SIZE)
+    logits = random_logits(9, 2, VOCAB_SIZE).to(device)
     assert sampler.draw(logits, [schedule(sequence, (5,))]).result() == [[SampledToken(6)]]
     sequence.token_ids.append(5)
     with pytest.raises(InvalidRequest) as raised:

@@ -33,7 +33,7 @@ NUM_CANDIDATES = 256
 """A candidate has at least the weight that the maxima of this many chunks reach."""
 MAX_CANDIDATES = 1024
 MAX_REGISTERS = 128
-"""Of a thread. Without this limit the compiler chooses a lower one, and spills registers."""
+"""Registers of a thread. The compiler would choose a lower limit, and spill registers."""
 
 FLOATS, INTS = tl.constexpr(NUM_FLOATS), tl.constexpr(NUM_INTS)
 FLAG = tl.constexpr(IN_PROMPT)
