@@ -13,10 +13,9 @@ ALIGNMENT = 16
 """Bytes. Triton would compile a second version of a kernel for pointers that are not aligned."""
 
 
-def upload(values: Sequence[Any], device: torch.device, dtype: type = np.int64) -> Tensor:
-    """Return a tensor with these values on the device, of NumPy's `dtype`."""
-    # NumPy converts lists in a fraction of torch's time.
-    return send(torch.from_numpy(np.array(values, dtype=dtype)), device)
+def upload(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return an int64 tensor with these values on the device."""
+    return upload_parts([np.array(values, np.int64)], device)[0]
 
 
 def upload_parts(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
@@ -34,13 +33,6 @@ def upload_parts(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Te
         .view(part.shape)
         for part, offset in zip(parts, offsets, strict=False)
     ]
-
-
-def send(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on the device, without waiting for the device's work."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 class Download:

@@ -125,7 +125,7 @@ MIXED = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0, **PENALTIES),
     SamplingParams(repetition_penalty=2.0),
-    SamplingParams(temperature=0, presence_penalty=3.0, logit_bias={5: 9.0, 7: -1.5}),
+    SamplingParams(temperature=0, presence_penalty=9.0, logit_bias={5: 9.0, 7: -1.5}),
     SamplingParams(temperature=0, allowed_token_ids=[1, 5, 7, 98], frequency_penalty=1.0),
     SamplingParams(temperature=0.5, min_tokens=3, logit_bias={0: 50.0}, logprobs=2),
     SamplingParams(temperature=0, logprobs=0),
@@ -156,7 +156,7 @@ def test_a_device_draws_the_tokens_of_the_host_in_every_step(
     sampler = DeviceSampler(device)
     on_device, on_host = mixed_sequences(), mixed_sequences()
     drafts: dict[int, tuple[int, ...]] = {}
-    for step, indexes in enumerate([[1], range(7), range(7), [6, 3, 0], range(1, 7)]):
+    for step, indexes in enumerate([[1], [2, 3], range(7), [6, 3, 0], range(1, 7)]):
         if step == 4:
             drafts = {1: (7, 7), 5: (4,)}
         num_rows = len(indexes) + sum(map(len, drafts.values()))
@@ -196,18 +196,24 @@ def test_rows_of_counts_are_built_again_after_a_failure(
     assert sampler.draw(logits, [schedule(sequence)]).result() == [[SampledToken(best)]]
     sequence.token_ids.append(best)
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "_choose", None)
+        patch.setattr(sampler_module, "upload_parts", None)
         with pytest.raises(TypeError):
             sampler.draw(logits, [schedule(sequence)])
     assert sampler.draw(logits, [schedule(sequence)]).result() == [[SampledToken(second)]]
 
 
-def test_the_table_of_counts_has_as_many_rows_as_a_step_needs(device: torch.device) -> None:
+def test_a_sequence_that_comes_back_has_its_counts(device: torch.device) -> None:
+    """The table has as many rows as a step needs, so other sequences have taken its row."""
     params = SamplingParams(temperature=0, presence_penalty=9.0)
+    first, *others = (sequence_of(params) for _ in range(3))
     sampler = DeviceSampler(device)
-    for step in range(4):
-        logits = random_logits(step, 2, VOCAB_SIZE).to(device)
-        sampler.draw(logits, [schedule(sequence_of(params)) for _ in range(2)]).result()
+    logits = random_logits(1, 1, VOCAB_SIZE).to(device)
+    tokens = logits[0].topk(3).indices.tolist()
+    for batch in ([first], [first], others, [first]):
+        drawn = sampler.draw(logits.repeat(len(batch), 1), [schedule(s) for s in batch]).result()
+        for sequence, (sampled,) in zip(batch, drawn, strict=True):
+            sequence.token_ids.append(sampled.token_id)
+    assert first.token_ids[first.num_prompt_tokens :] == tokens
     assert len(sampler._counts.table) == 2
 
 
