@@ -13,9 +13,9 @@ ALIGNMENT = 16
 """Bytes. Triton would compile a second version of a kernel for pointers that are not aligned."""
 
 
-def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return an int64 tensor with these values on the device."""
-    return upload_parts([np.array(values, np.int64)], device)[0]
+def upload(values: Sequence[Any], device: torch.device, dtype: type = np.int64) -> Tensor:
+    """Return a tensor with these values on the device, of NumPy's `dtype`."""
+    return upload_parts([np.array(values, dtype)], device)[0]
 
 
 def upload_parts(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.core.sequence import Sequence
-from workers.engine.cuda.kernels.launch import pad_to_power_of_two
 from workers.engine.cuda.kernels.sampling import IN_PROMPT
+from workers.engine.cuda.kernels.tiling import pad_to_power_of_two
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import pad_to_power_of_two
+from workers.engine.cuda.kernels.tiling import pad_to_power_of_two
 
 CHOSEN, NOT_FINITE, NO_TOKEN = 1, 2, 3
 """State of a row: a token was chosen, its logits are not finite, or processors left no token."""
