@@ -32,9 +32,9 @@ NOT_OF_REQUESTS = [
     "shared/protocol/versions.py",  # fields, by type
     # Why a grammar cannot be compiled, which follows from the grammar alone.
     "workers/engine/sampling/grammar.py",
-    # Masks of a vocabulary, by the listed token ids alone, and what each byte of a mask allows.
-    *("workers/engine/sampling/logits_processors.py",) * 3,
-    # Masks of a model's own rules, by their token ids alone.
+    # What each byte of a mask allows.
+    *("workers/engine/sampling/logits_processors.py",) * 2,
+    # Masks of a vocabulary, by the listed token ids alone.
     *("workers/engine/sampling/token_rules.py",) * 3,
     # Beginnings of segments, by their lengths alone.
     "shared/vision/layers.py",

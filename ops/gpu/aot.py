@@ -33,6 +33,7 @@ from workers.engine.cuda.kernels.compilations import CompiledKernels
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
 from workers.engine.cuda.kernels.plan import plan_for_kernels
 from workers.engine.cuda.kernels.rotary import HeadNorm, Rotary, rotate_and_write, write_cache
+from workers.engine.cuda.kernels.sampling import NUM_FLOATS, NUM_INTS, Parameters, choose_tokens
 from workers.engine.cuda.kernels.tiling import Tiling
 
 CAPABILITY = 90
@@ -59,6 +60,7 @@ class Model:
     softcap: float | None = None
     dtype: torch.dtype = torch.bfloat16
     has_sinks: bool = False
+    vocab_size: int = 151936
 
 
 MODELS = {
@@ -68,18 +70,18 @@ MODELS = {
     "Qwen3-VL-2B": Model(16, 8, 128, 2048, 6144, 3, True),
     "Qwen3-VL-8B": Model(32, 8, 128, 4096, 12288, 3, True),
     "Qwen3-VL-30B-A3B": Model(32, 4, 128, 2048, 768, 3, True),
-    "Llama-3.2-1B": Model(32, 8, 64, 2048, 8192),
-    "SmolLM2-135M": Model(9, 3, 64, 576, 1536),
-    "LLaVA-1.5-7B": Model(32, 32, 128, 4096, 11008),
+    "Llama-3.2-1B": Model(32, 8, 64, 2048, 8192, vocab_size=128256),
+    "SmolLM2-135M": Model(9, 3, 64, 576, 1536, vocab_size=49152),
+    "LLaVA-1.5-7B": Model(32, 32, 128, 4096, 11008, vocab_size=32064),
     "Gemma-2-9B": Model(16, 8, 256, 3584, 14336, window=4096, softcap=50.0),
-    "Gemma-3-4B": Model(8, 4, 256, 2560, 10240, window=1024),
+    "Gemma-3-4B": Model(8, 4, 256, 2560, 10240, window=1024, vocab_size=262208),
     "gpt-oss-20b": Model(64, 8, 64, 2880, 2880, window=128, has_sinks=True),
     "Phi-3-mini": Model(32, 32, 96, 3072, 8192, window=2047),
     "Mistral-7B-v0.1": Model(32, 8, 128, 4096, 14336, window=4096),
     "Qwen2-VL-2B-fp16": Model(12, 2, 128, 1536, 8960, 3, dtype=torch.float16),
     "Qwen2-VL-2B-fp32": Model(12, 2, 128, 1536, 8960, 3, dtype=torch.float32),
     "MHA-fp32-256": Model(8, 8, 256, 2048, 2048, dtype=torch.float32),
-    "GQA-fp32-64": Model(8, 2, 64, 512, 1536, dtype=torch.float32),
+    "GQA-fp32-64": Model(8, 2, 64, 512, 1536, dtype=torch.float32, vocab_size=262208),
     # All that kernels have options for, with a head size that is no power of two.
     "GQA-fp16-80": Model(14, 2, 80, 1120, 4480, 1, True, 64, 30.0, torch.float16),
 }
@@ -212,6 +214,28 @@ def compile_layer(model: Model, compiler: Compiler) -> None:
     write_cache(rows, rows, cache, cache, slots)
 
 
+def compile_sampler(model: Model, compiler: Compiler) -> None:
+    """Compile the kernels that choose tokens."""
+    compiler.case = "sampler"
+    parameters = Parameters(
+        torch.zeros(1, NUM_FLOATS),
+        torch.ones(1, dtype=torch.float64),
+        torch.zeros(1, NUM_INTS, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1),
+    )
+    choose_tokens(
+        torch.zeros(1, model.vocab_size, dtype=model.dtype),
+        parameters,
+        torch.zeros(1, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.int32),
+        num_processed=0,
+        is_drawn=True,
+        is_filtered=True,
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.gpu aot", description=__doc__)
     parser.add_argument("models", nargs="*", help=f"by default all: {', '.join(MODELS)}")
@@ -232,6 +256,7 @@ def main(argv: Sequence[str]) -> int:
         compiler.model = name
         compile_attention(MODELS[name], compiler)
         compile_layer(MODELS[name], compiler)
+        compile_sampler(MODELS[name], compiler)
     sys.stdout.write(f"compiled {kernels.num_compiled}, from the cache {kernels.num_cached}\n")
     if compiler.num_too_large:
         sys.stderr.write(f"{compiler.num_too_large} kernels spill or are too large\n")

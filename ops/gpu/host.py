@@ -5,15 +5,14 @@
     python -m ops.gpu host --device-ms 7.6
 
 The engine core, its scheduler, the runner, the plan of the kernels and the sampler run over a model
-that computes nothing: its logits are a fixed table. All sequences decode. For each number of
+that computes nothing, and no kernel chooses the tokens. All sequences decode. For each number of
 sequences and kind of sampling this prints the medians of the processor time and of the time of a
 step, and its Python calls, which are the same on every machine.
 
 With `--device-ms` each batch takes this time on a device that computes one batch after the other,
 while the interpreter is free. The next step is launched before the tokens of a step are awaited,
-and the share of the time in which the device is idle is printed too. The products of the
-sampler run on this machine's processor, over a vocabulary of 1,024 tokens. Run it on a machine that
-does nothing else.
+and the share of the time in which the device is idle is printed too. Run it on a machine that does
+nothing else.
 """
 
 import argparse
@@ -34,7 +33,9 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
 from workers.engine.cuda.kernels.plan import BlockTables, KernelPlan, plan_for_kernels
+from workers.engine.cuda.kernels.sampling import CHOSEN
 from workers.engine.cuda.kernels.tiling import Tiling
+from workers.engine.cuda.sampler import DeviceSampler
 from workers.engine.launched_batch import LaunchedBatch
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
@@ -82,14 +83,14 @@ class NullFamily:
 
 
 class NullModel(DecoderModel):
-    """Decoder that plans as a GPU model does, and returns rows of a fixed table."""
+    """Decoder that plans as a GPU model does, without values."""
 
     def __init__(self) -> None:
         family: Any = NullFamily()
         super().__init__(family)
+        self.draw = DeviceSampler(self.device, choose_nothing).draw
         self._tables = BlockTables()
-        generator = torch.Generator().manual_seed(0)
-        self._logits = torch.randn(MAX_SEQUENCES, VOCAB_SIZE, generator=generator)
+        self._logits = torch.zeros(MAX_SEQUENCES, VOCAB_SIZE)
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         return [
@@ -109,6 +110,11 @@ class NullModel(DecoderModel):
 
     def forward(self, step: StepInputs) -> Tensor:
         return self._logits[: len(step.sampled_rows)]
+
+
+def choose_nothing(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return token 1 for each row, without a kernel."""
+    return torch.tensor([[1, CHOSEN]]).repeat(len(logits), 1)
 
 
 class NullRunner(ModelRunner):

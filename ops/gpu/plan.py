@@ -6,6 +6,7 @@ CUDA_TESTS = (
     "tests/engine/cuda/test_cuda_graphs.py",
     "tests/engine/cuda/test_fused_layers.py",
     "tests/engine/cuda/kernels/test_elementwise.py",
+    "tests/engine/cuda/kernels/test_sampling.py",
 )
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 
@@ -44,7 +45,7 @@ SECTIONS = (
     _section("images", 25, "Are the tokens of prompts with images those of a CPU?", 4),
     _section("serving", 75, "How fast are 1.5B and 7B, and how long is the GPU idle?"),
     _section("attention", 35, "Which share of the bandwidth do the kernels reach?"),
-    _section("sampling", 15, "How long does the sampler take?"),
+    _section("sampling", 15, "Are the sampler's tokens right, and how long does it take?"),
     _section("tower", 20, "Which share of the matrix rate does a tower reach?"),
     _section("peer", 40, "How fast is transformers' continuous batching on 1.5B?"),
     _section("faults", 15, "What do errors of the device raise?"),

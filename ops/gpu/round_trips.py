@@ -59,9 +59,9 @@ ADAPTER = "lora"
 MOST = {
     "greedy": 1,
     "temperature": 1,
-    "top_p": 6,
-    "penalties": 14,
-    "logprobs": 10,
+    "top_p": 1,
+    "penalties": 1,
+    "logprobs": 1,
     "images": 2.3,
     "adapters": 1,
 }

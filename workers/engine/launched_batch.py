@@ -9,10 +9,11 @@ from workers.engine.core.sequence import SampledToken, ScheduledSequence
 from workers.engine.model.states import StateStep
 from workers.engine.model.talker import Talker
 from workers.engine.pooling import pool
-from workers.engine.sampling.logprobs import record_prompt_logprobs
-from workers.engine.sampling.verifier import DrawnBatch, draw_batch
+from workers.engine.sampling.logprobs import PromptRows
+from workers.engine.sampling.verifier import Draw, DrawnBatch
 from workers.engine.step_clock import StepClock
 from workers.engine.step_rows import StepRows
+from workers.engine.transfers import upload
 
 
 class LaunchedBatch:
@@ -26,6 +27,7 @@ class LaunchedBatch:
         hidden: Tensor | None,
         states: StateStep,
         talker: Talker | None,
+        draw: Draw,
         on_sampled: Callable[[Tensor], object],
         clock: StepClock,
     ) -> None:
@@ -37,6 +39,7 @@ class LaunchedBatch:
         self._hidden = hidden
         self._states = states
         self._talker = talker
+        self._draw = draw
         self._on_sampled = on_sampled
         self._clock = clock
         self._kept: list[ScheduledSequence] = []
@@ -51,16 +54,19 @@ class LaunchedBatch:
         assert self._logits is not None
         self._kept = [self._scheduled[i] for i in indexes]
         num_sampled = self._rows.num_sampled
-        logits, hidden = self._logits[:num_sampled], self._hidden
+        logits, hidden, prompts = self._logits[:num_sampled], self._hidden, None
         if len(indexes) < len(self._scheduled):
-            of_kept = self._rows.sampled_of(indexes)
-            logits = logits[of_kept]
-            hidden = None if hidden is None or self._talker is None else hidden[of_kept]
-        if sampling := [s for s in self._kept if s.samples_token]:
-            self._drawn = draw_batch(logits, sampling)
-            self._on_sampled(self._drawn.token_ids)
+            of_kept = upload(self._rows.sampled_of(indexes), logits.device)
+            logits = logits.index_select(0, of_kept)
+            if hidden is not None and self._talker is not None:
+                hidden = hidden.index_select(0, of_kept)
         if len(self._logits) > num_sampled:
-            record_prompt_logprobs(self._logits[num_sampled:], self._scheduled)
+            prompts = PromptRows.of(self._logits[num_sampled:], self._scheduled)
+        sampling = [s for s in self._kept if s.samples_token]
+        if sampling or prompts is not None:
+            self._drawn = self._draw(logits, sampling, prompts)
+        if sampling and self._drawn is not None:
+            self._on_sampled(self._drawn.token_ids)
         if self._rows.pooled and self._hidden is not None:
             pool(self._hidden, [self._scheduled[i] for i in self._rows.pooled])
         # The memory is free for the next batch.

@@ -34,7 +34,7 @@ from workers.engine.model.talker import SpeechRows, Talker
 from workers.engine.pooling import check_dimensions
 from workers.engine.step_clock import StepClock
 from workers.engine.step_rows import StepRows
-from workers.engine.transfers import send, upload
+from workers.engine.transfers import upload, upload_parts
 
 _log = structlog.get_logger()
 
@@ -296,12 +296,24 @@ class ModelRunner:
         states = self._states.step(rows.starts, layout.seq_lens, slots)
         if self._adapters:
             self._adapters.assign([s.sequence.request.adapter for s in scheduled], rows.starts)
-        token_ids = self._gather_tokens(scheduled)
+        step_tokens = _gather_tokens(scheduled)
+        token_ids, positions, sampled_rows, pooled_rows = upload_parts(
+            [
+                step_tokens,
+                self._make_positions(scheduled, rows.starts),
+                np.array(rows.logits, np.int64),
+                np.array(rows.pooled_rows(), np.int64),
+            ],
+            self._model.device,
+        )
+        if step_tokens.min() < 0:
+            # Tokens of the batch before. They may be known on the device alone.
+            awaited = self._sampled[(-1 - token_ids).clamp(min=0)]
+            token_ids = torch.where(token_ids < 0, awaited, token_ids)
         embeddings, deepstack = self._embed(token_ids, scheduled, rows.starts)
-        sampled_rows = self._to_device(rows.logits)
         hidden_rows, hidden = None, None
         if rows.pooled:
-            hidden_rows = self._to_device(rows.pooled_rows())
+            hidden_rows = pooled_rows
             size = (len(hidden_rows), embeddings.shape[1])
             hidden = torch.empty(size, dtype=torch.float32, device=embeddings.device)
         elif self._talker is not None and self._talker.num_codebooks > 1:
@@ -310,7 +322,7 @@ class ModelRunner:
         logits = self._model.forward(
             StepInputs(
                 embeddings=embeddings,
-                positions=self._make_positions(scheduled, rows.starts),
+                positions=positions,
                 plan=plan,
                 kv_cache=self._kv_cache,
                 sampled_rows=sampled_rows,
@@ -324,23 +336,19 @@ class ModelRunner:
         )
         talker = None if rows.pooled else self._talker
         return LaunchedBatch(
-            scheduled, rows, logits, hidden, states, talker, self._hold_sampled, self._clock
+            scheduled,
+            rows,
+            logits,
+            hidden,
+            states,
+            talker,
+            self._model.draw,
+            self._hold_sampled,
+            self._clock,
         )
 
     def _hold_sampled(self, token_ids: Tensor) -> None:
         self._sampled = token_ids
-
-    def _gather_tokens(self, scheduled: list[ScheduledSequence]) -> Tensor:  # [num_tokens]
-        token_ids: list[int] = []
-        for s in scheduled:
-            token_ids += s.sequence.token_ids[s.start : s.end]
-            token_ids += s.draft_token_ids
-        on_device = self._to_device(token_ids)
-        if min(token_ids) >= 0:
-            return on_device
-        # Tokens of the batch before. They may be known on the device alone.
-        awaited = self._sampled[(-1 - on_device).clamp(min=0)]
-        return torch.where(on_device < 0, awaited, on_device)
 
     def _attend_items(
         self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
@@ -390,7 +398,9 @@ class ModelRunner:
             return rows, None
         return rows, levels.view(num_tokens, -1, width).transpose(0, 1)
 
-    def _make_positions(self, scheduled: list[ScheduledSequence], starts: list[int]) -> Tensor:
+    def _make_positions(
+        self, scheduled: list[ScheduledSequence], starts: list[int]
+    ) -> NDArray[Any]:
         """Return the rotary positions of the step, [num_position_rows, num_tokens].
 
         `starts` are the first rows of the sequences.
@@ -408,7 +418,16 @@ class ModelRunner:
             middle = begin + max(0, min(s.end, prompt.shape[1]) - s.start)
             positions[:, begin:middle] = prompt[:, s.start : s.start + middle - begin]
             positions[:, middle : begin + s.num_new_tokens] += delta
-        return send(torch.from_numpy(positions), self._model.device)
+        return positions
 
     def _to_device(self, values: list[int]) -> Tensor:
         return upload(values, self._model.device)
+
+
+def _gather_tokens(scheduled: list[ScheduledSequence]) -> NDArray[np.int64]:
+    """Return the tokens of a step, [num_tokens]; awaited tokens are negative."""
+    token_ids: list[int] = []
+    for s in scheduled:
+        token_ids += s.sequence.token_ids[s.start : s.end]
+        token_ids += s.draft_token_ids
+    return np.array(token_ids, np.int64)

@@ -1,24 +1,38 @@
 """Copies between the host and the device of a model that neither side waits for."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes. Triton would compile a second version of a kernel for pointers that are not aligned."""
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: type = np.int64) -> Tensor:
     """Return a tensor with these values on the device, of NumPy's `dtype`."""
-    # NumPy converts lists in a fraction of torch's time.
-    return send(torch.from_numpy(np.array(values, dtype=dtype)), device)
+    return upload_parts([np.array(values, dtype)], device)[0]
 
 
-def send(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on the device, without waiting for the device's work."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+def upload_parts(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Return the arrays on the device, in one copy. Each part is aligned for the kernels."""
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
+    offsets = [0, *accumulate(sizes)]
+    packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for part, offset in zip(parts, offsets, strict=False):
+        host[offset : offset + part.nbytes].view(part.dtype)[:] = part.ravel()
+    on_device = packed.to(device, non_blocking=True)
+    return [
+        on_device[offset : offset + part.nbytes]
+        .view(getattr(torch, part.dtype.name))
+        .view(part.shape)
+        for part, offset in zip(parts, offsets, strict=False)
+    ]
 
 
 class Download:
@@ -34,7 +48,7 @@ class Download:
             self._event.record()
 
     def result(self) -> Tensor:
-        """Wait for the values, and return them."""
+        """Wait for the values, and return them on the host."""
         if self._event is not None:
             self._event.synchronize()
-        return self._values
+        return self._values.cpu()

@@ -17,7 +17,6 @@ from shared.config.schema import EngineConfig, ModelConfig
 from shared.models.media import DecodedImage
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.engine import launched_batch
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.loader import load
@@ -121,7 +120,7 @@ def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
         (inside._runner, "_embed", "embed"),
         (inside._runner._model, "plan", "plan"),
         (inside._runner._model, "forward", "forward"),
-        (launched_batch, "draw_batch", "sample"),
+        (inside._runner._model, "draw", "sample"),
     ):
         stopwatch.watch(owner, name, phase)
 

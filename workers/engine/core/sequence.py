@@ -244,7 +244,7 @@ class Sequence:
     the set."""
     operations: Operations | None = None
     """Operations of the sampler for all further tokens, once they are known."""
-    points: tuple[int, list[float]] = (0, [])
+    points: tuple[int, NDArray[np.float64]] = (0, np.empty(0))
     """Random numbers of the sampler: the first position in the output, and the numbers from there
     on."""
     peak_blocks = 0

@@ -22,14 +22,17 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 
-KINDS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(top_p=0.9, top_k=40, min_p=0.01),
-    SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
-    SamplingParams(temperature=0.0, logprobs=5, min_tokens=1, logit_bias={0: 1.0}),
+SAMPLING = SamplingParams(
+    top_p=0.9,
+    top_k=40,
+    min_p=0.01,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logprobs=5,
+    min_tokens=1,
+    logit_bias={0: 1.0},
 )
-"""Kinds of sampling, each of which has separate kernels."""
+"""All parameters that need memory on the device. They run all kernels of the sampler."""
 NUM_TOKENS = 3
 """Tokens that each request generates."""
 
@@ -85,7 +88,7 @@ class Profile:
 
     def run(self, core: EngineCore) -> None:
         """Run a step with as many prompt tokens as there may be, steps with a prompt next to
-        decodes, and steps of as many decodes as there may be, with all kinds of sampling."""
+        decodes, and steps of as many decodes as there may be."""
         for number in range(self.num_seqs):
             core.add(self._request(number))
         core.step()
@@ -98,8 +101,7 @@ class Profile:
                     raise output.error
 
     def _request(self, number: int) -> EngineRequest:
-        kind = KINDS[number % len(KINDS)]
-        sampling = replace(kind, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True)
+        sampling = replace(SAMPLING, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True)
         # Tenants share no cached prefixes.
         prompt, tenant = [0] * self.prompt_len, f"tenant-{number}"
         return EngineRequest(_name(number), prompt, [], sampling, tenant=tenant)

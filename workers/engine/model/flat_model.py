@@ -18,6 +18,7 @@ from workers.engine.model.attention import ATTENTION, KVCache
 from workers.engine.model.states import NO_STATES, StatePool, StateStep
 from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import kv_shapes, layer_windows
+from workers.engine.sampling.verifier import Draw, draw_batch
 
 
 class BatchLayout(NamedTuple):
@@ -60,6 +61,8 @@ class DecoderModel(ABC):
 
     def __init__(self, family: LanguageAdapter) -> None:
         self.family = family
+        self.draw: Draw = draw_batch
+        """Draws the next tokens from logits of the model."""
         self.num_graph_steps = self.num_eager_steps = 0
         """Steps on a GPU that were replayed as CUDA graphs, and other steps on it."""
         self.num_graph_rows = self.num_padding_rows = 0

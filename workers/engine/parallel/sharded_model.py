@@ -41,6 +41,7 @@ class ShardedModel(DecoderModel):
     ) -> None:
         super().__init__(own.family)
         self.kv_packing = f"{own.kv_packing}, {group.share.num_ranks} ranks"
+        self.draw = own.draw
         self._own = own
         self._group = group
         self._followers = followers

@@ -13,6 +13,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.errors import InvalidRequest
@@ -22,7 +23,6 @@ from workers.engine.sampling.logits_processors import needs_processing, process_
 from workers.engine.sampling.ranked import draw_filtered, rank
 from workers.engine.sampling.row_chunks import iterate_chunks, take_rows
 from workers.engine.sampling.truncation import Filters
-from workers.engine.transfers import Download, upload
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow, and are treated as greedy sampling."""
@@ -30,35 +30,20 @@ RESOLUTION = 2.0**-52
 NUM_OF_COUNTER = 4
 NUM_DRAWN = 64
 """Random numbers that are drawn for a sequence at once: 64 take hardly longer than one."""
-NOT_FINITE = "the output of the model for a sequence is not finite"
+NOT_FINITE_ERROR = "the output of the model for a sequence is not finite"
+NO_TOKEN_LEFT = "the sampling parameters leave no token to choose"
 
 
-class Drawn:
-    """The next token of each row. Until `result`, the tokens may only be known on the device."""
+def draw_tokens(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Return the next tokens of sequences on a CPU, from `logits` [num_sequences, vocab_size].
 
-    def __init__(self, token_ids: Tensor, greatest: Tensor) -> None:
-        """`token_ids` are int64, `greatest` are the greatest logits: both [num_rows]."""
-        self.token_ids = token_ids
-        self._download = Download(torch.stack([token_ids, greatest.isfinite().long()]))
-
-    def result(self) -> list[int]:
-        """Wait for the tokens. Raises ArithmeticError if logits are not finite."""
-        token_ids, are_finite = self._download.result().tolist()
-        if not all(are_finite):
-            raise ArithmeticError(NOT_FINITE)
-        return list(token_ids)
-
-
-def draw_tokens(logits: Tensor, sequences: list[Sequence]) -> Drawn:
-    """Draw the next tokens of one or more sequences, from `logits` [num_sequences, vocab_size].
-
-    The logits may have any floating dtype and are not changed. Raises ArithmeticError if the logits
-    of a row with filters or processors are not finite, as after an overflow, and InvalidRequest if
-    a request has banned every token.
+    The tokens are int64 [num_sequences]. The logits may have any floating dtype and are not
+    changed. Raises ArithmeticError if the logits of a row are not finite, as after an overflow, and
+    InvalidRequest if a request has banned every token.
     """
     groups: dict[Operations, list[int]] = defaultdict(list)
     for row, sequence in enumerate(sequences):
-        groups[sequence.operations or _operations_of(sequence)].append(row)
+        groups[operations_of(sequence)].append(row)
     parts = [
         (chunk, _draw_rows(take_rows(logits, chunk).float(), of_chunk, operations))
         for operations, rows in groups.items()
@@ -66,23 +51,25 @@ def draw_tokens(logits: Tensor, sequences: list[Sequence]) -> Drawn:
         for of_chunk in ([sequences[row] for row in chunk],)
     ]
     if len(parts) == 1:
-        return Drawn(*parts[0][1])
-    order = upload([row for chunk, _ in parts for row in chunk], logits.device).argsort()
-    token_ids, greatest = (torch.cat([columns[i] for _, columns in parts])[order] for i in range(2))
-    return Drawn(token_ids, greatest)
+        return parts[0][1]
+    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    for rows, of_rows in parts:
+        token_ids[rows] = of_rows
+    return token_ids
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """Return the tokens of `draw_tokens`. Raises ArithmeticError for any row that is not finite."""
-    return draw_tokens(logits, sequences).result()
+    """Return the tokens of `draw_tokens`."""
+    token_ids: list[int] = draw_tokens(logits, sequences).tolist()
+    return token_ids
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
     """Return a random number in [0, 1), a pure function of the arguments."""
-    return _draw_points(seed, choice, position, 1)[0]
+    return float(_draw_points(seed, choice, position, 1)[0])
 
 
-def _draw_points(seed: int, choice: int, first: int, num: int) -> list[float]:
+def _draw_points(seed: int, choice: int, first: int, num: int) -> NDArray[np.float64]:
     """Return the random numbers of `num` positions in the output from `first` on.
 
     The generator is Philox4x64 (Salmon et al., 2011), which computes from a key and a counter. The
@@ -90,8 +77,7 @@ def _draw_points(seed: int, choice: int, first: int, num: int) -> list[float]:
     """
     generator = np.random.Philox(key=[seed, choice], counter=first)
     bits = generator.random_raw(NUM_OF_COUNTER * num)[::NUM_OF_COUNTER]
-    points: list[float] = ((bits >> np.uint64(12)) * RESOLUTION).tolist()
-    return points
+    return (bits >> np.uint64(12)).astype(np.float64) * RESOLUTION
 
 
 def point_of(sequence: Sequence) -> float:
@@ -102,11 +88,13 @@ def point_of(sequence: Sequence) -> float:
         first, index = first + index, 0
         points = _draw_points(sequence.seed, sequence.choice, first, NUM_DRAWN)
         sequence.points = first, points
-    return points[index]
+    return float(points[index])
 
 
-def _operations_of(sequence: Sequence) -> Operations:
+def operations_of(sequence: Sequence) -> Operations:
     """Return the operations of the next token. They are stored once they no longer change."""
+    if sequence.operations is not None:
+        return sequence.operations
     params = sequence.request.sampling
     is_greedy = params.temperature < GREEDY_BELOW
     has_filter = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
@@ -117,46 +105,31 @@ def _operations_of(sequence: Sequence) -> Operations:
     return operations
 
 
-def _draw_rows(
-    logits: Tensor, sequences: list[Sequence], operations: Operations
-) -> tuple[Tensor, Tensor]:
-    """Return tokens and greatest logits, from `logits` [num_sequences, vocab_size] float32."""
+def _draw_rows(logits: Tensor, sequences: list[Sequence], operations: Operations) -> Tensor:
+    """Return tokens, from `logits` [num_sequences, vocab_size] float32."""
     if operations.is_processed:
         check_finite(logits.amax(-1))
         logits = process_logits(logits, sequences)
     if operations.is_greedy:
-        token_ids = _argmax(logits)
-        greatest = logits.gather(1, token_ids[:, None])
-        if operations.is_processed:
-            _check_greatest(greatest, operations)
+        # NumPy's argmax is vectorised; PyTorch's compares one by one.
+        token_ids = torch.from_numpy(logits.numpy().argmax(-1))
+        _check_greatest(logits.gather(1, token_ids[:, None]), operations)
     elif operations.is_filtered:
         ranked = rank(logits)
-        greatest = ranked.logits[:, :1]
-        _check_greatest(greatest, operations)
-        token_ids = draw_filtered(logits, ranked, *_parameters_of(sequences, logits))
+        _check_greatest(ranked.logits[:, :1], operations)
+        token_ids = draw_filtered(logits, ranked, *_parameters_of(sequences, logits.shape[1]))
     else:
         greatest = logits.amax(-1, keepdim=True)
-        if operations.is_processed or logits.device.type == "cpu":
-            _check_greatest(greatest, operations)
-        filters, points = _parameters_of(sequences, logits)
+        _check_greatest(greatest, operations)
+        filters, points = _parameters_of(sequences, logits.shape[1])
         token_ids = draw_unfiltered(logits, greatest, filters.temperature, points)
-    return token_ids, greatest[:, 0]
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """Return the first index of the greatest logit in each row."""
-    if logits.device.type == "cpu":
-        # NumPy's argmax is vectorised; PyTorch's compares one by one.
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
+    return token_ids
 
 
 def _check_greatest(greatest: Tensor, operations: Operations) -> None:
     """Raise the errors of `draw_tokens`, from the greatest logit of each row."""
     if operations.is_processed and bool(greatest.isneginf().any()):
-        raise InvalidRequest(
-            "the sampling parameters leave no token to choose", field="sampling_params"
-        )
+        raise InvalidRequest(NO_TOKEN_LEFT, field="sampling_params")
     check_finite(greatest)
 
 
@@ -167,24 +140,20 @@ def check_finite(values: Tensor) -> None:
     """
     # For so few values, NumPy takes a tenth of the time.
     if not np.isfinite(values.float().numpy(force=True)).all():
-        raise ArithmeticError(NOT_FINITE)
+        raise ArithmeticError(NOT_FINITE_ERROR)
 
 
-def _parameters_of(sequences: list[Sequence], logits: Tensor) -> tuple[Filters, Tensor]:
+def _parameters_of(sequences: list[Sequence], vocab_size: int) -> tuple[Filters, Tensor]:
     """Return the filters, and the point of each sequence at which a token is drawn."""
     params = [sequence.request.sampling for sequence in sequences]
-    vocab_size = logits.shape[1]
-    points = [point_of(sequence) for sequence in sequences]
-    columns = upload(
+    columns = np.array(
         [
             [p.temperature for p in params],
             [p.min_p for p in params],
             [min(p.top_k or vocab_size, vocab_size) for p in params],
             [p.top_p for p in params],
-            points,
-        ],
-        logits.device,
-        np.float64,
+            [point_of(sequence) for sequence in sequences],
+        ]
     )
-    temperature, min_p, top_k, top_p, points_column = columns[:, :, None]
-    return Filters(temperature.float(), min_p, top_k.long(), top_p), points_column[:, 0]
+    temperature, min_p, top_k, top_p, points = torch.from_numpy(columns)[:, :, None]
+    return Filters(temperature.float(), min_p, top_k.long(), top_p), points[:, 0]

@@ -1,6 +1,5 @@
 """Token masks of a model's own rules: the beginning of Whisper's answers, and codes of speeches."""
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -21,9 +20,9 @@ class RulesMask:
     def allowed(self) -> NDArray[np.int32] | None:
         rules, num_after = self._rules, self._num_tokens - len(self._rules.beginning)
         if num_after < 0:
-            return _pack(rules.beginning[num_after], self._vocab_size)
+            return pack_tokens(rules.beginning[num_after], self._vocab_size)
         suppressed = rules.suppressed if num_after else rules.suppressed + rules.suppressed_first
-        return ~_pack(suppressed, self._vocab_size) if suppressed else None
+        return ~pack_tokens(suppressed, self._vocab_size) if suppressed else None
 
     def advance(self, token_id: int) -> None:
         self._num_tokens += 1
@@ -50,11 +49,11 @@ class CodesMask:
 def _mask_of(
     codes: CodeTokens, place: int, end_token_ids: tuple[int, ...], vocab_size: int
 ) -> NDArray[np.int32]:
-    return _pack((*codes.at(place), *(() if place else end_token_ids)), vocab_size)
+    return pack_tokens((*codes.at(place), *(() if place else end_token_ids)), vocab_size)
 
 
 @lru_cache(16)
-def _pack(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
+def pack_tokens(token_ids: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
     """Return a bit for each token, which is set for these."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[[*token_ids]] = 1

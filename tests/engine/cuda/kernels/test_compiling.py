@@ -18,6 +18,10 @@ KERNELS = {
     "_silu_mul",
     "_rotate_and_write",
     "_write_cache",
+    "_prepare",
+    "_sum_units",
+    "_choose",
+    "_choose_filtered",
 }
 # Limit per program: Hopper has 227 KiB, the smaller chips of the Ada generation have 99 KiB.
 SHARED_BYTES = 99 * 2**10

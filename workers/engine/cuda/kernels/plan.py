@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workers.engine.cuda.kernels.tiling import Tiling, pad_to_power_of_two
 from workers.engine.model.step_plan import Window
+from workers.engine.transfers import upload_parts
 
 PART_WIDTH = 8
 """Fields of a part: first row in the batch, number of queries, position of the first query in its
@@ -30,10 +31,6 @@ in the batch, number of queries. Padding has no results."""
 # A part of a chunk is no shorter than this number of steps: 8 of them take about as long as writing
 # and merging its result.
 MIN_CHUNK_STEPS = 8
-
-# In int32 elements: parts of the copied buffer begin at multiples of 16 bytes, because Triton would
-# compile a second version of a kernel for pointers that are not aligned.
-ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ def plan_for_kernels(
     chunks = _cut_chunks(chunk_tiles, tiling) if len(chunk_tiles) else {}
     cuts = [*decodes.values(), *chunks.values()]
     arrays = [slot_mapping, table, *(array for cut in cuts for array in cut[:2])]
-    slots, table_on_device, *rest = _copy_to_device(arrays, device)
+    slots, table_on_device, *rest = upload_parts([part.astype(np.int32) for part in arrays], device)
     on_device = iter(rest)
 
     def place(cuts: Mapping[Window, _Cut]) -> dict[Window, TileParts]:
@@ -234,17 +231,3 @@ def _expand_counts(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArra
     """Return owners and indexes: for counts [2, 3], [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2]."""
     owners = np.arange(len(counts)).repeat(counts)
     return owners, np.arange(len(owners)) - (counts.cumsum() - counts)[owners]
-
-
-def _copy_to_device(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Return the arrays as int32 tensors on the device, transferred in one copy."""
-    offsets = np.cumsum([0, *(-(-part.size // ALIGNMENT) * ALIGNMENT for part in parts)])
-    packed = torch.empty(int(offsets[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    host = packed.numpy()
-    for part, offset in zip(parts, offsets, strict=False):
-        host[offset : offset + part.size] = part.ravel()
-    on_device = packed.to(device, non_blocking=True)
-    return [
-        on_device[offset : offset + part.size].view(part.shape)
-        for part, offset in zip(parts, offsets.tolist(), strict=False)
-    ]
