@@ -1,8 +1,12 @@
-"""Autoscalers of a simulated pool: the product's own policy, and KEDA with its defaults."""
+"""Autoscalers of a simulated pool: the product's own policy, KEDA, and one that knows the future."""
 
 import math
+from bisect import bisect
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
 
+from ops.simulate.engine import Cost, Request
 from ops.simulate.simulation import Simulation
 from shared.scaling.memory import Memory
 from shared.scaling.policy import decide
@@ -10,6 +14,7 @@ from shared.scaling.pools import (
     PoolFigures,
     PoolSettings,
     ScalingSettings,
+    TokenFigures,
     WorkerLoad,
     choose_victims,
 )
@@ -18,6 +23,8 @@ COLD_S = 45.0
 """Time of an engine's start."""
 WINDOW_S = 300.0
 """KEDA keeps engines for the largest need within this time."""
+RATE_S = 30.0
+"""Time in which arriving tokens are counted."""
 POOL = "engine"
 
 
@@ -32,24 +39,43 @@ class OwnPolicy:
         self._cold_s = cold_s
         self._settings = ScalingSettings({POOL: settings})
         self._memory: Memory = {}
+        self._num_ready = 0
+        self._computed: dict[int, tuple[int, float]] = {}
+        """Computed prompt tokens and the time of their steps, by number of the engine."""
+        self._arrived = deque[tuple[float, int]]()
+        """Times of the last looks, with the prompt tokens that had arrived."""
 
     def look(self, simulation: Simulation) -> None:
-        now_s, oldest_s = simulation.now_s, simulation.oldest_s()
-        pending = simulation.num_pending() + sum(len(e.waiting) for e in simulation.engines)
-        in_flight = simulation.num_in_flight()
+        now_s, waiting = simulation.now_s, simulation.waiting()
+        oldest_s = min((request.arrived_s for request in waiting), default=now_s)
+        num_ready = simulation.figures.num_started - len(simulation.starting)
         figures = PoolFigures(
-            pending,
-            in_flight - pending,
-            0.0 if oldest_s is None else now_s - oldest_s,
+            len(waiting),
+            simulation.num_in_flight() - len(waiting),
+            now_s - oldest_s,
             len(simulation.live),
             {str(e.number): now_s - at_s for e, at_s in simulation.starting.items()},
             num_draining=len(simulation.engines) - len(simulation.live),
+            cold_starts_s=(self._cold_s,) * (num_ready - self._num_ready),
+            tokens=self._tokens(simulation),
         )
+        self._num_ready = num_ready
         decisions, self._memory = decide(self._settings, {POOL: figures}, self._memory, now_s)
-        for _ in range(decisions[POOL].start):
-            simulation.start_engine(self._cold_s)
-        _drain(simulation, decisions[POOL].stop)
-        simulation.figures.sizes.append((now_s, len(simulation.live), in_flight))
+        resize(simulation, decisions[POOL].target, self._cold_s)
+
+    def _tokens(self, simulation: Simulation) -> TokenFigures | None:
+        for engine in simulation.engines:
+            self._computed[engine.number] = engine.num_prefilled, engine.prefill_s
+        num_computed = sum(num for num, _ in self._computed.values())
+        computed_s = sum(prefill_s for _, prefill_s in self._computed.values())
+        if not num_computed:
+            return None
+        now_s = simulation.now_s
+        self._arrived.append((now_s, simulation.num_arrived_tokens))
+        while self._arrived[0][0] < now_s - RATE_S:
+            self._arrived.popleft()
+        arriving = (self._arrived[-1][1] - self._arrived[0][1]) / RATE_S
+        return TokenFigures(simulation.num_waiting_tokens(), arriving, num_computed / computed_s)
 
 
 class Keda:
@@ -67,10 +93,44 @@ class Keda:
         self._wants.append((now_s, want))
         while self._wants[0][0] < now_s - WINDOW_S:
             self._wants.popleft()
-        for _ in range(want - len(simulation.live) - len(simulation.starting)):
-            simulation.start_engine(COLD_S)
-        _drain(simulation, len(simulation.live) - max(want for _, want in self._wants))
-        simulation.figures.sizes.append((now_s, len(simulation.live), in_flight))
+        num_present = len(simulation.live) + len(simulation.starting)
+        kept = min(num_present, max(want for _, want in self._wants))
+        resize(simulation, max(want, kept), COLD_S)
+
+
+class Oracle:
+    """Knows the future requests: engines are ready when they are needed, and go when no engine is
+    needed again within the time of a start."""
+
+    period_s = 2.0
+
+    def __init__(self, settings: PoolSettings, requests: Sequence[Request], cost: Cost) -> None:
+        """The load is the number of requests in flight if each is computed at once."""
+        self._settings = settings
+        changes = []
+        for request in requests:
+            answer_s = cost.step_s + cost.token_s * settings.per_engine
+            end_s = request.arrived_s + cost.token_s * request.prompt + request.answer * answer_s
+            changes += [(request.arrived_s, 1), (end_s, -1)]
+        changes.sort()
+        self._loads = list(accumulate((change for _, change in changes), initial=0))
+        self._times_s = [at_s for at_s, _ in changes]
+
+    def look(self, simulation: Simulation) -> None:
+        first = bisect(self._times_s, simulation.now_s)
+        last = bisect(self._times_s, simulation.now_s + COLD_S + self.period_s)
+        need = math.ceil(max(self._loads[first : last + 1]) / self._settings.per_engine)
+        resize(simulation, min(self._settings.max, need), COLD_S)
+
+
+def resize(simulation: Simulation, target: int, cold_s: float) -> None:
+    """Start or drain engines, so that `target` are ready or start."""
+    num_present = len(simulation.live) + len(simulation.starting)
+    for _ in range(target - num_present):
+        simulation.start_engine(cold_s)
+    _drain(simulation, num_present - target)
+    size = simulation.now_s, len(simulation.live), simulation.num_in_flight()
+    simulation.figures.sizes.append(size)
 
 
 def _drain(simulation: Simulation, count: int) -> None:

@@ -78,9 +78,11 @@ class Engine:
         "num_begun",
         "num_decoding",
         "num_hit_tokens",
+        "num_prefilled",
         "num_prompt_tokens",
         "number",
         "order",
+        "prefill_s",
         "prefills",
         "queued",
         "since_s",
@@ -111,6 +113,10 @@ class Engine:
         self.cache: OrderedDict[Key, int] = OrderedDict()
         self.cached = 0
         self.num_begun = self.num_prompt_tokens = self.num_hit_tokens = 0
+        self.num_prefilled = 0
+        """Prompt tokens that were computed."""
+        self.prefill_s = 0.0
+        """Time of the steps that computed them."""
 
     @property
     def num_held(self) -> int:
@@ -178,6 +184,8 @@ class Engine:
         self.started_s, self.steps_ahead = now_s, 1
         if tokens > num_decoding or self.first:
             step_s = cost.step_s + cost.token_s * tokens + cost.context_s * self.context
+            self.num_prefilled += tokens - num_decoding
+            self.prefill_s += step_s + image_s
             return now_s + step_s + image_s
         if not num_decoding:
             self.steps_ahead = 0

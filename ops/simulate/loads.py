@@ -43,6 +43,18 @@ def bursty_chat(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -
     return requests
 
 
+def bursts(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -> list[Request]:
+    """Bursts of single prompts, 20 to 40 s long, with silences of `gap_s` on average."""
+    rnd, requests, now_s = random.Random(seed), list[Request](), 0.0
+    while len(requests) < num_requests:
+        end_s = now_s + rnd.uniform(20, 40)
+        while now_s < end_s:
+            now_s += rnd.expovariate(rate)
+            requests.append(_single(rnd, now_s, len(requests)))
+        now_s += gap_s * rnd.uniform(0.5, 1.5)
+    return requests[:num_requests]
+
+
 def hot_image(num_requests: int, rate: float, seed: int) -> list[Request]:
     """Questions about one image, under one template."""
     rnd, requests, now_s = random.Random(seed), list[Request](), 0.0

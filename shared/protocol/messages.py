@@ -48,6 +48,7 @@ from msgspec import Meta, Struct
 from shared.helpers import patterns
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
+from shared.scaling.memory import Learned
 
 # A leading autoscaler writes its plan every second. An older plan has no leader any more.
 PLAN_AGE_S = 10.0
@@ -258,6 +259,10 @@ class PoolPlan(Struct, frozen=True, omit_defaults=True):
     """Slots of starting workers to end, because their start takes too long."""
     reason: str = ""
     """Rule that has decided `wanted`."""
+    why: str = ""
+    """The decision in one sentence."""
+    learned: Learned = Learned()
+    """Measurements that a new leader continues with."""
     running: int = 0
     starting: int = 0
     starting_s: float = 0.0

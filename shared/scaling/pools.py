@@ -13,9 +13,20 @@ from shared.errors import ConfigError
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+PositiveSeconds = Annotated[float, Meta(gt=0)]
 
 Reason = Literal[
-    "demand", "oldest", "woken", "idle", "pinned", "min", "max", "budget", "given_up", "no_figures"
+    "demand",
+    "tokens",
+    "oldest",
+    "woken",
+    "idle",
+    "pinned",
+    "min",
+    "max",
+    "budget",
+    "given_up",
+    "no_figures",
 ]
 
 
@@ -37,10 +48,13 @@ class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum number of workers."""
     per_engine: Positive = 16
     """Number of tasks, queued or in flight, for which the pool needs one worker."""
-    oldest_s: Seconds = 2.0
-    """Age of the oldest waiting task beyond which the pool grows by a quarter."""
-    idle_s: Seconds = 60.0
-    """Time for which the pool keeps its largest needed size before it shrinks."""
+    ttft_target_s: PositiveSeconds = 2.0
+    """Target for the time to the first token. The pool grows so that its workers compute the
+    waiting prompt tokens within this time, and by a quarter while a task waits for longer."""
+    idle_s: Seconds | None = None
+    """Least time for which the pool keeps its largest needed size before it shrinks; by default
+    60 s, or three times the measured start of a worker if that is longer. The autoscaler extends
+    it after intervals between requests that were a little longer."""
     start_timeout_s: Seconds = 300.0
     """Time after which a worker that is not ready is given up."""
     priority: int = 0
@@ -72,6 +86,17 @@ class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
                     raise ConfigError(f"edges: no pool {name!r}", field="edges")
 
 
+class TokenFigures(Struct, frozen=True):
+    """Prompt tokens of a pool's tasks, and the speed of its workers."""
+
+    waiting: float
+    """Tokens of the prompts that no worker has computed yet."""
+    arriving: float
+    """Tokens of the prompts that arrive in a second."""
+    speed: float
+    """Tokens that one worker computes in a second of steps with prompts; more than 0."""
+
+
 class PoolFigures(Struct, frozen=True):
     """Figures of one pool at one moment, about its queues and its workers."""
 
@@ -82,7 +107,7 @@ class PoolFigures(Struct, frozen=True):
     oldest_s: float
     """Age of the oldest pending task; 0 if there is none."""
     num_running: int
-    """Number of workers that are ready and do not drain."""
+    """Number of the actuator's workers that are ready and do not drain."""
     starting: Mapping[str, float] = {}
     """Workers that are not ready yet, with the seconds since they were requested."""
     num_pinned: int = 0
@@ -91,21 +116,25 @@ class PoolFigures(Struct, frozen=True):
     """Number of draining workers, which still use the budget."""
     num_arrived: int = 0
     """Number of requests for the pool's model since the last look."""
+    num_others: int = 0
+    """Number of ready workers that the actuator has not started. They reduce the need."""
+    cold_starts_s: tuple[float, ...] = ()
+    """Durations of the starts that have ended since the last look."""
+    tokens: TokenFigures | None = None
+    """None for workers that compute no prompts, or whose speed is unknown."""
 
 
 class PoolDecision(Struct, frozen=True):
     """Decision on one pool, with its reason."""
 
     target: int
-    """Number of workers that the pool will have, once it may start the missing ones."""
-    start: int
-    """Number of workers to request now; 0 for some time after a start was given up."""
-    stop: int
-    """Number of workers to drain now, see `choose_victims`."""
+    """Number of workers that the actuator is to have now, without draining ones."""
     give_up: tuple[str, ...]
     """Starting workers that are not waited for any longer."""
     reason: Reason
     """Rule that has decided `target`."""
+    delay_s: float = 0.0
+    """Time for which the pool keeps its largest need."""
 
 
 class WorkerLoad(Struct, frozen=True):

@@ -179,14 +179,15 @@ def _figures_of(pool: Pool, look: Look, before: Counter[str]) -> PoolFigures | N
         return None
     queues = [look.queues[key] for key in keys]
     workers = look.workers[pool.name]
-    ready = (*workers.ready, *workers.others)
     return PoolFigures(
         pending=sum(queue.pending for queue in queues),
         in_flight=sum(queue.in_flight for queue in queues),
         oldest_s=max(queue.oldest_s for queue in queues),
-        num_running=len(ready),
+        num_running=len(workers.ready),
         starting=workers.starting,
-        num_pinned=sum(worker.num_pinned > 0 for worker in ready),
+        num_pinned=sum(worker.num_pinned > 0 for worker in workers.ready),
         num_draining=workers.num_draining,
         num_arrived=sum(before[model] for model in pool.models),
+        num_others=len(workers.others),
+        cold_starts_s=workers.cold_starts_s,
     )

@@ -20,7 +20,7 @@ from workers.roles import role_of
 AUTO = "auto"
 HEADER = (
     f"{'pool':<24} {'state':<18} {'wanted':>6} {'set':>4} {'running':>7} {'starting':>8}"
-    f" {'draining':>8} {'pending':>7} {'in flight':>9} reason"
+    f" {'draining':>8} {'pending':>7} {'in flight':>9}"
 )
 
 
@@ -120,8 +120,9 @@ def _show(plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, *, as_json:
         print_line(
             f"{row.pool:<24} {row.state:<18} {pool.wanted:>6} {is_set:>4}"
             f" {pool.running:>7} {pool.starting:>8} {pool.draining:>8}"
-            f" {pool.pending:>7} {pool.in_flight:>9} {pool.reason}"
+            f" {pool.pending:>7} {pool.in_flight:>9}"
         )
+        print_line(f"  {pool.why}")
     for row in rows:
         if row.holds != row.set:
             limit = pools.by_name[row.pool].settings.max
