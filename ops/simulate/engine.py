@@ -38,7 +38,16 @@ class Request:
     The last link is the prompt with its answer, which the next turn of a chat begins with.
     """
 
-    __slots__ = ("answer", "arrived_s", "chain", "hit", "image_s", "num_image_tokens", "prompt")
+    __slots__ = (
+        "answer",
+        "arrived_s",
+        "chain",
+        "given_s",
+        "hit",
+        "image_s",
+        "num_image_tokens",
+        "prompt",
+    )
 
     def __init__(
         self,
@@ -52,6 +61,14 @@ class Request:
         self.arrived_s, self.prompt, self.answer = arrived_s, prompt, answer
         self.chain, self.image_s, self.num_image_tokens = chain, image_s, num_image_tokens
         self.hit = 0
+        self.given_s = 0.0
+        """Time at which an engine has claimed it."""
+
+    def at(self, arrived_s: float) -> "Request":
+        """Return the same request at another time."""
+        return Request(
+            arrived_s, self.prompt, self.answer, self.chain, self.image_s, self.num_image_tokens
+        )
 
 
 class _Prefill:

@@ -22,6 +22,8 @@ class Figures:
     num_stolen: int = 0
     num_started: int = 0
     engine_s: float = 0.0
+    served_s: float = 0.0
+    """Sum of the times that requests have spent in engines."""
     sizes: list[tuple[float, int, int]] = field(default_factory=list)
     """Time, ready engines and requests in flight, at each look of the autoscaler."""
 
@@ -92,7 +94,7 @@ class Simulation:
         # The first fifth warms the caches.
         self.counted_from_s = 0.0 if scaler else requests[len(requests) // 5].arrived_s
         self.max_todo = 2.0 * self.cost.step_tokens
-        self.num_arrived_tokens = 0
+        self.num_arrived = self.num_arrived_tokens = 0
         self._events: list[Event] = []
         self._order = self._num_made = 0
         for _ in range(0 if scaler else num_engines):
@@ -123,6 +125,7 @@ class Simulation:
     # -- for routers ----------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
+        self.num_arrived += 1
         self.num_arrived_tokens += request.prompt
         self.submit(request)
 
@@ -134,6 +137,7 @@ class Simulation:
 
     def give(self, engine: Engine, request: Request) -> None:
         """Put a request into an engine's own queue."""
+        request.given_s = self.now_s
         engine.add(request)
         if engine.steps_ahead == 0:
             self._plan(engine)
@@ -214,6 +218,7 @@ class Simulation:
                 figures.num_hit_tokens += request.hit
         for request in last:
             figures.num_ended += 1
+            figures.served_s += self.now_s - request.given_s
             if request.arrived_s >= self.counted_from_s:
                 figures.answer_s.append(self.now_s - request.arrived_s)
         engine.steps_ahead = 1  # what comes now is planned with the rest

@@ -200,6 +200,23 @@ class BlobAddress(Struct, frozen=True):
     """Address and port."""
 
 
+# Figures in the load of heartbeats, from which the autoscaler measures the work of pools.
+TASKS, TASKS_S = "tasks", "tasks_s"
+"""Handled tasks since the start of the worker, and the sum of their times in it."""
+PROMPT_TOKENS, PROMPT_SPEED = "prompt_tokens", "prompt_tokens_per_s"
+"""Prompt tokens that an engine has claimed and not begun, and its measured speed."""
+
+
+def rendered_tasks(model: str) -> str:
+    """Name of the figure of a renderer: tasks that it has rendered for a model."""
+    return f"rendered_tasks/{model}"
+
+
+def rendered_tokens(model: str) -> str:
+    """Name of the figure of a renderer: prompt tokens of these tasks."""
+    return f"rendered_tokens/{model}"
+
+
 class Heartbeat(Struct, frozen=True, omit_defaults=True):
     role: str
     worker: str

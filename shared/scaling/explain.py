@@ -34,11 +34,11 @@ def explain(
 
 
 def _tokens(pool: PoolSettings, figures: PoolFigures, learned: Learned) -> str:
-    if (tokens := figures.tokens) is None:
+    if figures.work is None or (prompts := figures.work.prompts) is None:
         return ""
     return (
-        f"for {tokens.waiting:.0f} waiting prompt tokens and {tokens.arriving:.0f} more each"
-        f" second: a worker computes {tokens.speed:.0f} in a second, a start takes"
+        f"for {prompts.waiting:.0f} waiting prompt tokens and {prompts.arriving:.0f} more each"
+        f" second: a worker computes {prompts.speed:.0f} in a second, a start takes"
         f" {learned.cold_start_s:.1f} s, and ttft_target_s is {pool.ttft_target_s:g} s"
     )
 

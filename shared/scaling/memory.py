@@ -15,7 +15,7 @@ STARTS_PER_IDLE = 3
 """Default of `idle_s`, in measured starts, if that is longer."""
 START_PRICE = 8.0
 """Price of a start in idle time, in multiples of its duration: clients wait for a start."""
-IDLE_PRICE = 4.0
+IDLE_PRICE = 2.0
 """Least price of a start, in multiples of `idle_s`."""
 MARGIN = 1.25
 """Learned delay, in multiples of the interval that it bridges."""
@@ -45,7 +45,7 @@ class Learned(Struct, frozen=True, omit_defaults=True):
     cold_start_s: float = 0.0
     """Time of a start; 0 before the first one."""
     gaps_s: tuple[float, ...] = ()
-    """Last intervals after which the pool had to grow again, each since it last needed the size."""
+    """Last intervals after which the pool had to grow by a quarter, since it last needed the size."""
 
 
 class PoolMemory(Struct, frozen=True):
@@ -56,7 +56,7 @@ class PoolMemory(Struct, frozen=True):
     peaks: tuple[Peak, ...] = ()
     """Needs in the longest time that a delay may bridge, without needs below a later one."""
     has_shrunk: bool = False
-    """Whether the target has fallen since the pool last had to grow."""
+    """Whether the target has fallen since the last interval was learned."""
     learned: Learned = Learned()
     given_up: tuple[GivenUp, ...] = ()
     num_used: int = 0
@@ -100,7 +100,10 @@ def with_starts(learned: Learned, figures: PoolFigures) -> Learned:
 
 
 def with_growth(memory: PoolMemory, now_s: float, want: int, longest_s: float) -> Learned:
-    """Add the time since the pool last needed `want` workers, if it has shrunk since."""
+    """Return the measurements with the time since the pool last needed `want` workers.
+
+    They are unchanged if it has not shrunk since it last had to grow.
+    """
     learned = memory.learned
     if not memory.has_shrunk:
         return learned

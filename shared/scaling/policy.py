@@ -3,9 +3,9 @@
 The rules of one pool, in order:
 
 1. Without figures nothing changes. A figure of zero is a figure.
-2. The pool needs a worker for each `per_engine` tasks that wait or are in flight, enough workers
-   for the prompt tokens that arrive and wait, and at least one while a pool upstream has work, so
-   that a cold start begins with the request.
+2. The pool needs workers for the work that arrives and waits, by measured times and speeds; until
+   there are any, a worker for each `per_engine` tasks that wait or are in flight. It needs at least
+   one while a pool upstream has work, so that a cold start begins with the request.
 3. It needs a quarter more if the oldest task waits for longer than `ttft_target_s` and nothing
    starts.
 4. `min` and `max` limit the need. Workers that others have started reduce it.
@@ -40,11 +40,12 @@ from shared.scaling.pools import (
     PoolSettings,
     Reason,
     ScalingSettings,
+    WorkFigures,
     downstream_of,
 )
 
 BUSY = 0.8
-"""Part of their time in which workers may compute prompts that arrive."""
+"""Part of the workers' time that the work which arrives may take."""
 
 Figures = Mapping[str, PoolFigures | None]
 
@@ -146,7 +147,8 @@ def _keep(
     """Keep the workers of the last plan that were needed within the delay, and learn the delay."""
     delay = delay_of(pool, memory.learned)
     peaks = memory.peaks or with_want((), now_s, last, delay.longest_s)
-    if want > last:
+    if want > last and 4 * want >= 5 * last:
+        # Otherwise, the present workers do most of the work until the new ones are ready.
         learned = with_growth(memory, now_s, want, delay.longest_s)
         memory = replace(memory, learned=learned, has_shrunk=False)
     peaks = with_want(peaks, now_s, want, delay.longest_s)
@@ -164,9 +166,11 @@ def _want(
     num_tasks = figures.pending + figures.in_flight
     want = -(-num_tasks // pool.per_engine)
     reason: Reason = "demand"
-    for_tokens = min(_for_tokens(pool, figures, memory.learned.cold_start_s), num_tasks)
-    if for_tokens > want:
-        want, reason = for_tokens, "tokens"
+    if figures.work is not None:
+        cold_s = memory.learned.cold_start_s
+        need, reason = _for_work(pool, figures, figures.work, cold_s)
+        # Tasks in flight have their places, and several workers cannot share one task.
+        want = max(-(-figures.in_flight // pool.per_engine), min(math.ceil(need), num_tasks))
     if is_woken and want == 0:
         want, reason = 1, "woken"
     last = memory.target or 0
@@ -184,18 +188,30 @@ def _want(
     return max(0, want - figures.num_others), reason
 
 
-def _for_tokens(pool: PoolSettings, figures: PoolFigures, cold_s: float) -> int:
-    """Return the number of workers for the prompts that arrive, and those that wait.
+def _for_work(
+    pool: PoolSettings, figures: PoolFigures, work: WorkFigures, cold_s: float
+) -> tuple[float, Reason]:
+    """Return the number of workers for the work that arrives, and the work that waits.
 
-    Workers that are requested now are ready after `cold_s`. The prompts that still wait then are
-    computed within `ttft_target_s`.
+    Work is measured in seconds of a worker, by the larger of two shares: places for tasks, of which
+    a worker has `per_engine`, and prompt tokens. A worker that is requested now is ready after
+    `cold_s`. The work that still waits then is to begin within `ttft_target_s`.
     """
-    if (tokens := figures.tokens) is None:
-        return 0
     num_ready = figures.num_running + figures.num_others
-    left = tokens.waiting + (tokens.arriving - num_ready * tokens.speed) * cold_s
-    per_s = tokens.arriving / BUSY + max(0.0, left) / pool.ttft_target_s
-    return math.ceil(per_s / tokens.speed)
+
+    def need(arriving: float, waiting_s: float, within_s: float) -> float:
+        left_s = waiting_s + (arriving - num_ready) * cold_s
+        return arriving / BUSY + max(0.0, left_s) / within_s
+
+    place_s = work.task_s / pool.per_engine
+    # A task keeps its place for its whole time, so no place serves two tasks within it.
+    within_s = max(pool.ttft_target_s, work.task_s)
+    places = need(work.arriving * place_s, figures.pending * place_s, within_s)
+    if (prompts := work.prompts) is None:
+        return places, "demand"
+    arriving = prompts.arriving / prompts.speed
+    tokens = need(arriving, prompts.waiting / prompts.speed, pool.ttft_target_s)
+    return (tokens, "tokens") if tokens > places else (places, "demand")
 
 
 def _within_budget(

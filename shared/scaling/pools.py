@@ -86,7 +86,7 @@ class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
                     raise ConfigError(f"edges: no pool {name!r}", field="edges")
 
 
-class TokenFigures(Struct, frozen=True):
+class PromptFigures(Struct, frozen=True):
     """Prompt tokens of a pool's tasks, and the speed of its workers."""
 
     waiting: float
@@ -94,7 +94,18 @@ class TokenFigures(Struct, frozen=True):
     arriving: float
     """Tokens of the prompts that arrive in a second."""
     speed: float
-    """Tokens that one worker computes in a second of steps with prompts; more than 0."""
+    """Tokens that one worker computes in a second; more than 0."""
+
+
+class WorkFigures(Struct, frozen=True):
+    """Measured work of a pool's tasks."""
+
+    arriving: float
+    """Number of tasks that arrive in a second."""
+    task_s: float
+    """Mean time of a task in a worker, such as the time of a whole answer; more than 0."""
+    prompts: PromptFigures | None = None
+    """None for workers that compute no prompts, or whose speed is unknown."""
 
 
 class PoolFigures(Struct, frozen=True):
@@ -120,8 +131,8 @@ class PoolFigures(Struct, frozen=True):
     """Number of ready workers that the actuator has not started. They reduce the need."""
     cold_starts_s: tuple[float, ...] = ()
     """Durations of the starts that have ended since the last look."""
-    tokens: TokenFigures | None = None
-    """None for workers that compute no prompts, or whose speed is unknown."""
+    work: WorkFigures | None = None
+    """None before the first task has ended."""
 
 
 class PoolDecision(Struct, frozen=True):

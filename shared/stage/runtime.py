@@ -260,7 +260,9 @@ class Context:
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            reported = load() | ({"refused": 1.0} if self.bus.queues.outages.is_open else {})
+            reported = load() | self.stage.counters.load()
+            if self.bus.queues.outages.is_open:
+                reported["refused"] = 1.0
             if self._blobs is not None:
                 reported |= self._blobs.load()
             beat = Heartbeat(

@@ -37,7 +37,9 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 async def led(bus: Bus) -> None:
     await bus.purge(subjects.SCALE_STREAM, ">")
-    plan = ScalePlan("autoscaler-1", {"engine/demo": PoolPlan(0, reason="demand", why="0 workers for 0 tasks")})
+    plan = ScalePlan(
+        "autoscaler-1", {"engine/demo": PoolPlan(0, reason="demand", why="0 workers for 0 tasks")}
+    )
     await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
 
 

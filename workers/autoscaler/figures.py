@@ -45,6 +45,7 @@ class Look(Struct, frozen=True):
     """By pool, without the pools that no actuator has reported."""
     actuators: Mapping[str, str]
     """Name of the actuator by pool."""
+    beats: Sequence[Heartbeat] = ()
 
 
 class Reader:
@@ -75,7 +76,7 @@ class Reader:
             _log.warning("no_figures", reason="heartbeats are missing")
             return None
         actuators = {pool: report.actuator for pool, report in reports.items()}
-        return Look(queues, self._workers(reports, beats), actuators)
+        return Look(queues, self._workers(reports, beats), actuators, beats)
 
     async def _read_reports(self) -> dict[str, PoolReport]:
         """Return the reports by pool, without the pools that no actuator has reported lately."""

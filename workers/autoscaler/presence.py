@@ -48,7 +48,7 @@ class Presence:
         """Return the pool's workers."""
         slots = report.slots
         self._forget_all_but(slots)
-        own = [beat for beat in beats if _serves(beat, self._pool)]
+        own = [beat for beat in beats if serves(beat, self._pool)]
         processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
         living = {None, *processes.values()}
         current = [beat for beat in own if self._known.get(beat.worker) in living]
@@ -107,7 +107,8 @@ class Presence:
         return load or self._ready.get(key)
 
 
-def _serves(beat: Heartbeat, pool: Pool) -> bool:
+def serves(beat: Heartbeat, pool: Pool) -> bool:
+    """Return whether the worker belongs to the pool, by its stage and models."""
     stage = beat.stage or beat.role
     served = (pool.spec.role, pool.stage, pool.spec.pool or "")
     return (beat.role, stage, beat.pool) == served and (

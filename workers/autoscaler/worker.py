@@ -29,6 +29,7 @@ from workers.autoscaler.kubernetes_api import ScaleApi
 from workers.autoscaler.kubernetes_pools import KubernetesPools
 from workers.autoscaler.lease import LEASE_S, RENEW_S, Lease
 from workers.autoscaler.presence import Workers
+from workers.autoscaler.work_meter import WorkMeter
 from workers.pools import Pools, pools_of
 
 LOOK_S = 1.0
@@ -61,6 +62,7 @@ class Autoscaler:
         self._pools = pools
         self._lease = Lease(context.bus, context.worker)
         self._reader = Reader(context.bus, context.worker, pools)
+        self._meter = WorkMeter(pools)
         self._memory: Memory | None = None
         """None before the first look as the leader."""
         self._arrivals = Counter[str]()
@@ -104,7 +106,7 @@ class Autoscaler:
         """Take the lead if it is free."""
         if not await self._lease.take():
             return False
-        self._memory = None
+        self._memory, self._meter = None, WorkMeter(self._pools)
         self._reader = Reader(self._context.bus, self._context.worker, self._pools)
         self._context.log.info("leads")
         return True
@@ -139,8 +141,8 @@ class Autoscaler:
             await self._listen(self._models_at_zero(look))
 
     def _plan(self, look: Look, orders: ScaleOrders, arrivals: Counter[str]) -> ScalePlan:
-        figures = figures_of(self._pools, look, arrivals)
         now_s = asyncio.get_running_loop().time()
+        figures = self._meter.look(figures_of(self._pools, look, arrivals), look.beats, now_s)
         settings = with_sizes(self._pools.scaling, orders.workers)
         before = self._lease.plan.pools
         memory = restored(self._lease.plan, look) if self._memory is None else self._memory

@@ -5,7 +5,13 @@ import pytest
 from shared.scaling.explain import explain
 from shared.scaling.memory import GivenUp, Learned, Peak, PoolMemory
 from shared.scaling.policy import decide
-from shared.scaling.pools import PoolFigures, PoolSettings, ScalingSettings, TokenFigures
+from shared.scaling.pools import (
+    PoolFigures,
+    PoolSettings,
+    PromptFigures,
+    ScalingSettings,
+    WorkFigures,
+)
 
 POOL = PoolSettings(max=4, per_engine=2)
 COLD = Learned(10.0)
@@ -22,7 +28,9 @@ COLD = Learned(10.0)
         ),
         (
             POOL,
-            PoolFigures(3, 0, 0.0, 1, tokens=TokenFigures(3000.0, 400.0, 500.0)),
+            PoolFigures(
+                3, 0, 0.0, 1, work=WorkFigures(0.0, 0.1, PromptFigures(3000.0, 400.0, 500.0))
+            ),
             PoolMemory(1, learned=COLD),
             "3 workers for 3000 waiting prompt tokens and 400 more each second: a worker computes"
             " 500 in a second, a start takes 10.0 s, and ttft_target_s is 2 s",

@@ -14,9 +14,10 @@ from shared.scaling.pools import (
     PoolDecision,
     PoolFigures,
     PoolSettings,
+    PromptFigures,
     ScalingSettings,
-    TokenFigures,
     WorkerLoad,
+    WorkFigures,
     choose_victims,
 )
 
@@ -56,8 +57,14 @@ FIGURES = st.builds(
     st.integers(0, 20),
     st.integers(0, 5),
     st.integers(0, 3),
-    tokens=st.none()
-    | st.builds(TokenFigures, st.floats(0, 1e6), st.floats(0, 1e5), st.floats(1, 1e5)),
+    work=st.none()
+    | st.builds(
+        WorkFigures,
+        st.floats(0, 1e4),
+        st.floats(0.01, 1e3),
+        st.none()
+        | st.builds(PromptFigures, st.floats(0, 1e6), st.floats(0, 1e5), st.floats(1, 1e5)),
+    ),
 )
 LOOKS = st.lists(
     st.tuples(st.floats(0.1, 100), st.fixed_dictionaries({n: st.none() | FIGURES for n in NAMES})),
@@ -248,7 +255,7 @@ def bursts(pool: Pool, silence_s: int, num: int = 12) -> list[int]:
     return starts
 
 
-@pytest.mark.parametrize(("cold_s", "silence_s"), [(5.0, 70), (5.0, 200), (60.0, 400)])
+@pytest.mark.parametrize(("cold_s", "silence_s"), [(5.0, 70), (5.0, 150), (60.0, 400)])
 def test_a_pool_holds_longer_after_silences_that_were_a_little_too_long(
     cold_s: float, silence_s: int
 ) -> None:
@@ -259,7 +266,7 @@ def test_a_pool_holds_longer_after_silences_that_were_a_little_too_long(
 
 def test_a_pool_does_not_hold_for_silences_that_cost_more_than_a_start() -> None:
     pool = Pool(PoolSettings(max=3), cold_s=5.0)
-    assert set(bursts(pool, silence_s=320)) == {3}
+    assert set(bursts(pool, silence_s=200)) == {3}
     assert pool.decision.delay_s == 60.0
 
 
@@ -285,25 +292,41 @@ def test_workers_of_others_reduce_the_need() -> None:
         assert decisions["engine"].target == target
 
 
-def test_prompts_that_wait_and_arrive_need_workers_by_their_tokens() -> None:
-    scaling = ScalingSettings({"engine": PoolSettings(max=20, ttft_target_s=2.0)})
-    memory = {"engine": PoolMemory(target=1, learned=Learned(10.0))}
-    for waiting, arriving, target in (
+def size_for(pending: int, in_flight: int, work: WorkFigures, cold_s: float = 10.0) -> int:
+    """Return the size of a pool of one worker with 4 places, for this work."""
+    scaling = ScalingSettings({"engine": PoolSettings(max=20, per_engine=4, ttft_target_s=2.0)})
+    memory = {"engine": PoolMemory(target=1, learned=Learned(cold_s))}
+    report = PoolFigures(pending, in_flight, 0.0, 1, work=work)
+    return decide(scaling, {"engine": report}, memory, 0.0)[0]["engine"].target
+
+
+def test_tasks_need_places_for_their_measured_time() -> None:
+    # One worker begins 20 tasks of 2 s until another one is ready.
+    assert size_for(20, 4, WorkFigures(0.0, 2.0)) == 1
+    assert size_for(28, 4, WorkFigures(0.0, 2.0)) == 2
+    # Without a cold start, each waiting task needs a place, or half a place if it takes 1 s.
+    assert size_for(28, 4, WorkFigures(0.0, 2.0), cold_s=0.0) == 7
+    assert size_for(28, 4, WorkFigures(0.0, 1.0), cold_s=0.0) == 4
+    # Three tasks of 4 s arrive in a second: 12 places in 80 % of the time.
+    assert size_for(12, 0, WorkFigures(3.0, 4.0), cold_s=0.0) == 7
+    assert size_for(0, 12, WorkFigures(3.0, 4.0), cold_s=0.0) == 4
+    # Tasks in flight keep their places.
+    assert size_for(0, 12, WorkFigures(0.0, 4.0), cold_s=0.0) == 3
+
+
+def test_prompts_need_workers_by_their_tokens_and_the_measured_speed() -> None:
+    for waiting, arriving, size in (
         (0.0, 0.0, 1),
         # One worker computes 10,000 tokens until another one is ready.
         (10_000.0, 0.0, 1),
         (16_000.0, 0.0, 3),
-        # At 80 % of its speed, a worker has no time for more.
+        # Prompts that arrive may take 80 % of a worker's time.
         (0.0, 800.0, 1),
-        (0.0, 2400.0, 10),
+        (0.0, 1600.0, 5),
     ):
-        tokens = TokenFigures(waiting, arriving, 1000.0)
-        report = PoolFigures(10, 2, 0.0, 1, tokens=tokens)
-        decision = decide(scaling, {"engine": report}, memory, 0.0)[0]["engine"]
-        assert (decision.target, decision.reason == "tokens") == (target, target > 1)
+        assert size_for(10, 2, WorkFigures(0.0, 0.1, PromptFigures(waiting, arriving, 1e3))) == size
     # A prompt is computed by one worker.
-    report = PoolFigures(1, 0, 0.0, 1, tokens=TokenFigures(1e6, 0.0, 1000.0))
-    assert decide(scaling, {"engine": report}, memory, 0.0)[0]["engine"].target == 1
+    assert size_for(1, 0, WorkFigures(0.0, 0.1, PromptFigures(1e6, 0.0, 1e3))) == 1
 
 
 def test_a_worker_that_cannot_start_is_given_up_reported_and_not_retried_for_a_minute() -> None:
