@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from ops.simulate.engine import Cost, Request
 from ops.simulate.simulation import Simulation
-from shared.scaling.memory import Memory
+from shared.scaling.memory import Learned, Memory, PoolMemory
 from shared.scaling.policy import decide
 from shared.scaling.pools import (
     PoolFigures,
@@ -25,19 +25,24 @@ COLD_S = 45.0
 RATE_S = 30.0
 """Time in which arriving tokens are counted."""
 POOL = "engine"
+NOTHING_LEARNED = Learned()
 
 
 class OwnPolicy:
     """Runs `shared.scaling` with figures like those from the broker and the heartbeats."""
 
     def __init__(
-        self, settings: PoolSettings, cold_s: float = COLD_S, period_s: float = 2.0
+        self,
+        settings: PoolSettings,
+        cold_s: float = COLD_S,
+        period_s: float = 2.0,
+        learned: Learned = NOTHING_LEARNED,
     ) -> None:
         """`cold_s` is the time of a start, `period_s` the time between two looks."""
         self.period_s = period_s
         self._cold_s = cold_s
         self._settings = ScalingSettings({POOL: settings})
-        self._memory: Memory = {}
+        self._memory: Memory = {POOL: PoolMemory(target=0, learned=learned)}
         self._num_ready = 0
         self._computed: dict[int, tuple[int, float]] = {}
         """Computed prompt tokens and the time of their steps, by number of the engine."""

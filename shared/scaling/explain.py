@@ -23,7 +23,7 @@ def explain(
         "idle": f"{tasks}: the pool keeps the workers that it needed in the last"
         f" {decision.delay_s:.0f} s{_delay(pool, decision, learned)}",
         "pinned": f"{tasks}: {figures.num_pinned} have payloads that others still fetch",
-        "min": f"{tasks}: min is {pool.min}",
+        "min": f"{tasks}: min is {pool.min} {'at this hour' if pool.schedule else ''}".rstrip(),
         "max": f"{tasks}: max is {pool.max}",
         "budget": f"{tasks}: scale.budget leaves no more to this pool",
         "given_up": f"{tasks}: a start took longer than start_timeout_s,"

@@ -45,7 +45,8 @@ class Learned(Struct, frozen=True, omit_defaults=True):
     cold_start_s: float = 0.0
     """Time of a start; 0 before the first one."""
     gaps_s: tuple[float, ...] = ()
-    """Last intervals after which the pool had to grow by a quarter, since it last needed the size."""
+    """Last intervals after which the pool had to grow by a quarter, since it last needed that
+    size."""
 
 
 class PoolMemory(Struct, frozen=True):

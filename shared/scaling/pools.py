@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from shared.errors import ConfigError
+from shared.scaling.schedule import Shift
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -59,11 +60,21 @@ class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Time after which a worker that is not ready is given up."""
     priority: int = 0
     """Pools with a higher priority get workers first if the budget is too small for all."""
+    schedule: tuple[Shift, ...] = ()
+    """Hours of the week with a higher minimum, in the time zone `scale.timezone`. Workers start as
+    much earlier as a start takes, so that they are ready at the first minute."""
 
     def __post_init__(self) -> None:
+        # For a ValueError, msgspec adds the pool's path in the file.
         if self.min > self.max:
-            # For a ValueError, msgspec adds the pool's path in the file.
             raise ValueError(f"min: {self.min} is more than max, {self.max}")
+        if self.largest_min > self.max:
+            raise ValueError(f"schedule: min: {self.largest_min} is more than max, {self.max}")
+
+    @property
+    def largest_min(self) -> int:
+        """Minimum at the busiest hour of the week."""
+        return max([self.min, *(shift.min for shift in self.schedule)])
 
 
 class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +87,7 @@ class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the workers of all pools together; None without a limit."""
 
     def __post_init__(self) -> None:
-        num_min = sum(pool.min for pool in self.pools.values())
+        num_min = sum(pool.largest_min for pool in self.pools.values())
         if self.budget is not None and num_min > self.budget:
             message = f"budget: {self.budget} is less than the pools' min together, {num_min}"
             raise ConfigError(message, field="budget")

@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 
 from msgspec.structs import replace
 
@@ -16,7 +17,7 @@ from shared.errors import ConfigError, PagemillError
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
-from shared.scaling.budget import with_sizes
+from shared.scaling.budget import with_schedule, with_sizes
 from shared.scaling.explain import explain
 from shared.scaling.memory import Memory, PoolMemory
 from shared.scaling.policy import decide
@@ -143,9 +144,11 @@ class Autoscaler:
     def _plan(self, look: Look, orders: ScaleOrders, arrivals: Counter[str]) -> ScalePlan:
         now_s = asyncio.get_running_loop().time()
         figures = self._meter.look(figures_of(self._pools, look, arrivals), look.beats, now_s)
-        settings = with_sizes(self._pools.scaling, orders.workers)
         before = self._lease.plan.pools
         memory = restored(self._lease.plan, look) if self._memory is None else self._memory
+        now = datetime.fromtimestamp(self._context.bus.now_ms() / 1000, self._pools.timezone)
+        starts_s = {name: pool.learned.cold_start_s for name, pool in memory.items()}
+        settings = with_sizes(with_schedule(self._pools.scaling, now, starts_s), orders.workers)
         decisions, self._memory = decide(settings, figures, memory, now_s)
         pools = {name: before[name] for name in self._pools.by_name if name in before}
         for name, decision in decisions.items():

@@ -8,6 +8,7 @@ For a lane with a consumer for each slot, a formula adds up all triggers instead
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from shared.errors import ConfigError
 from shared.protocol import subjects
 from shared.protocol.pipeline import Pipeline
 from shared.scaling.pools import PoolSettings
@@ -34,7 +35,13 @@ class PoolConsumer(NamedTuple):
 def make_scaled_object(
     worker: WorkerSpec, pool: PoolSettings, consumers: list[PoolConsumer], target: Target
 ) -> Manifest:
-    """Return KEDA's object for a pool with these consumers."""
+    """Return KEDA's object for a pool with these consumers. Raises ConfigError."""
+    if pool.schedule:
+        raise ConfigError(
+            f"scale.pools: {deployment_name(worker)} has a schedule, which `--scaling keda` cannot"
+            " write: remove it, or use `--scaling pagemill`",
+            field="scale.pools",
+        )
     scale_down = {"scaleDown": {"stabilizationWindowSeconds": COOLDOWN_S}}
     advanced: dict[str, Any] = {"horizontalPodAutoscalerConfig": {"behavior": scale_down}}
     triggers = [_trigger(consumer, pool, target) for consumer in consumers]
