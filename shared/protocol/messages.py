@@ -200,7 +200,7 @@ class BlobAddress(Struct, frozen=True):
     """Address and port."""
 
 
-# Figures in the load of heartbeats, from which the autoscaler measures the work of pools.
+# The autoscaler measures the work of pools from these figures in the load of heartbeats.
 TASKS, TASKS_S = "tasks", "tasks_s"
 """Handled tasks since the start of the worker, and the sum of their times in it."""
 PROMPT_TOKENS, PROMPT_SPEED = "prompt_tokens", "prompt_tokens_per_s"

@@ -9,8 +9,8 @@ The rules of one pool, in order:
 3. It needs a quarter more if the oldest task waits for longer than `ttft_target_s` and nothing
    starts.
 4. `min` and `max` limit the need. Workers that others have started reduce it.
-5. The pool keeps the size of its last plan for its largest need in the last `delay_of`, whatever
-   the reports show meanwhile, and keeps workers with payloads that others still fetch.
+5. The pool keeps the size of its last plan, within its largest need in the last `delay_of`, also if
+   reports show fewer workers. It keeps workers with payloads that others still fetch.
 6. A start counts as a worker until `start_timeout_s`. Then it is given up, and the pool starts no
    worker for RETRY_S, not even for its `min`.
 7. The budget limits the result.
@@ -193,8 +193,8 @@ def _for_work(
 ) -> tuple[float, Reason]:
     """Return the number of workers for the work that arrives, and the work that waits.
 
-    Work is measured in seconds of a worker, by the larger of two shares: places for tasks, of which
-    a worker has `per_engine`, and prompt tokens. A worker that is requested now is ready after
+    Work is measured in seconds of a worker. A worker has `per_engine` places for tasks, and a speed
+    for prompts; the larger share counts. A worker that is requested now is ready after
     `cold_s`. The work that still waits then is to begin within `ttft_target_s`.
     """
     num_ready = figures.num_running + figures.num_others

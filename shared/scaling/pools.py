@@ -116,7 +116,7 @@ class WorkFigures(Struct, frozen=True):
     task_s: float
     """Mean time of a task in a worker, such as the time of a whole answer; more than 0."""
     prompts: PromptFigures | None = None
-    """None for workers that compute no prompts, or whose speed is unknown."""
+    """None for workers that compute no prompts, and while their speed is unknown."""
 
 
 class PoolFigures(Struct, frozen=True):
