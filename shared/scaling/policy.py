@@ -170,7 +170,8 @@ def _want(
         cold_s = memory.learned.cold_start_s
         need, reason = _for_work(pool, figures, figures.work, cold_s)
         # Tasks in flight have their places, and several workers cannot share one task.
-        want = max(-(-figures.in_flight // pool.per_engine), min(math.ceil(need), num_tasks))
+        least = max(-(-figures.in_flight // pool.per_engine), min(1, num_tasks))
+        want = max(least, min(math.ceil(need), num_tasks))
     if is_woken and want == 0:
         want, reason = 1, "woken"
     last = memory.target or 0

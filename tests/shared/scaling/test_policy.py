@@ -314,6 +314,15 @@ def test_tasks_need_places_for_their_measured_time() -> None:
     assert size_for(0, 12, WorkFigures(0.0, 4.0), cold_s=0.0) == 3
 
 
+def test_a_pool_with_a_task_keeps_a_worker() -> None:
+    scaling = ScalingSettings({"engine": PoolSettings(max=4, idle_s=1.0)})
+    memory: Memory = {}
+    for now_s in range(5):
+        report = PoolFigures(1, 0, 0.0, 1, work=WorkFigures(0.0, 0.1))
+        decisions, memory = decide(scaling, {"engine": report}, memory, float(now_s))
+        assert decisions["engine"].target == 1
+
+
 def test_prompts_need_workers_by_their_tokens_and_the_measured_speed() -> None:
     for waiting, arriving, size in (
         (0.0, 0.0, 1),
