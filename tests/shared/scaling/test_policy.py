@@ -316,7 +316,7 @@ def test_tasks_need_places_for_their_measured_time() -> None:
 
 def test_a_pool_with_a_task_keeps_a_worker() -> None:
     scaling = ScalingSettings({"engine": PoolSettings(max=4, idle_s=1.0)})
-    memory: Memory = {}
+    memory: Memory = {"engine": PoolMemory(target=1, learned=Learned(10.0))}
     for now_s in range(5):
         report = PoolFigures(1, 0, 0.0, 1, work=WorkFigures(0.0, 0.1))
         decisions, memory = decide(scaling, {"engine": report}, memory, float(now_s))
