@@ -3,12 +3,14 @@
 import hashlib
 import random
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from shared.errors import InvalidMedia
 from shared.protocol.multimodal import HashPart
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
+    Item,
     SampledToken,
     ScheduledSequence,
     Sequence,
@@ -108,6 +110,12 @@ class FakeRunner:
         if request.request_id in self._fails_to_prepare:
             raise self._failure or InvalidMedia("no positions for the image")
         self._prepared[request.request_id] = set()
+
+    def begin_encoding(self, request: EngineRequest, indexes: Collection[int]) -> set[int]:
+        return set()
+
+    def take_embedding(self, item: Item, embedding: Any) -> None:
+        item.embedding = embedding
 
     def encode(self, requests: Collection[tuple[EngineRequest, Collection[int]]]) -> int:
         self.encoded.append([request.request_id for request, _ in requests])

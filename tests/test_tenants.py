@@ -39,6 +39,8 @@ NOT_OF_REQUESTS = [
     # Beginnings of segments, by their lengths alone.
     "shared/vision/layers.py",
     "shared/vision/layers.py",
+    # Positions, segments and windows of patches, by the sizes of images alone.
+    "shared/models/qwen_geometry.py",
     # Noise levels, by the number of steps alone.
     *("workers/generator/diffusion/wan.py",) * 2,
     # Weights of a resized axis, by its two lengths alone.

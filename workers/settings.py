@@ -259,12 +259,13 @@ def login_of(config: Config, identity: str = OPERATOR, given_url: str | None = N
         own = (Path(file) if file else None for file in (nats.tls_cert, nats.tls_key))
         tls = TlsFiles(Path(nats.tls_ca), *own)
     if nats.keys is not None:
-        return Login(url, identity, seed_file(Path(nats.keys), identity), tls)
+        return Login(url, identity, seed_file(Path(nats.keys), identity), tls, nats.domain)
     noted = find_keys(url)
     if noted is None and nats.url is None:
         noted = keys_folder(config)
     file = None if noted is None else seed_file(noted, identity)
-    return Login(url, identity, file if file is not None and file.exists() else None, tls)
+    file = file if file is not None and file.exists() else None
+    return Login(url, identity, file, tls, nats.domain)
 
 
 def nats_url(config: Config) -> str:

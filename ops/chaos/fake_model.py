@@ -36,7 +36,14 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.code_output import CodeOutput
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
-from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence, Span
+from workers.engine.core.sequence import (
+    Batch,
+    EngineRequest,
+    Item,
+    SampledToken,
+    ScheduledSequence,
+    Span,
+)
 from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.renderer.processing.prompt import SizedMedia, expand
 
@@ -111,6 +118,12 @@ class FakeRunner:
             for name in sorted(item.fields):
                 digest.update(item.fields[name].data)
         self._seen[request.request_id] = digest.digest() if request.items else b""
+
+    def begin_encoding(self, request: EngineRequest, indexes: Sequence[int]) -> set[int]:
+        return set()
+
+    def take_embedding(self, item: Item, embedding: Any) -> None:
+        item.embedding = embedding
 
     def encode(self, requests: Sequence[tuple[EngineRequest, Sequence[int]]]) -> int:
         items = [request.items[i] for request, indexes in requests for i in indexes]

@@ -254,6 +254,8 @@ class Snapshot(Event, frozen=True):
     """Addresses of the arenas to which the worker is connected."""
     readers: int = 0
     """Connections of other workers to its own arena."""
+    task_names: list[str] = []
+    """Functions that the asyncio tasks run."""
 
 
 _EVENTS: Any = functools.reduce(operator.or_, Event.__subclasses__())

@@ -176,6 +176,8 @@ class Settings(Struct, frozen=True):
     max_num_seqs: int = 16
     steps_ahead: Literal[0, 1] = 0
     """Steps that engines launch before the tokens of the step before them are known."""
+    local_tokens: int = 0
+    """With encoders, the largest items that engines encode, in a tower thread."""
     timeout_s: float = 240.0
     """Deadline of all requests that are expected to finish."""
     ack_wait_s: float = 2.0

@@ -55,6 +55,7 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
                 "max_model_len": MAX_MODEL_LEN,
                 "slots": settings.slots,
                 "tower": "encoder" if settings.encoders else "engine",
+                "local_tokens": settings.local_tokens,
                 "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
                 "stages": _speech_stages(settings) | _image_stages(settings, folder),
             }
@@ -86,6 +87,9 @@ def write_run_config(settings: Settings, folder: Path, delivery: Mapping[str, in
             "num_blocks": settings.num_blocks,
             "max_num_seqs": settings.max_num_seqs,
             "steps_ahead": settings.steps_ahead,
+            # A rank that is stopped makes a step hang.
+            "step_timeout_s": 5.0 if settings.ranks > 1 else 120.0,
+            "tower_thread": settings.local_tokens > 0,
         },
         "scale": {"pools": [] if settings.scaled is None else [_pool_of(settings.scaled)]},
         "log_level": "warning",

@@ -22,8 +22,9 @@ COMMANDS = {
     "aot": "ops.gpu.aot",
     "host": "ops.gpu.host",
     "round-trips": "ops.gpu.round_trips",
+    "part-trips": "ops.gpu.part_trips",
 }
-COMPILING = ("aot", "round-trips")
+COMPILING = ("aot", "round-trips", "part-trips")
 
 
 def main() -> int:

@@ -30,14 +30,13 @@ from triton.runtime.jit import JITFunction
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
-from workers.engine.cuda.kernels.plan import count_queries, count_splits, plan_for_kernels
+from workers.engine.cuda.kernels.plan import plan_for_kernels
 from workers.engine.cuda.kernels.rotary import HeadNorm, Rotary, rotate_and_write, write_cache
+from workers.engine.cuda.kernels.tiling import Tiling
 
 CAPABILITY = 90
 MAX_SHARED_BYTES, MAX_REGISTERS = 227 * 1024, 255
-BLOCK_SIZE = 16
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of sequences of recorded decodes."""
+BLOCK_SIZE, CONTEXT = 16, 8192
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 EXACT_NAMES = ("LDL", "STL", "FFMA")
 PREFIXES = ("HGMMA", "HMMA", "LDGSTS")
@@ -169,37 +168,27 @@ class Compiler:
             self._file.flush()
 
 
-def compile_attention(model: Model, compiler: Compiler, all_splits: bool) -> None:
-    """Compile decodes with the fewest and the most splits, or with every number, and a chunk."""
+def compile_attention(model: Model, compiler: Compiler) -> None:
+    """Compile decodes and a chunk, and the merges of their parts."""
+    num_blocks = CONTEXT // BLOCK_SIZE
     cache = torch.zeros(8, BLOCK_SIZE, model.num_kv_heads, model.head_dim, dtype=model.dtype)
-
-    def attend(block_table: list[int], num_seqs: int, num_new: int, seq_len: int) -> None:
+    tiling = Tiling.of(
+        model.num_heads, [(model.num_kv_heads, model.head_dim)], model.dtype, [model.window]
+    )
+    for compiler.case, num_new in (("decode", 1), ("chunk", 40)):
         plan = plan_for_kernels(
-            [block_table] * num_seqs,
-            list(range(0, num_seqs * num_new + 1, num_new)),
-            [seq_len] * num_seqs,
+            [[0] * num_blocks],
+            [0, num_new],
+            [CONTEXT],
             block_size=BLOCK_SIZE,
-            num_kv_heads=model.num_kv_heads,
-            queries_per_tile=count_queries(
-                model.num_heads // model.num_kv_heads, model.head_dim, model.dtype
-            ),
+            tiling=tiling,
             device=cache.device,
         )
         num_rows = model.num_heads + 2 * model.num_kv_heads
-        qkv = torch.zeros(num_seqs * num_new, num_rows, model.head_dim, dtype=model.dtype)
+        qkv = torch.zeros(num_new, num_rows, model.head_dim, dtype=model.dtype)
         query, scale = qkv[:, : model.num_heads], model.head_dim**-0.5
         sinks = qkv[0, : model.num_heads, 0].contiguous() if model.has_sinks else None
         paged_attention(query, cache, cache, plan, scale, model.window, model.softcap, sinks)
-
-    batches: dict[int, int] = {}
-    for number in BUCKETS:
-        batches.setdefault(count_splits(number, model.num_kv_heads), number)
-    splits = sorted(batches)
-    for num_splits in splits if all_splits else {splits[0], splits[-1]}:
-        compiler.case = f"decode/{num_splits}"
-        attend([0, 1], batches[num_splits], 1, 20)
-    compiler.case = "chunk"
-    attend([0, 1, 2], 1, 40, 43)
 
 
 def compile_layer(model: Model, compiler: Compiler) -> None:
@@ -226,7 +215,6 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.gpu aot", description=__doc__)
     parser.add_argument("models", nargs="*", help=f"by default all: {', '.join(MODELS)}")
     parser.add_argument("--json", type=Path, help="file with a line for each kernel")
-    parser.add_argument("--all-splits", action="store_true", help="decodes of every split")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.models) - set(MODELS):
         parser.error(f"unknown models: {', '.join(sorted(unknown))}")
@@ -240,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     compiler.install()
     for name in arguments.models or MODELS:
         compiler.model = name
-        compile_attention(MODELS[name], compiler, arguments.all_splits)
+        compile_attention(MODELS[name], compiler)
         compile_layer(MODELS[name], compiler)
     if compiler.num_too_large:
         sys.stderr.write(f"{compiler.num_too_large} kernels spill or are too large\n")

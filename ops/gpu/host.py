@@ -34,6 +34,7 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
 from workers.engine.cuda.kernels.plan import BlockTables, KernelPlan, plan_for_kernels
+from workers.engine.cuda.kernels.tiling import Tiling
 from workers.engine.launched_batch import LaunchedBatch
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
@@ -44,6 +45,8 @@ MAX_NEW, MAX_SEQUENCES = 512, 512
 NUM_WARM_UPS, NUM_COUNTED = 10, 5
 MAX_STEPS = MAX_NEW - 100
 NUM_PROFILED_LINES = 30
+TILING = Tiling.of(28, [(4, 128)], torch.bfloat16)
+"""Of a decoder of 7B."""
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "temperature": {"temperature": 1},
@@ -99,8 +102,7 @@ class NullModel(DecoderModel):
             batch.query_start_loc,
             batch.seq_lens,
             block_size=BLOCK_SIZE,
-            num_kv_heads=4,
-            queries_per_tile=18,
+            tiling=TILING,
             device=self.device,
             tables=self._tables,
         )

@@ -12,7 +12,8 @@ from ops.gpu.timing import time_call
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
 from workers.engine.cuda.kernels.norm import add_rms_norm
-from workers.engine.cuda.kernels.plan import count_queries, plan_for_kernels
+from workers.engine.cuda.kernels.plan import plan_for_kernels
+from workers.engine.cuda.kernels.tiling import Tiling
 
 BLOCK_SIZE = 16
 # Torch's paged attention supports this size on every chip.
@@ -63,10 +64,7 @@ def measure_attention(heads: Heads, span: Span, dtype: torch.dtype, device: torc
         list(range(0, num_tokens + 1, span.new)),
         [seq_len] * span.num_seqs,
         block_size=BLOCK_SIZE,
-        num_kv_heads=heads.num_kv_heads,
-        queries_per_tile=count_queries(
-            heads.num_heads // heads.num_kv_heads, heads.head_dim, dtype
-        ),
+        tiling=Tiling.of(heads.num_heads, [(heads.num_kv_heads, heads.head_dim)], dtype),
         device=device,
     )
     scale = heads.head_dim**-0.5

@@ -17,7 +17,7 @@ NUM_TEXT_IDS = 490
 """Ids below the ids of special tokens."""
 PATCH_SIZE, MERGED_PATCHES = 14, 4
 
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -68,12 +68,12 @@ def build(name: str, **vision_changes: Any) -> PreTrainedModel:
     """Return a model of a family. Configurations that this transformers lacks fail only here."""
     if name in _TEXT_MODELS:
         prefix, changes = _TEXT_MODELS[name]
-        config = getattr(transformers, f"{prefix}Config")(**_TEXT | changes)
+        config = getattr(transformers, f"{prefix}Config")(**TEXT | changes)
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     else:
         prefix, text, vision = _SEEING_MODELS[name]
         config = getattr(transformers, f"{prefix}Config")(
-            text_config=_TEXT | {"rope_parameters": _MROPE} | text,
+            text_config=TEXT | {"rope_parameters": _MROPE} | text,
             vision_config=vision | vision_changes,
             **_IDS,
         )

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shared.helpers.device_errors import is_device_lost
-from workers.engine.cuda.kernels import plan
+from workers.engine.cuda.kernels import tiling
 
 T = TypeVar("T")
 
-DRY_PROGRAMS = 16
+DRY_MULTIPROCESSORS = 4
 """Triton's interpreter runs programs one after the other."""
 POISON_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27)
 EXIT_LOST = 3
@@ -37,7 +37,7 @@ class Session:
         self.dtype = torch.float32 if dry else torch.bfloat16
         self._file = folder / "results.jsonl"
         if dry:
-            plan.TARGET_PROGRAMS = DRY_PROGRAMS
+            tiling.NUM_MULTIPROCESSORS = DRY_MULTIPROCESSORS
 
     def add(self, what: str, ok: bool | None = None, /, **values: object) -> None:
         """Add a result: a check, or measured values if `ok` is None."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from shared.config.schema import NatsConfig
+from shared.protocol import subjects
 from shared.protocol.names import TENANT_MARK
 from shared.protocol.permissions import (
     ACCOUNT,
@@ -59,7 +60,9 @@ def accounts_config(
         f"max_connections: {settings.tenant_connections}, max_subscriptions: {MAX_SUBSCRIPTIONS}"
         f", max_payload: {settings.tenant_payload_mib}MB"
     )
-    users = [_user(key, permissions_of(name), name) for name, key in workers.items()]
+    users = [
+        _user(key, permissions_of(name), name, settings.domain) for name, key in workers.items()
+    ]
     return "\n".join(
         (
             f"# Written by `pagemill keys`, which replaces this file.\n{_SYSTEM}  {ACCOUNT} {{",
@@ -78,7 +81,7 @@ def _tenant(name: str, key: str, limits: str) -> Iterator[str]:
     """Yield the account of a tenant. It may import only subjects with its own name."""
     account = f"{TENANT_MARK}{name}"
     yield f"  {_quoted(account)} {{"
-    yield from _list("users", [_user(key, permissions_of_tenant(), "")])
+    yield from _list("users", [_user(key, permissions_of_tenant(), "", None)])
     yield from _list("imports", [_import(subject, account) for subject in TENANT_SUBJECTS])
     yield f"    limits: {{ {limits} }}"
     yield "  }"
@@ -96,13 +99,18 @@ def _import(subject: TenantSubject, account: str) -> str:
     return f"{{ {kind}: {source}, to: {_quoted(subject.own)} }}"
 
 
-def _user(key: str, permissions: Permissions, name: str) -> str:
-    publish = f"allow: {_subjects(permissions.publish)}"
-    if permissions.never_publish:
-        publish += f", deny: {_subjects(permissions.never_publish)}"
+def _user(key: str, permissions: Permissions, name: str, domain: str | None) -> str:
+    allowed, denied = (
+        # The server also checks the subject that it maps one of a domain to.
+        [*dict.fromkeys(subjects.in_domain(s, d) for d in (None, domain) for s in listed)]
+        for listed in (permissions.publish, permissions.never_publish)
+    )
+    publish = f"allow: {_subjects(allowed)}"
+    if denied:
+        publish += f", deny: {_subjects(denied)}"
     subscribe = f"allow: {_subjects(permissions.subscribe)}"
-    allowed = f"permissions: {{ publish: {{ {publish} }}, subscribe: {{ {subscribe} }} }}"
-    return f"{{ nkey: {key}, {allowed} }}" + (f"  # {name}" if name else "")
+    permitted = f"permissions: {{ publish: {{ {publish} }}, subscribe: {{ {subscribe} }} }}"
+    return f"{{ nkey: {key}, {permitted} }}" + (f"  # {name}" if name else "")
 
 
 def _list(name: str, entries: Iterable[str]) -> Iterator[str]:

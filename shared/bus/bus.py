@@ -8,13 +8,16 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from weakref import WeakValueDictionary
 
+import msgspec
 import structlog
+from msgspec import Struct
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js import api
-from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+from nats.js.errors import NotFoundError
 
 from shared.bus.connection import (
     BROKER_DEADLINE_S,
@@ -25,15 +28,15 @@ from shared.bus.connection import (
     local_address,
     retry_until,
 )
-from shared.bus.consumer import acknowledge
+from shared.bus.consumer import AckBatcher
 from shared.bus.figures import StreamFigures
 from shared.bus.heartbeats import Heartbeats
 from shared.bus.login import Login
 from shared.bus.messaging import GroupResponder, LiveSubscription, Responder
 from shared.bus.queues import Queues
 from shared.bus.reading import STALE_READ_S, StoredMessage, answered, direct_get
+from shared.bus.replies import ReplyLost
 from shared.bus.stream_keeper import StreamKeeper
-from shared.bus.waits import ReplyLost
 from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable, UnsupportedVersion
 from shared.protocol.requests import tenant_header
 from shared.protocol.versions import OLDEST_VERSION, VERSION_HEADER, version_header
@@ -57,6 +60,22 @@ _STORE_FAILED = 10077
 _log = structlog.get_logger()
 
 
+class _PublishError(Struct):
+    err_code: int = 0
+    description: str = ""
+
+
+class _PublishAck(Struct):
+    """Reply of a stream to a message."""
+
+    seq: int = 0
+    duplicate: bool = False
+    error: _PublishError | None = None
+
+
+_decode_ack = msgspec.json.Decoder(_PublishAck).decode
+
+
 class Bus:
     """A connection to the broker that reconnects forever."""
 
@@ -67,6 +86,8 @@ class Bus:
         self.queues = Queues(connection, self.streams)
         self.figures = StreamFigures(connection, self.read_next)
         self.heartbeats = Heartbeats(self)
+        self._acks: WeakValueDictionary[str, AckBatcher] = WeakValueDictionary()
+        """Acknowledgements of other workers' deliveries that are being sent, by consumer."""
         self._live: set[LiveSubscription] = set()
         self._closing = False
 
@@ -93,13 +114,15 @@ class Bus:
         bus = cls(Connection(nc), creates_streams=login.creates_streams)
         try:
             # A server that loads other keys may close a connection that it has just accepted.
-            await retry_until(
-                timeout_s, bus.connection.sync_clock, (Unavailable,), url, FIRST_RETRY_S
-            )
+            await retry_until(timeout_s, bus._begin, (Unavailable,), url, FIRST_RETRY_S)
         except Unavailable:
             await bus.close()
             raise
         return bus
+
+    async def _begin(self) -> None:
+        await self.connection.check_jetstream()
+        await self.connection.sync_clock()
 
     def _on_reconnect(self) -> None:
         self.queues.on_reconnect()
@@ -160,7 +183,7 @@ class Bus:
         self.check_size(data, subject)
         headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant)
         ack = await self._publish(subject, data, headers)
-        return ack is None or bool(ack.duplicate)
+        return ack is None or ack.duplicate
 
     async def publish_without_id(
         self, subject: str, data: bytes, headers: dict[str, str] | None = None
@@ -200,34 +223,38 @@ class Bus:
 
     async def acknowledge(self, receipt: str) -> bool:
         """Acknowledge another worker's delivery. Return whether the server has confirmed it."""
-        return await acknowledge(self._nc, receipt)
+        # The name of the consumer is before the last tokens, which differ between deliveries.
+        consumer = receipt.rsplit(".", 5)[0]
+        return await self._acks.setdefault(consumer, AckBatcher(self._nc)).send(receipt)
 
     async def _publish(
         self, subject: str, data: bytes, headers: dict[str, str]
-    ) -> api.PubAck | None:
+    ) -> _PublishAck | None:
         """Return the ack, or None if the stream has a message of this subject and accepts no other.
 
         Raises Fenced, Overloaded, or Unavailable after BROKER_DEADLINE_S.
         """
 
-        async def attempt() -> api.PubAck | None:
+        async def attempt() -> _PublishAck | None:
             try:
-                return await self._js.publish(subject, data, headers=headers)
-            except NoStreamResponseError:
+                reply = await self._nc.request(subject, data, REPLY_TIMEOUT_S, headers=headers)
+            except NoRespondersError:
                 self.queues.check()
                 raise
-            except APIError as error:
-                code, reason = error.err_code, error.description or ""
-                if code == _WRONG_LAST_SEQUENCE:
-                    raise Fenced(f"another writer appended to {subject}: {reason}") from error
-                if code == _STORE_FAILED and "per subject" in reason:
-                    return None
-                if code == _STORE_FAILED and "maximum" in reason:
-                    raise Overloaded(
-                        f"the queue of {subject} is full ({reason});"
-                        f" try again in {Overloaded.retry_after_s:g} s"
-                    ) from error
-                raise
+            ack = _decode_ack(reply.data)
+            if ack.error is None:
+                return ack
+            code, reason = ack.error.err_code, ack.error.description
+            if code == _WRONG_LAST_SEQUENCE:
+                raise Fenced(f"another writer appended to {subject}: {reason}")
+            if code == _STORE_FAILED and "per subject" in reason:
+                return None
+            if code == _STORE_FAILED and "maximum" in reason:
+                raise Overloaded(
+                    f"the queue of {subject} is full ({reason});"
+                    f" try again in {Overloaded.retry_after_s:g} s"
+                )
+            raise NatsError(reason)
 
         # All other failures are temporary: no reply, no leader, no room, or, in a cluster, a store
         # of the same message or its predecessor that has not ended.
@@ -393,18 +420,14 @@ class Bus:
     # -- subscriptions --------------------------------------------------------------------------
 
     async def subscribe(self, subject: str) -> LiveSubscription:
-        """Subscribe to `subject`. Return once the server has registered the subscription.
+        """Subscribe to `subject`.
 
-        Raises Unavailable if the broker does not answer within BROKER_DEADLINE_S.
+        The server registers the subscription before it receives any later message or request of
+        this connection. So a caller that reads a stream afterwards misses no message.
         """
         live = LiveSubscription()
-        live.subscription = await self._nc.subscribe(subject, cb=live.receive)
+        live.subscription = await self._nc.subscribe_direct(subject, live.receive)
         self._live.add(live)
-        try:
-            await self._flush()
-        except BaseException:
-            await self.unsubscribe(live)
-            raise
         return live
 
     async def unsubscribe(self, live: LiveSubscription) -> None:
@@ -423,11 +446,11 @@ class Bus:
         Return a function that ends the watch.
         """
 
-        async def receive(msg: Msg) -> None:
+        def receive(msg: Msg) -> None:
             callback(msg.subject)
 
         filters = (subject,) if isinstance(subject, str) else subject
-        subscriptions = [await self._nc.subscribe(name, cb=receive) for name in filters]
+        subscriptions = [await self._nc.subscribe_direct(name, receive) for name in filters]
         await self._flush()
 
         async def end() -> None:

@@ -16,13 +16,14 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
 from nats.protocol import parser
 
 from shared.bus.login import Login
 from shared.bus.replies import ReplyInbox
-from shared.bus.waits import ReplyWaits
 from shared.errors import Unavailable
+from shared.protocol import subjects
 
 T = TypeVar("T")
 
@@ -42,8 +43,12 @@ MAX_RETRY_S = 1.0
 _log = structlog.get_logger()
 
 
+_USER_INFO = "$SYS.REQ.USER.INFO"
+
 # The server's error for a request about a stream that a key does not permit.
-_DENIED = re.compile(r'permissions violation for publish to "(\$js\.api\.stream\.[^"]+)"')
+_DENIED = re.compile(
+    r'permissions violation for publish to "\$js\.(?:[a-z0-9_-]+\.)?(api\.stream\.[^"]+)"'
+)
 
 
 # Clients choose tokens of subjects. nats-py also splits a line at bytes such as a form feed, which
@@ -62,9 +67,13 @@ class CorrectedClient(NatsClient):
 
     The server refuses them without a reply, so they look like requests that it cannot answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, domain: str | None = None) -> None:
         super().__init__()
-        self.waits = ReplyWaits()
+        self.domain = domain
+        """JetStream domain of the broker, if the server may be a leaf node."""
+        self.inbox = ReplyInbox(self, self.subscribe_direct)
+        self._receivers: dict[int, Callable[[Msg], None]] = {}
+        """Functions that receive messages without a queue, by the number of the subscription."""
 
     def _connect_command(self) -> bytes:
         # After a key was replaced, nats-py would still send the public part of the old one.
@@ -87,7 +96,7 @@ class CorrectedClient(NatsClient):
             await _log_error(error)
             await self._process_op_err(error)
         else:
-            self.denied |= {*_DENIED.findall(err_msg.lower())}
+            self.denied |= {f"$js.{subject}" for subject in _DENIED.findall(err_msg.lower())}
             await super()._process_err(err_msg)
 
     async def _process_pong(self) -> None:
@@ -138,9 +147,55 @@ class CorrectedClient(NatsClient):
         self.denied = frozenset()
         await _keep_cancellation(super()._process_connect_init())
 
-    async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        async with self.waits.within():
-            return await _keep_cancellation(super().request(*args, **kwargs))
+    async def publish(self, subject: str, *args: Any, **kwargs: Any) -> None:
+        await super().publish(subjects.in_domain(subject, self.domain), *args, **kwargs)
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = REPLY_TIMEOUT_S,  # noqa: ASYNC109
+        old_style: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> Msg:
+        # nats-py draws random bytes for each request, and its replies wait in a queue.
+        msg = await self.inbox.ask(subject, payload, timeout, headers)
+        if msg.headers and msg.headers.get("Status") == "503":
+            raise NoRespondersError
+        return msg
+
+    async def subscribe_direct(self, subject: str, receive: Callable[[Msg], None]) -> Subscription:
+        """Subscribe to `subject`. `receive` is called while a message is read, before the next.
+
+        It must be fast.
+        """
+        sid = self._sid + 1  # The number that nats-py gives the next subscription.
+        self._receivers[sid] = receive
+        try:
+            subscription: Subscription = await self.subscribe(subject)
+        except BaseException:
+            self._receivers.pop(sid, None)
+            raise
+        return subscription
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        if (receive := self._receivers.get(sid)) is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        read = await self._process_headers(headers)
+        try:
+            receive(self._build_message(sid, subject, reply, data, read))
+        except Exception as error:
+            # It would end nats-py's reader task.
+            await self._error_cb(error)
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._receivers.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         await _keep_cancellation(super().flush(*args, **kwargs))
@@ -155,13 +210,27 @@ class Connection:
     def __init__(self, nc: CorrectedClient) -> None:
         self.nc = nc
         self.js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
-        self.inbox = ReplyInbox(nc, nc.waits)
+        self.inbox = nc.inbox
         self._clock_offset_ms = 0.0
+        self.is_alone = True
+        """Whether the broker is in no cluster, so that no stream has replicas."""
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the server is in no cluster, so that no stream has replicas."""
-        return not self.nc._server_info.get("cluster")
+    def domain(self) -> str | None:
+        """JetStream domain of the broker, by default the domain of the connected server."""
+        return self.nc.domain or self.nc._server_info.get("domain")
+
+    async def check_jetstream(self) -> None:
+        """Raise Unavailable if the server is a leaf node, and no server with JetStream answers."""
+        server = self.nc._server_info
+        if self.nc.domain is None and (server.get("jetstream") or not server.get("cluster")):
+            return
+        try:
+            await self.nc.request("$JS.API.INFO", b"", timeout=REPLY_TIMEOUT_S)
+        except NoRespondersError:
+            raise Unavailable(_no_jetstream(self.nc.domain)) from None
+        except NatsError as error:
+            raise Unavailable(f"JetStream does not answer: {error}") from error
 
     async def sync_clock(self) -> None:
         """Measure the offset to the broker's clock.
@@ -171,12 +240,22 @@ class Connection:
         loop = asyncio.get_running_loop()
         sent_s = loop.time()
         try:
-            reply = await self.nc.request("$SYS.REQ.USER.INFO", b"", timeout=REPLY_TIMEOUT_S)
+            server = await self._ask_server()
         except NatsError as error:
             raise Unavailable(f"the broker did not report its time: {error}") from error
         half_way_s = (sent_s + loop.time()) / 2
-        broker_time = datetime.fromisoformat(json.loads(reply.data)["server"]["time"])
+        broker_time = datetime.fromisoformat(server["time"])
         self._clock_offset_ms = 1000 * (broker_time.timestamp() - half_way_s)
+        self.is_alone = not server.get("cluster")
+
+    async def _ask_server(self) -> dict[str, Any]:
+        """Return what a server of the domain, by default the connected one, reports of itself."""
+        async with self.inbox.request(_USER_INFO, b"") as replies:
+            while True:
+                reply = await replies.next(REPLY_TIMEOUT_S)
+                server: dict[str, Any] = json.loads(reply.data)["server"]
+                if server.get("domain") == self.domain:
+                    return server
 
     def now_ms(self) -> float:
         """Return the time of the broker's clock in Unix milliseconds."""
@@ -185,6 +264,15 @@ class Connection:
     def to_broker_ms(self, monotonic_s: float) -> float:
         """Convert a time of this machine's monotonic clock to the broker's clock."""
         return 1000 * monotonic_s + self._clock_offset_ms
+
+
+def _no_jetstream(domain: str | None) -> str:
+    if domain is not None:
+        return f"no JetStream with the domain {domain!r} answers (nats.domain)"
+    return (
+        "this nats-server has no JetStream, and reaches none: on a leaf node, set nats.domain to"
+        " the jetstream.domain of the brokers"
+    )
 
 
 def is_denied(nc: NatsClient, subject: str) -> bool:
@@ -284,7 +372,7 @@ async def connect(
     Raises Unavailable if no server answers or accepts the login, and ConfigError for an unusable
     key or certificate.
     """
-    nc = CorrectedClient()
+    nc = CorrectedClient(login.domain)
     refused = False
 
     async def on_error(error: Exception) -> None:
@@ -293,11 +381,11 @@ async def connect(
         await _log_error(error)
 
     async def disconnected() -> None:
-        nc.waits.on_disconnect()
+        nc.inbox.on_disconnect()
         await on_disconnect()
 
     async def reconnected() -> None:
-        nc.waits.on_reconnect()
+        nc.inbox.on_reconnect()
         await on_reconnect()
 
     options: dict[str, Any] = {}

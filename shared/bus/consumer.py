@@ -3,18 +3,18 @@
 import asyncio
 import contextlib
 import itertools
-import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 
 import structlog
-from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from shared.bus.connection import CorrectedClient
 from shared.bus.outages import Outages
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
 
 ACK = b"+ACK"
 ACK_TIMEOUT_S = 2.0
@@ -26,9 +26,6 @@ ACK_PAUSE_S = 0.2
 PULL_EXPIRES_S = 5.0
 # Without a leader or a stream, immediate retries would only keep client and server busy.
 PULL_REFUSED_PAUSE_S = 0.25
-# Limit on messages that wait in the client. Images have megabytes, and nats-py drops messages
-# beyond its default limit of 128 MiB.
-PENDING_BYTES = 2**30
 
 _log = structlog.get_logger()
 
@@ -51,10 +48,13 @@ class Delivery:
         self.tenant = subjects.tenant_of(msg.subject)
         """Unchecked tenant in the subject; "" without one."""
         self.headers = headers
-        self.attempt = msg.metadata.num_delivered
+        # `$JS.ACK.STREAM.CONSUMER.…`, or with a domain and an account before the stream.
+        tokens = msg.reply.split(".")
+        attempt, sequence, _, stored_ns = tokens[4:8] if len(tokens) == 9 else tokens[6:10]
+        self.attempt = int(attempt)
         """Number of this delivery, counted from 1."""
-        self.sequence = msg.metadata.sequence.stream
-        self.stored_ms = msg.metadata.timestamp.timestamp() * 1000
+        self.sequence = int(sequence)
+        self.stored_ms = int(stored_ns) / 1e6
         self.receipt = msg.reply
         """Reply subject. With it, any worker can acknowledge the message by `Bus.acknowledge`."""
 
@@ -117,16 +117,6 @@ class Delivery:
             self._puller.on_settled()
 
 
-async def acknowledge(nc: NatsClient, receipt: str) -> bool:
-    """Acknowledge a delivery. Return whether the server has confirmed it."""
-    for _ in range(ACK_ATTEMPTS):
-        with contextlib.suppress(NatsError):
-            await nc.request(receipt, ACK, timeout=ACK_TIMEOUT_S)
-            return True
-        await asyncio.sleep(ACK_PAUSE_S)
-    return False
-
-
 class AckBatcher:
     """Batches the acknowledgements of one consumer.
 
@@ -140,7 +130,7 @@ class AckBatcher:
     deliveries that it has not stored.
     """
 
-    def __init__(self, nc: NatsClient) -> None:
+    def __init__(self, nc: CorrectedClient) -> None:
         self._nc = nc
         self._waiting: dict[str, list[asyncio.Future[bool]]] = {}
         self._sender: asyncio.Task[None] | None = None
@@ -153,7 +143,15 @@ class AckBatcher:
             self._sender = asyncio.create_task(self._send_batches())
         # After a crash the server may not know the delivery of the batch's last message, and then
         # does not reply.
-        return await confirmation or await acknowledge(self._nc, receipt)
+        return await confirmation or await self._send_alone(receipt)
+
+    async def _send_alone(self, receipt: str) -> bool:
+        for _ in range(ACK_ATTEMPTS):
+            with contextlib.suppress(NatsError):
+                await self._nc.request(receipt, ACK, timeout=ACK_TIMEOUT_S)
+                return True
+            await asyncio.sleep(ACK_PAUSE_S)
+        return False
 
     async def _send_batches(self) -> None:
         try:
@@ -188,7 +186,7 @@ class Puller(ABC):
     `capacity` is the limit on messages in flight.
     """
 
-    def __init__(self, nc: NatsClient, stream: str, capacity: int, outages: Outages) -> None:
+    def __init__(self, nc: CorrectedClient, stream: str, capacity: int, outages: Outages) -> None:
         self.stream = stream
         self.outages = outages
         self.capacity = capacity
@@ -205,9 +203,7 @@ class Puller(ABC):
         self._pump: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._subscription = await self._nc.subscribe(
-            f"{self._inbox}.*", cb=self._receive, pending_bytes_limit=PENDING_BYTES
-        )
+        self._subscription = await self._nc.subscribe_direct(f"{self._inbox}.*", self._receive)
         self._pump = asyncio.create_task(self._pull_forever())
 
     async def next(self) -> Delivery:
@@ -228,7 +224,7 @@ class Puller(ABC):
         """Send pull requests again, because the server drops them with their connection."""
 
     @abstractmethod
-    async def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: Msg) -> None:
         """Handle a delivery, or the status that ends a pull request."""
 
     @abstractmethod
@@ -260,7 +256,7 @@ class Consumer(Puller):
     """
 
     def __init__(
-        self, nc: NatsClient, stream: str, durable: str, capacity: int, outages: Outages
+        self, nc: CorrectedClient, stream: str, durable: str, capacity: int, outages: Outages
     ) -> None:
         super().__init__(nc, stream, capacity, outages)
         self.durable = durable
@@ -273,16 +269,17 @@ class Consumer(Puller):
         self._pulls.clear()
         self._changed.set()
 
-    async def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: Msg) -> None:
         status = (msg.headers or {}).get("Status")
         if status is not None and not msg.reply:
             # A status ends the pull request, even if messages are outstanding.
             self._pulls.pop(msg.subject.rpartition(".")[2], None)
             if status not in ("404", "408"):
                 self.outages.add_refusal(self.stream, self.durable, status)
-                await asyncio.sleep(PULL_REFUSED_PAUSE_S)
-            else:
-                self.outages.add_answer(self.stream, self.durable)
+                loop = asyncio.get_running_loop()
+                loop.call_later(PULL_REFUSED_PAUSE_S, self._changed.set)
+                return
+            self.outages.add_answer(self.stream, self.durable)
         else:
             self.outages.add_answer(self.stream, self.durable)
             self.num_in_flight += 1
@@ -323,9 +320,7 @@ class Consumer(Puller):
         is_refused = self.outages.is_refused(self.stream, self.durable)
         request |= {"no_wait": True} if is_refused else {"expires": int(PULL_EXPIRES_S * 1e9)}
         try:
-            await self._nc.publish(
-                self._subject, json.dumps(request).encode(), reply=f"{self._inbox}.{number}"
-            )
+            await self._nc.publish(self._subject, to_json(request), reply=f"{self._inbox}.{number}")
         except NatsError:
             # Not connected: `on_reconnect` causes another pull.
             self._pulls.pop(number, None)

@@ -43,6 +43,16 @@ class Heartbeats:
 
     async def read_starts(self) -> list[StartReport]:
         """Return the latest report of every live worker without a heartbeat."""
+        return [report for report in await self._read_reports() if not report.refused]
+
+    async def read_refusals(self) -> list[StartReport]:
+        """Return the reports of workers that have refused their start in the last seconds.
+
+        A report with process id 0 is of a coordinator, about all workers of a stage.
+        """
+        return [report for report in await self._read_reports() if report.refused]
+
+    async def _read_reports(self) -> list[StartReport]:
         stored = await self._bus.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
         newest_ms = max((message.stored_ms for message in stored), default=0.0)
         ready = {message.subject for message in stored}

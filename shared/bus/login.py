@@ -64,6 +64,8 @@ class Login:
     seed_file: Path | None = None
     """None for a broker that authenticates clients by their URL, or not at all."""
     tls: TlsFiles | None = None
+    domain: str | None = None
+    """JetStream domain of the broker, if the server may be a leaf node."""
 
     def __str__(self) -> str:
         return without_credentials(self.url)

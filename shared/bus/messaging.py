@@ -33,7 +33,7 @@ class LiveSubscription:
         self.subscription: Subscription | None = None
         self._unread: asyncio.Queue[StoredMessage | None] = asyncio.Queue(MAX_UNREAD_MESSAGES)
 
-    async def receive(self, msg: Msg) -> None:
+    def receive(self, msg: Msg) -> None:
         if "Nats-Sequence" not in (msg.headers or {}):
             # This is the published message, which may not be stored yet.
             self.wake()

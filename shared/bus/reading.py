@@ -1,10 +1,9 @@
 """Reading of streams: direct gets, and the messages that they return."""
 
-import json
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
@@ -18,6 +17,7 @@ from shared.bus.connection import (
 )
 from shared.bus.replies import Replies
 from shared.errors import Unavailable
+from shared.protocol.encoding import to_json
 from shared.protocol.stored_size import kept_headers
 
 # Time by which a replica that serves reads may lag.
@@ -48,11 +48,14 @@ async def direct_get(
     connection: Connection, stream: str, query: dict[str, object]
 ) -> tuple[list[StoredMessage], bool]:
     """Return the messages of a direct get, and whether the stream has more after them."""
-    subject, data = f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode()
+    subject, data = f"$JS.API.DIRECT.GET.{stream}", to_json(query)
 
     async def attempt() -> tuple[list[StoredMessage], bool]:
+        if "batch" not in query:
+            message = _message_of(await connection.inbox.ask(subject, data, REPLY_TIMEOUT_S))
+            return [] if isinstance(message, _End) else [message], False
         async with connection.inbox.request(subject, data) as replies:
-            return await _collect_replies(replies, batched="batch" in query)
+            return await _collect_batch(replies)
 
     return await retry_until(
         BROKER_DEADLINE_S,
@@ -71,27 +74,33 @@ async def answered(reply: Awaitable[T], resource: str) -> T:
         raise Unavailable(f"the broker did not report on {resource}: {error}") from error
 
 
-async def _collect_replies(replies: Replies, *, batched: bool) -> tuple[list[StoredMessage], bool]:
-    """Collect the replies to one direct get.
+class _End(NamedTuple):
+    """End of a batch, which is empty if there are no messages."""
 
-    Return the messages, and whether the stream has more after this batch.
-    """
+    has_more: bool
+
+
+async def _collect_batch(replies: Replies) -> tuple[list[StoredMessage], bool]:
+    """Return the messages of a batch, and whether the stream has more after them."""
     messages: list[StoredMessage] = []
     while True:
-        msg = await replies.next(REPLY_TIMEOUT_S)
-        headers = msg.headers or {}
-        # A stored message may have any header. The broker adds `Nats-Stream` to stored messages.
-        status = None if "Nats-Stream" in headers else headers.get("Status")
-        if status == "404":
-            return messages, False
-        if status == "204":
-            return messages, headers.get("Nats-Num-Pending", "0") != "0"
-        if status is not None:
-            # A 503 means that no stream has replied. It must not be mistaken for an empty log.
-            raise ReadFailed(f"status {status}")
-        messages.append(to_stored_message(msg))
-        if not batched:
-            return messages, False
+        message = _message_of(await replies.next(REPLY_TIMEOUT_S))
+        if isinstance(message, _End):
+            return messages, message.has_more
+        messages.append(message)
+
+
+def _message_of(msg: Msg) -> StoredMessage | _End:
+    """Return the message in a reply, or the end of the batch. Raises ReadFailed."""
+    headers = msg.headers or {}
+    # A stored message may have any header. The broker adds `Nats-Stream` to stored messages.
+    status = None if "Nats-Stream" in headers else headers.get("Status")
+    if status is None:
+        return to_stored_message(msg)
+    if status not in ("204", "404"):
+        # A 503 means that no stream has replied. It must not be mistaken for an empty log.
+        raise ReadFailed(f"status {status}")
+    return _End(status == "204" and headers.get("Nats-Num-Pending", "0") != "0")
 
 
 def to_stored_message(msg: Msg) -> StoredMessage:

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import structlog
-from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError
 
-from shared.bus.connection import REPLY_TIMEOUT_S
-from shared.bus.replies import ReplyInbox
+from shared.bus.connection import REPLY_TIMEOUT_S, Connection
 from shared.config.schema import NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.names import TENANT_MARK
@@ -37,13 +35,14 @@ _NOT_ENABLED_FOR_ACCOUNT = 10039
 _log = structlog.get_logger()
 
 
-async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) -> None:
+async def check_server(connection: Connection, config: NatsConfig) -> None:
     """Check that the server can give the delivery guarantees.
 
     An acknowledged publish must be on disk, which only the server's own settings show. Raises
     ConfigError with the missing setting, and Unavailable or an error of nats-py for a temporary
     failure, such as an election.
     """
+    nc = connection.nc
     connected = nc.connected_server_version
     version = connected.major, connected.minor, connected.patch
     if version < MIN_SERVER_VERSION:
@@ -56,7 +55,7 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
             f"nats-server: max_payload is {nc.max_payload}; at least {MIN_MAX_PAYLOAD} is required",
             field="nats.url",
         )
-    is_clustered = bool(nc._server_info.get("cluster"))
+    is_clustered = not connection.is_alone
     try:
         await nc.jetstream(timeout=REPLY_TIMEOUT_S).account_info()
     except APIError as error:
@@ -70,7 +69,7 @@ async def check_server(nc: NatsClient, inbox: ReplyInbox, config: NatsConfig) ->
             field="nats.url",
         ) from error
     if not config.unchecked:
-        servers = await read_servers(inbox, config.replicas)
+        servers = await read_servers(connection, config.replicas)
         _check_settings(servers, config.replicas, is_clustered=is_clustered)
 
 
@@ -85,8 +84,8 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
     for server in servers:
         name = server["server"]["name"]
         settings = server.get("data", {}).get("config")
-        if settings is None:
-            # A member of the cluster without JetStream stores no streams.
+        if settings is None or server["data"].get("disabled"):
+            # A member of the cluster, or a leaf node, without JetStream stores no streams.
             continue
         if not settings.get("sync_always"):
             raise ConfigError(
@@ -95,7 +94,8 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
                 field="nats.url",
             )
     # A minority of the replicas may be down at the moment, and further servers may join.
-    storing = sum("config" in server.get("data", {}) for server in servers)
+    reports = [server.get("data", {}) for server in servers]
+    storing = sum("config" in report and not report.get("disabled") for report in reports)
     if storing <= replicas // 2:
         error = Unavailable if is_clustered else ConfigError
         raise error(
@@ -104,22 +104,22 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int, *, is_clustere
         )
 
 
-async def read_servers(inbox: ReplyInbox, replicas: int) -> list[dict[str, Any]]:
+async def read_servers(connection: Connection, replicas: int) -> list[dict[str, Any]]:
     """Return the JetStream reports of the servers of the cluster, at least of most of them.
 
     Empty if the broker has no such service. Raises an error of nats-py if no server answers.
     """
     query = json.dumps({"config": True}).encode()
-    return await _ask_servers(inbox, SERVER_SETTINGS, query, replicas)
+    return await _ask_servers(connection, SERVER_SETTINGS, query, replicas)
 
 
-async def check_limits(inbox: ReplyInbox, config: NatsConfig) -> None:
+async def check_limits(connection: Connection, config: NatsConfig) -> None:
     """Log a warning for each limit of a server that should change.
 
     A server without this service, or with permissions of an older version, is not checked.
     """
     try:
-        servers = await _ask_servers(inbox, SERVER_LIMITS, b"", config.replicas)
+        servers = await _ask_servers(connection, SERVER_LIMITS, b"", config.replicas)
     except NatsError:
         return
     for server in servers:
@@ -128,12 +128,12 @@ async def check_limits(inbox: ReplyInbox, config: NatsConfig) -> None:
             _log.warning("broker_limit_unsuitable", server=name, setting=setting, reason=reason)
 
 
-async def read_tenants(inbox: ReplyInbox, replicas: int) -> list[str]:
+async def read_tenants(connection: Connection, replicas: int) -> list[str]:
     """Return the tenants that have an account on any server of the cluster.
 
     Empty if the broker has no such service. Raises an error of nats-py if no server answers.
     """
-    servers = await _ask_servers(inbox, SERVER_ACCOUNTS, b"", replicas)
+    servers = await _ask_servers(connection, SERVER_ACCOUNTS, b"", replicas)
     accounts = {name for server in servers for name in server.get("data", {}).get("accounts", [])}
     return sorted(name[1:] for name in accounts if name.startswith(TENANT_MARK))
 
@@ -160,15 +160,16 @@ def find_unsuitable_limits(limits: Mapping[str, int]) -> dict[str, str]:
 
 
 async def _ask_servers(
-    inbox: ReplyInbox, service: str, query: bytes, replicas: int
+    connection: Connection, service: str, query: bytes, replicas: int
 ) -> list[dict[str, Any]]:
     """Return the replies of the servers of the cluster, at least of most of them.
 
-    Empty if the broker has no such service. Raises an error of nats-py if no server answers.
+    Servers of other domains, such as leaf nodes, are left out. Empty if the broker has no such
+    service. Raises an error of nats-py if no server answers.
     """
     timeout_s = REPLY_TIMEOUT_S
     answers: list[dict[str, Any]] = []
-    async with inbox.request(service, query) as replies:
+    async with connection.inbox.request(service, query) as replies:
         while True:
             try:
                 msg = await replies.next(timeout_s)
@@ -178,6 +179,8 @@ async def _ask_servers(
                 return answers
             if msg.headers and msg.headers.get("Status"):
                 return answers
-            answers.append(json.loads(msg.data))
+            answer = json.loads(msg.data)
+            if answer["server"].get("domain") == connection.domain:
+                answers.append(answer)
             if len(answers) > replicas // 2:
                 timeout_s = NEXT_REPLY_TIMEOUT_S

@@ -10,20 +10,20 @@ and most of them are empty. Messages that are delivered beyond the credit are re
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import api
 
+from shared.bus.connection import CorrectedClient
 from shared.bus.consumer import PULL_REFUSED_PAUSE_S, AckBatcher, Delivery, Puller, pull_subject
 from shared.bus.outages import Outages
 from shared.bus.priorities import BUSY, priority_of
 from shared.helpers.task_set import TaskSet
+from shared.protocol.encoding import to_json
 
 GROUP = "slots"
 # The priority of a pull cannot be changed. So pulls are short, especially for a busy worker, which
@@ -85,7 +85,7 @@ class SlotConsumer(Puller):
 
     def __init__(
         self,
-        nc: NatsClient,
+        nc: CorrectedClient,
         stream: str,
         queues: Iterable[SlotQueue],
         capacity: int,
@@ -117,7 +117,7 @@ class SlotConsumer(Puller):
             queue.end_pull(backlog=None)
         self._changed.set()
 
-    async def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: Msg) -> None:
         status = (msg.headers or {}).get("Status")
         if status is not None and not msg.reply:
             self._on_status(msg.subject.rpartition(".")[2], status)
@@ -197,7 +197,7 @@ class SlotConsumer(Puller):
             request |= {"group": GROUP, "priority": priority}
         reply = f"{self._inbox}.{queue.pull}"
         try:
-            await self._nc.publish(queue.pull_subject, json.dumps(request).encode(), reply=reply)
+            await self._nc.publish(queue.pull_subject, to_json(request), reply=reply)
         except NatsError:
             # Not connected: `on_reconnect` causes another pull.
             queue.end_pull(backlog=None, due_s=queue.due_s)

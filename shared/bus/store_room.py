@@ -139,7 +139,7 @@ def measure_folder(
 async def measure_servers(bus: Bus, config: NatsConfig) -> list[FullStore]:
     """Return the servers that have used too much of their `max_file_store`. Raises Unavailable."""
     try:
-        servers = await read_servers(bus.connection.inbox, config.replicas)
+        servers = await read_servers(bus.connection, config.replicas)
     except NatsError as error:
         raise Unavailable(f"no server reports its storage: {error}") from error
     return list(_full_servers(servers, config))

@@ -23,6 +23,7 @@ PREPARE_DEADLINE_S = 60.0
 # A broker that starts, ends or frees the space of a stream answers as one without JetStream or
 # without space. A refusal that lasts for longer is a fault of the settings.
 PASSING_S = 3.0
+WARN_EVERY_S = 15.0
 # In a cluster each stream elects a leader first.
 CREATED_AT_ONCE = 16
 # In a cluster each probe is a message to all replicas.
@@ -89,7 +90,7 @@ class StreamKeeper:
         self.configure(nats, delivery, agent or AgentConfig(), batch or BatchConfig())
 
         async def attempt() -> list[Difference]:
-            await check_server(self._nc, self._connection.inbox, nats)
+            await check_server(self._connection, nats)
             if self.creates_streams:
                 await self._create_missing(self.configs)
             differences = await stream_changes.find_differences(self._nc, self.configs)
@@ -109,7 +110,7 @@ class StreamKeeper:
         )
         _report(differences)
         if self.creates_streams and not nats.unchecked:
-            await check_limits(self._connection.inbox, nats)
+            await check_limits(self._connection, nats)
 
     def configure(
         self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig, batch: BatchConfig
@@ -128,7 +129,7 @@ class StreamKeeper:
         """
         nats, delivery = self._settings
         try:
-            tenants = await read_tenants(self._connection.inbox, nats.replicas)
+            tenants = await read_tenants(self._connection, nats.replicas)
         except NatsError as error:
             raise Unavailable(f"the broker did not list its accounts: {error}") from error
         of_tenants = (streams.streams_of_tenant(tenant, nats, delivery) for tenant in tenants)
@@ -234,6 +235,7 @@ class _Confirmed:
     def __init__(self, attempt: Callable[[], Awaitable[list[Difference]]]) -> None:
         self._attempt = attempt
         self._refused_since_s: float | None = None
+        self._warns_at_s = asyncio.get_running_loop().time() + PASSING_S
 
     async def __call__(self) -> list[Difference]:
         """Return the result of an attempt. Raises Unavailable for a refusal that may pass."""
@@ -246,8 +248,11 @@ class _Confirmed:
             if now_s - self._refused_since_s >= PASSING_S:
                 raise
             raise Unavailable(error.message) from error
-        except (NatsError, Unavailable):
+        except (NatsError, Unavailable) as error:
             self._refused_since_s = None
+            if now_s >= self._warns_at_s:
+                _log.warning("waits_for_streams", reason=str(error) or type(error).__name__)
+                self._warns_at_s = now_s + WARN_EVERY_S
             raise
 
 

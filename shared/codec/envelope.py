@@ -26,7 +26,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.errors import DecodeError, PayloadTooLarge, UnsupportedVersion
-from shared.protocol.msgpack_formats import FORMATS, RUN_LEN, RUN_OF_SCALARS, step
+from shared.protocol.msgpack_formats import (
+    FIXED_CHILDREN,
+    FIXED_SIZES,
+    FORMATS,
+    NO_VALUE,
+    RUN_LEN,
+    RUN_OF_SCALARS,
+    SHORT_RUN_LEN,
+    SHORT_RUN_OF_SCALARS,
+    step,
+)
 
 MAGIC = b"PMM1"
 VERSION = 1
@@ -242,35 +252,53 @@ def _check_nesting(data: bytes) -> None:
     the last of several equal ones. Raises DecodeError or ValueError.
     """
     offset = num_nodes = 0
-    pending = [1]  # remaining values per open container
-    keys: list[set[str | int] | None] = [None]  # keys so far, per open container that is a map
-    while pending:
-        if not pending[-1]:
-            pending.pop()
-            keys.pop()
+    # Remaining values of the innermost container, and its keys if it is a map.
+    left = 1
+    keys: set[str | int] | None = None
+    outer: list[tuple[int, set[str | int] | None]] = []
+    end = len(data)
+    while left or outer:
+        if not left:
+            left, keys = outer.pop()
             continue
-        map_keys, left = keys[-1], pending[-1]
-        if map_keys is None and left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
-            pending[-1] -= RUN_LEN
-            offset = run.end()
-            continue
-        pending[-1] -= 1
-        start = offset
-        offset, children, is_map = _step(data, offset)
+        if keys is None and left >= SHORT_RUN_LEN:
+            offset, run_len = _skip_run(data, offset, left)
+            num_nodes += run_len if run_len < RUN_LEN else 0
+            left -= run_len
+            if run_len:
+                continue
+        start, op = offset, data[offset] if offset < end else NO_VALUE
+        if size := FIXED_SIZES[op]:
+            offset, children, is_map = start + size, FIXED_CHILDREN[op], op & 0xF0 == 0x80
+        else:
+            offset, children, is_map = _step(data, start)
         num_nodes += 1
-        if map_keys is not None and left % 2 == 0:
-            _add_key(map_keys, data[start:offset])
+        if keys is not None and left % 2 == 0:
+            _add_key(keys, data[start:offset])
+        left -= 1
         if children:
-            pending.append(children)
-            keys.append(set() if is_map else None)
-        if len(pending) > MAX_DEPTH + 1 or num_nodes > MAX_NODES:
+            outer.append((left, keys))
+            left, keys = children, set() if is_map else None
+        if num_nodes > MAX_NODES or len(outer) > MAX_DEPTH:
             raise DecodeError(
                 f"the header is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} values"
             )
+    if offset > end:
+        raise DecodeError("the header ends in the middle of a value")
+
+
+def _skip_run(data: bytes, offset: int, left: int) -> tuple[int, int]:
+    """Return the end and the length of a run of scalars at `offset`; the length 0 for no run."""
+    if left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
+        return run.end(), RUN_LEN
+    if run := SHORT_RUN_OF_SCALARS.match(data, offset):
+        return run.end(), SHORT_RUN_LEN
+    return offset, 0
 
 
 def _add_key(keys: set[str | int], packed: bytes) -> None:
-    key = _key_decoder.decode(packed)
+    # Most keys are short strings, after one byte with their length.
+    key = packed[1:].decode() if packed[0] & 0xE0 == 0xA0 else _key_decoder.decode(packed)
     if key in keys:
         raise DecodeError("the header has the same key twice")
     keys.add(key)

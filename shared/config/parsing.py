@@ -66,6 +66,7 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
     checks = (
         _faults_of_models,
         _faults_of_sections,
+        _faults_of_broker,
         _faults_of_devices,
         _faults_of_tenants,
         _faults_of_gateway,
@@ -180,17 +181,6 @@ def _faults_of_int8(config: Config, name: str, model: ModelConfig) -> Iterator[F
 def _faults_of_sections(config: Config) -> Iterator[Fault]:
     if config.embeddings.storage == "directory" and config.embeddings.path is None:
         yield Fault("embeddings.path", "storage 'directory' needs a path")
-    if config.nats.password_file is not None and config.nats.url is None:
-        yield Fault(
-            "nats.password_file",
-            "nats.url is missing, and the embedded server has no passwords: remove the setting, or"
-            " set nats.url",
-        )
-    nats = config.nats
-    if (nats.tls_cert is None) != (nats.tls_key is None):
-        yield Fault("nats.tls_key", "set both tls_cert and tls_key, or neither")
-    if nats.tls_cert is not None and nats.tls_ca is None:
-        yield Fault("nats.tls_ca", "tls_cert needs tls_ca, which verifies the server's certificate")
     for section, settings, name, limit_name in (
         ("engine.speculative", config.engine.speculative, "min_ngram", "max_ngram"),
         # A token log must outlive its request, because it contains the only record of the end.
@@ -210,6 +200,21 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
                 ip_network(network)
             except ValueError as error:
                 yield Fault(key, str(error))
+
+
+def _faults_of_broker(config: Config) -> Iterator[Fault]:
+    nats = config.nats
+    for name, what in (("password_file", "passwords"), ("domain", "domain")):
+        if getattr(nats, name) is not None and nats.url is None:
+            yield Fault(
+                f"nats.{name}",
+                f"nats.url is missing, and the embedded server has no {what}: remove the setting,"
+                " or set nats.url",
+            )
+    if (nats.tls_cert is None) != (nats.tls_key is None):
+        yield Fault("nats.tls_key", "set both tls_cert and tls_key, or neither")
+    if nats.tls_cert is not None and nats.tls_ca is None:
+        yield Fault("nats.tls_ca", "tls_cert needs tls_ca, which verifies the server's certificate")
 
 
 def _faults_of_devices(config: Config) -> Iterator[Fault]:

@@ -171,6 +171,10 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     """URL of a running server, or comma-separated URLs of several servers of one cluster. By
     default `pagemill up` starts an embedded server."""
+    domain: Name | None = None
+    """JetStream domain of the brokers, as in their `jetstream.domain`; refused without a `url`.
+    Workers and commands on leaf nodes need it, and so does `pagemill keys`, which permits its
+    subjects."""
     password_file: str | None = None
     """File with the password for users in `url` without a password, relative to the configuration
     file; refused without a `url`."""
@@ -446,13 +450,15 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     it."""
     max_num_seqs: Positive = 64
     """Limit on sequences in one batch."""
-    max_appends_per_s: Positive = 200
-    """Limit on appends per second to the logs of all requests together. Each log gets at most 25 of
+    max_appends_per_s: Positive = 400
+    """Limit on appends per second to the logs of all requests together. There are fewer, down to a
+    fifth of the limit, while appends take more than half of the time. Each log gets at most 25 of
     them, and a log of codes or of a request in the batch lane 1. First tokens of interactive
     requests, ends, and codes that complete a chunk are appended at once. Other tokens are batched
     into common records, so that the log takes little time from the model."""
     step_timeout_s: Seconds = 120.0
-    """Limit on the time of one step. Beyond it, the step counts as hung, and the process ends."""
+    """Limit on the time of one step, and of one batch of the tower thread. Beyond it, they count as
+    hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
     steps_ahead: Literal[0, 1] | None = None
@@ -460,6 +466,12 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     known; by default 1 on a GPU, which then does not wait for the engine, and 0 on a CPU. A step
     with drafts waits for the tokens, and so do talkers and models with recurrent layers. Answers
     stay the same."""
+    tower_thread: bool | None = None
+    """Encode images and other media in a separate thread, and on a GPU in a separate stream, while
+    answers continue; by default on a GPU. On a CPU both share the cores: answers do not pause, and
+    first tokens of requests with media come later. Answers stay the same."""
+    tower_batch_tokens: Positive = 4096
+    """Limit on the embeddings of one batch of this thread. A larger item gets a separate batch."""
     max_step_ms: Annotated[float, Meta(gt=0)] | None = None
     """Target time of a step while sequences decode. Prompts get the part that decoding leaves, by
     the measured time of a token. A shorter time makes running answers smoother and first tokens

@@ -1,8 +1,9 @@
 """Tower: the loaded part of a multimodal model that converts media to embeddings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ class Tower:
 
     adapter: TowerAdapter
     model: PreTrainedModel
+    _lock: Lock = field(default_factory=Lock)
+    """Held by the thread that encodes. An engine's step may encode next to its tower thread."""
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Fields]) -> list[Tensor]:
@@ -37,6 +45,10 @@ class Tower:
 
         Raises InvalidRequest if the embeddings of an item are not finite.
         """
+        with self._lock:
+            return self._encode(batch)
+
+    def _encode(self, batch: Sequence[Fields]) -> list[Tensor]:
         split = [self.adapter.split(fields, MAX_SPLIT_LEN) for fields in batch]
         parts: list[Tensor] = []
         for run in self._split([part for item in split for part in item]):
@@ -44,13 +56,14 @@ class Tower:
         embeddings = []
         for fields, item in zip(batch, split, strict=True):
             own, parts = parts[: len(item)], parts[len(item) :]
-            embeddings.append(self.adapter.join(fields, own))
-            check_finite(embeddings[-1])
+            # A view would keep the output of a whole run in memory for as long as one item.
+            embeddings.append(self.adapter.join(fields, own).clone())
+        check_finite(*embeddings)
         return embeddings
 
     def _split(self, batch: Sequence[Fields]) -> list[list[Fields]]:
         """Return the runs that go through the tower at once, in the order of the batch."""
-        run_len = CPU_RUN_LEN if self.model.device.type == "cpu" else GPU_RUN_LEN
+        run_len = CPU_RUN_LEN if self.device.type == "cpu" else GPU_RUN_LEN
         runs: list[list[Fields]] = []
         room = 0
         for fields in batch:

@@ -19,6 +19,7 @@ from shared.native.choices import KernelSetting
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedModel
 else:
     torch = LazyModule("torch")
 
@@ -118,10 +119,17 @@ def get_field(fields: Fields, name: str, dtype: torch.dtype, shape: tuple[int, .
     return tensor
 
 
-def look_up(pixels: Tensor, table: Tensor) -> Tensor:
-    """Return the values of pixels [..., channels, num_pixels] uint8, as float32."""
+def look_up(pixels: Tensor, table: Tensor, tower: PreTrainedModel | None = None) -> Tensor:
+    """Return the values of pixels [..., channels, num_pixels] uint8, as float32.
+
+    With a `tower`, they are on its device and in its type. Only pixels and the table are copied
+    there: a rounded table has the rounded values.
+    """
+    if tower is not None:
+        pixels, table = pixels.to(tower.device), table.to(tower.device, tower.dtype)
     # One flat table: the values of channel c start at 256 * c.
-    entry = pixels.int() + 256 * torch.arange(len(table), dtype=torch.int32)[:, None]
+    starts = 256 * torch.arange(len(table), dtype=torch.int32, device=table.device)
+    entry = pixels.int() + starts[:, None]
     return table.flatten().index_select(0, entry.flatten()).view(pixels.shape)
 
 
@@ -130,8 +138,9 @@ def check_table(table: Tensor) -> None:
         refuse("pixel_table holds values that are not finite")
 
 
-def check_finite(embedding: Tensor) -> None:
-    if not bool(embedding.isfinite().all()):
+def check_finite(*embeddings: Tensor) -> None:
+    """Raise InvalidRequest unless all values are finite. The host waits for a device once."""
+    if not bool(torch.stack([embedding.isfinite().all() for embedding in embeddings]).all()):
         refuse("the embeddings hold values that are not finite")
 
 

@@ -263,6 +263,8 @@ class StartReport(Struct, frozen=True, omit_defaults=True):
     """Bytes of weights that were read."""
     total_bytes: int = 0
     """Bytes of weights in the model's folder; 0 in a step that reads no weights."""
+    refused: str = ""
+    """Reason why the worker has ended instead: its configuration or its model is refused."""
 
 
 class PoolPlan(Struct, frozen=True, omit_defaults=True):

@@ -59,7 +59,7 @@ def encode_model(name: str) -> str:
 
 def decode_model(token: str) -> str:
     """Decode a token of `encode_model`. Other tokens are returned unchanged."""
-    if _TOKEN.fullmatch(token) is None:
+    if "=" not in token or _TOKEN.fullmatch(token) is None:
         return token
     data = token.encode()
     parts = re.split(rb"=(..)", data)

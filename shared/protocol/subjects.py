@@ -114,6 +114,16 @@ class RequestPlace(NamedTuple):
     sequence: int
 
 
+def in_domain(subject: str, domain: str | None) -> str:
+    """Return the subject by which a leaf node reaches JetStream's API and buckets in a domain.
+
+    Other subjects are the same in all domains.
+    """
+    if domain is None or not subject.startswith(("$JS.API.", "$KV.")):
+        return subject
+    return f"$JS.{domain}.API.{subject.removeprefix('$JS.API.')}"
+
+
 def tenant_of(subject: str) -> str:
     """Return the tenant in a subject; "" if there is none."""
     third = subject.split(".")[2:3]
@@ -244,6 +254,11 @@ def place_of(stage_msg_id: str, request_id: str) -> RequestPlace | None:
 
 def stage_filter(name: str, model: str, lane: str, slot: int | None = None) -> str:
     return f"pm.stage.{name}.{encode_model(model)}.{_queue(lane, slot)}.*"
+
+
+def stage_of_model(name: str, model: str) -> str:
+    """Subject of all tasks of a stage for a model."""
+    return f"pm.stage.{name}.{encode_model(model)}.>"
 
 
 def is_request(subject: str) -> bool:

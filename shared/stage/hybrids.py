@@ -5,11 +5,16 @@ A state holds all tokens so far. It cannot be divided into blocks, nor taken bac
 
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
-from shared.stage.pipelines import pipeline_of
+from shared.stage.pipelines import ENGINE, pipeline_of
 
 
-def check_settings(model: ModelConfig, engine: EngineConfig, name: str = "NAME") -> None:
-    """Raise ConfigError for a setting that does not work with states."""
+def check_settings(
+    model: ModelConfig, engine: EngineConfig, name: str = "NAME", section: str = ENGINE
+) -> None:
+    """Raise ConfigError for a setting that does not work with states.
+
+    `section` is the key of `engine`, which is another one for a pool.
+    """
     detours = any(edge.mode == "detour" for edge in pipeline_of(model).edges)
     refused = {
         f"models.{name}.adapters": bool(model.adapters)
@@ -17,9 +22,9 @@ def check_settings(model: ModelConfig, engine: EngineConfig, name: str = "NAME")
         f"models.{name}.prefill": detours
         and "a hybrid model has states besides its KV blocks, which prefill workers do not send:"
         " remove the setting",
-        "engine.kv_events": engine.kv_events
+        f"{section}.kv_events": engine.kv_events
         and "a hybrid model caches no prefixes, so it has no KV events: set it to false",
-        "engine.speculative.num_tokens": engine.speculative.num_tokens > 0
+        f"{section}.speculative.num_tokens": engine.speculative.num_tokens > 0
         and "the states of a hybrid model cannot take back drafted tokens: set it to 0",
     }
     for field, reason in refused.items():

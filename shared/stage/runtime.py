@@ -156,6 +156,11 @@ class Context:
         """Report the current step of the start every second until `ready`."""
         self._start_reporter.start()
 
+    async def refuse(self, reason: str) -> None:
+        """Report why this worker does not serve, unless it has been ready."""
+        if self._heartbeat is None:
+            await self._start_reporter.refuse(reason)
+
     def step(self, name: str, measure: Measure | None = None) -> None:
         """Set the displayed name of the current step of the start. Any thread may call this.
 
@@ -340,6 +345,8 @@ async def run(
         await context.drain_blobs()
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
+        if isinstance(error, ConfigError):
+            await context.refuse(error.message)
         return _exit_code(error)
     finally:
         signals.ignore()

@@ -120,14 +120,13 @@ class Stage:
         self.claims.add(job)
         attempt, output = job.delivery.attempt, self._output_of(job)
         is_first = attempt == 1 and not self.claims.may_be_held(job)
-        opening = asyncio.create_task(LogWriter.open(self.bus, request_id, attempt, output))
-        try:
-            if is_first:
-                # There are no earlier attempts to read first.
-                await self.claims.record_attempt(job, log_len=0)
-            job.log = log = await opening
-        finally:
-            opening.cancel()
+        if is_first:
+            # There are no earlier attempts to read first.
+            await self.claims.record_attempt(job, log_len=0)
+        if is_first and _is_new(job):
+            job.log = LogWriter(self.bus, request_id, attempt, output, stored=())
+            return job.log
+        job.log = log = await LogWriter.open(self.bus, request_id, attempt, output)
         if log.closed or (log.output != TEXT and is_final(await last_record(self.bus, request_id))):
             await self._settle_ended(job, log)
             return None
@@ -258,11 +257,10 @@ class Stage:
         the end is in the log, before the job is acknowledged.
         """
         log = _not_none(job.log)
-        expected = _not_none(job.header).outputs
         # In a new round the log may be complete, but the followers must start again.
         await log.begin()
         summary = replace(summary, path=[*job.path, self.span(job)])
-        alone = expected in ([], [TEXT])
+        alone = _is_text_alone(_not_none(job.header))
         if alone:
             await log.finish(summary, {})
         elif log.output != TEXT:
@@ -442,39 +440,54 @@ def _not_none(value: T | None) -> T:
     return value
 
 
-async def settle(bus: Bus, job: Job, end: Callable[[], Awaitable[object]]) -> None:
+def _is_new(job: Job) -> bool:
+    """Return whether the log of a job that is delivered first is empty, so it need not be read.
+
+    The request may have ended since the task was stored: then the first append is refused. The
+    other outputs of a request may take long until then.
+    """
+    header = job.header
+    return header is not None and header.round == 0 and _is_text_alone(header)
+
+
+def _is_text_alone(header: TaskHeader) -> bool:
+    """Return whether a task belongs to a request without any other output than its text."""
+    return header.ticket is not None and header.outputs in ([], [TEXT])
+
+
+async def settle(
+    bus: Bus, request_id: str, end: Callable[[], Awaitable[object]], held: Delivery | None = None
+) -> None:
     """End a request by `end`, and remove it and its tasks from their queues.
 
-    The message of `job` stays until the caller acknowledges it, so that it is delivered again if
-    this worker dies. The others are removed before a client sees the end.
+    The message `held` stays until the caller acknowledges it, so that it is delivered again if this
+    worker dies. The others are removed before a client sees the end.
     """
-    assert job.request_id is not None
-    removed = await _remove(bus, job)
+    removed = await _remove(bus, request_id, held)
     await end()
-    await bus.notify(subjects.ended(job.request_id))
+    await bus.notify(subjects.ended(request_id))
     # A task may have been stored in the meantime. A task that is stored from now on is removed by
     # the coordinator or the stage that stores it, because the request has ended.
-    removed += await _remove(bus, job)
+    removed += await _remove(bus, request_id, held)
     await _release_payloads(bus, removed)
 
 
 async def leave_queues(bus: Bus, job: Job) -> None:
     """Remove the request of `job`, which has ended, and its other tasks from their queues."""
-    await _release_payloads(bus, await _remove(bus, job))
+    assert job.request_id is not None
+    await _release_payloads(bus, await _remove(bus, job.request_id, job.delivery))
 
 
-async def _remove(bus: Bus, job: Job) -> list[StoredMessage]:
-    """Remove a request and its tasks, except for the message of `job`. Return the tasks.
+async def _remove(bus: Bus, request_id: str, held: Delivery | None) -> list[StoredMessage]:
+    """Remove a request and its tasks, except for the message `held`. Return the tasks.
 
     The tasks contain the request's position in its queue. A request without a task waits for its
     admission, which removes a request that has ended.
     """
-    request_id, held = job.request_id, job.delivery
-    assert request_id is not None
     stored = await bus.read(subjects.STAGES_STREAM, subjects.stages_of(request_id))
-    removed = [task for task in stored if task.subject != held.subject]
+    removed = [task for task in stored if held is None or task.subject != held.subject]
     places = {subjects.place_of(task.msg_id or "", request_id) for task in removed}
-    if subjects.is_request(held.subject):
+    if held is not None and subjects.is_request(held.subject):
         places.discard(held.place)
     # The tasks come last, so that they are found again if this worker dies here.
     for place in places:
@@ -515,11 +528,11 @@ async def end_with_error(
     async def end() -> None:
         await end_request(bus, request_id, attempt, error, path)
 
-    await (settle(bus, job, end) if _may_have_other_tasks(job) else end())
+    await (settle(bus, request_id, end, job.delivery) if _may_have_other_tasks(job) else end())
     return True
 
 
 def _may_have_other_tasks(job: Job) -> bool:
     if not subjects.is_stage(job.delivery.subject):
         return job.delivery.attempt > 1
-    return job.header is None or job.header.outputs not in ([], [TEXT])
+    return job.header is None or not _is_text_alone(job.header)

@@ -12,12 +12,14 @@ import structlog
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
+from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import StartReport
 
 _log = structlog.get_logger()
 
 REPORT_S = 1.0
+LAST_REPORT_S = 2.0
 
 Measure = Callable[[], tuple[int, int] | None]
 """Returns the bytes that a step has read, and their total number. It runs in a thread."""
@@ -50,6 +52,16 @@ class StartReporter:
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+    async def refuse(self, reason: str) -> None:
+        """Publish the last report, of a worker that refuses its configuration or its model."""
+        self.stop()
+        report = replace(self._report, step="refused", refused=reason)
+        try:
+            async with asyncio.timeout(LAST_REPORT_S):
+                await self._bus.heartbeats.publish_start(report.worker, to_json(report))
+        except (PagemillError, TimeoutError) as error:
+            _log.info("start_report_failed", error=str(error))
 
     async def _publish(self) -> None:
         report = self._report

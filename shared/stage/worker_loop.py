@@ -311,16 +311,18 @@ async def serve(
     Handlers that run longer than `drain_s` are cancelled, and requeue their jobs.
     """
     running: set[asyncio.Task[None]] = set()
-    stop = asyncio.create_task(shutdown.asked.wait())
-    while not shutdown.asked.is_set():
-        delivery = asyncio.create_task(consumer.next())
-        await asyncio.wait({delivery, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if not delivery.done():
-            delivery.cancel()
-            break
-        task = asyncio.create_task(_run(handle, delivery.result()))
-        running.add(task)
-        task.add_done_callback(running.discard)
+
+    async def pull() -> None:
+        while True:
+            task = asyncio.create_task(_run(handle, await consumer.next()))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    pulling = asyncio.create_task(pull())
+    try:
+        await shutdown.asked.wait()
+    finally:
+        pulling.cancel()
     await consumer.stop()
     await shutdown.drained(running, drain_s)
     for task in running:

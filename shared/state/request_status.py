@@ -219,6 +219,9 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> str:
     ]
     if not workers:
         why = f"no worker of stage {stage} for model {model} is alive"
+        for report in await bus.heartbeats.read_refusals():
+            if report.model == model and report.stage == stage and not report.pid:
+                return f"no worker of stage {stage} serves {model}: {report.refused}"
         for report in await bus.heartbeats.read_starts():
             if (report.stage or report.role) == stage and report.model in ("", model):
                 return f"{why}; {report.worker} is starting: {report.step}"

@@ -111,8 +111,8 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     ("gauge", ENGINE, ()): {
         "num_requests_running": "Sequences that hold KV blocks.",
         "num_requests_waiting": "Sequences that wait to be scheduled.",
-        "num_requests_without_input": "Sequences that hold KV blocks, and wait for more of the text"
-        " that they speak.",
+        "num_requests_without_input": "Running sequences that wait for more of the text that they"
+        " speak, or for an item in the tower thread.",
         "num_ranks": "Processes that share the model of the engine (`engine.tensor_parallel`).",
         "kv_cache_usage_perc": (
             "Fraction of the KV blocks held by sequences, 0 to 1; cached blocks without a sequence"
@@ -185,6 +185,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
         "replicas_lagging{server}": (
             "Replicas of streams on a server of the broker's cluster that do not follow their"
             " leaders; not reported for a server before its first one."
+        ),
+        "refused_stages": (
+            "Stages of models whose workers all refuse their configuration or model, so that"
+            " requests end with `unavailable` and the reason."
         ),
         "full_stores": (
             "Stores of the broker with less free space than `nats.min_free_percent` or"

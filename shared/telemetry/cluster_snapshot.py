@@ -39,6 +39,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     num_batches, oldest_batch_ms = await bus.figures.size(subjects.BATCHJOBS_STREAM)
     beats = await bus.heartbeats.read()
     starting = await bus.heartbeats.read_starts()
+    starting += [r for r in await bus.heartbeats.read_refusals() if not r.pid]
     queues, metrics = await asyncio.gather(
         bus.figures.depths(subjects.STAGES_STREAM),
         _request_metrics(bus, {beat.worker for beat in beats}),

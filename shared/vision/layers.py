@@ -117,7 +117,7 @@ class SegmentAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,  # [num_patches, hidden_size]
-        cu_seqlens: Tensor,  # [num_segments + 1]
+        cu_seqlens: Tensor,  # [num_segments + 1], on the CPU
         position_embeddings: tuple[Tensor, Tensor],  # cos and sin, [num_patches, head_dim]
         **kwargs: Any,
     ) -> Tensor:  # [num_patches, hidden_size]
@@ -200,12 +200,11 @@ def attend_segments(
 
     Segments of one length share a call.
     """
-    groups = _group(tuple(lengths))
+    groups = _group(tuple(lengths), query.device)
     if len(groups) == 1:
         return _attend(query, key, value, lengths[0], scale)
     output = torch.empty_like(query)
-    for length, indexes in groups:
-        rows = indexes.to(query.device)
+    for length, rows in groups:
         q, k, v = (tensor.index_select(0, rows) for tensor in (query, key, value))
         output.index_copy_(0, rows, _attend(q, k, v, length, scale))
     return output
@@ -245,11 +244,11 @@ def _attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
 # All layers of a tower have the same lengths, or one of two. Images of one size repeat them.
 @lru_cache(maxsize=64)
-def _group(lengths: tuple[int, ...]) -> list[tuple[int, Tensor]]:
-    """Return each length with the rows of its segments, [num_rows]."""
+def _group(lengths: tuple[int, ...], device: torch.device) -> list[tuple[int, Tensor]]:
+    """Return each length with the rows of its segments, [num_rows], on the device."""
     rows: dict[int, list[Tensor]] = {}
     start = 0
     for length in lengths:
         rows.setdefault(length, []).append(torch.arange(start, start + length))
         start += length
-    return [(length, torch.cat(parts)) for length, parts in rows.items()]
+    return [(length, torch.cat(parts).to(device)) for length, parts in rows.items()]

@@ -166,16 +166,28 @@ def test_check_prints_the_pipeline_with_its_chunks(tmp_path: Path) -> None:
     ]
 
 
-def test_check_prints_the_dtype_of_each_device(tmp_path: Path) -> None:
-    pools = "pools: {big: {device: cuda}, small: {device: cpu}}"
-    model = f"{{path: {ROOT / 'ops' / 'demo_model'}, {pools}}}"
-    (tmp_path / "pagemill.yaml").write_text(f"models: {{demo: {model}}}")
+def test_check_reads_the_device_and_the_ranks_of_each_pool(tmp_path: Path) -> None:
+    folder, file = ROOT / "ops" / "demo_model", tmp_path / "pagemill.yaml"
+    text = f"engine: {{tensor_parallel: 4}}\nmodels: {{demo: {{path: {folder}, pools: {{%s}}}}}}"
+    big = "big: {device: cuda, tensor_parallel: 1}"
+    file.write_text(text % f"{big}, small: {{tensor_parallel: 2}}")
     done = run("check", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("# models.demo.path"))
     # The checkpoint is in float16.
-    sizes = [f"weights in memory: engine {size}" for size in ("5.3 MB", "10.5 MB")]
-    assert line.endswith(f"; {sizes[0]} as float16; {sizes[1]} as float32")
+    for pool, sizes in (
+        ("big", "engine 5.3 MB as float16"),
+        ("small", "rank 0 8.2 MB, each other rank 2.4 MB as float32"),
+    ):
+        title = f"# models.demo.path in models.demo.pools.{pool}: Qwen2-VL (native)"
+        assert f"{title}; weights in memory: {sizes}\n" in done.stdout
+    for section, reason in (
+        ("{}", ".tensor_parallel: 4 ranks cannot share 6 attention heads"),
+        ("{tensor_parallel: 2, kernels: tiles}", ".kernels: C++ kernels are not supported"),
+    ):
+        file.write_text(text % f"{big}, small: {section}")
+        done = run("check", cwd=tmp_path)
+        assert done.returncode != 0
+        assert f"models.demo.pools.small{reason}" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -247,9 +247,13 @@ def name_of_process(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def parent_of(pid: int) -> int:
-    # The second field after the name, which is in parentheses.
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def parent_of(pid: int) -> int | None:
+    """Return the parent of a process, or None once the process has ended."""
+    try:
+        # The second field after the name, which is in parentheses.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 async def _wait_for_queues(cluster: Cluster, tenant: str) -> None:

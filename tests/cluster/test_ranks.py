@@ -1,4 +1,4 @@
-"""An engine of two ranks: each of them is killed while it answers."""
+"""An engine of two ranks: each of them is killed, and one hangs, while it answers."""
 
 import signal
 from functools import partial
@@ -16,6 +16,8 @@ from tests.cluster.conftest import (
 from tests.cluster.streams import attempts_of, read_amid_signal, tokens_of
 from tests.support.waiting import until
 
+ENGINE = "engine: {tensor_parallel: 2, threads: 1, step_timeout_s: 3}\n"
+
 
 def processes() -> set[int]:
     return {int(file.name) for file in Path("/proc").iterdir() if file.name.isdigit()}
@@ -25,20 +27,22 @@ def are_gone(pids: set[int]) -> bool:
     return not pids & processes()
 
 
-async def test_answers_continue_after_the_death_of_each_rank(tmp_path: Path) -> None:
-    cluster = start_cluster(tmp_path, CONFIG + "engine: {tensor_parallel: 2, threads: 1}\n")
+async def test_answers_continue_after_the_end_and_the_hang_of_a_rank(tmp_path: Path) -> None:
+    cluster = start_cluster(tmp_path, CONFIG + ENGINE)
     bus = await Bus.connect(cluster.url, "test")
-    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
+    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=150)
     expected = tokens_of(await answer(bus, request))
-    for killed in ("follower", "leader"):
+    faults = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+    for rank, fault in ((1, "killed"), (1, "stopped"), (0, "killed")):
         leader = await cluster.pid(bus, "engine")
         (follower,) = (pid for pid in processes() if parent_of(pid) == leader)
-        pid = leader if killed == "leader" else follower
-        records = await read_amid_signal(bus, request, pid, signal.SIGKILL)
+        pid = follower if rank else leader
+        records = await read_amid_signal(bus, request, pid, faults[fault])
         assert tokens_of(records) == expected
         assert len(attempts_of(records)) == 2
         await until(partial(are_gone, {leader, follower}), 30)
     await bus.close()
     assert stop_cluster(cluster) == 0
     # Neither the death of a leader nor a drain is a failure of the follower.
-    assert cluster.log.read_text().count("rank_failed") == 1
+    log = cluster.log.read_text()
+    assert [log.count(event) for event in ("rank_failed", "step_hangs")] == [1, 1]

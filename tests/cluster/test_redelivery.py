@@ -339,7 +339,7 @@ async def test_a_killed_preloader_costs_no_request(
     bus = await Bus.connect(cluster.url, "test")
     first = await cluster.pid(bus, "engine")
     preloader = parent_of(first)
-    assert preloader != cluster.process.pid
+    assert preloader not in (None, cluster.process.pid)
     request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
     records = await read_amid_signal(bus, request, preloader)
     assert tokens_of(records) == tokens_of(await answer(bus, request))

@@ -41,6 +41,7 @@ from workers.engine import worker as engine_worker
 from workers.engine.code_lead import CodeLead
 from workers.engine.core.sequence import EngineRequest, ReceivedKV, RequestOutput
 from workers.engine.open_request import RecordPacer
+from workers.engine.record_rate import MIN_RATE
 from workers.engine.stage_output import Rendered, TextOutput
 from workers.gateway.http.errors import status_of
 
@@ -74,6 +75,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
     assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens
     # Forty steps take a fraction of the second between two records.
     assert len(chunks) < num_tokens / 4
+    assert rig.pacer._rate.per_s > MIN_RATE, "the appends were measured"
 
 
 async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> None:
@@ -173,7 +175,8 @@ class Gathered:
 
 def pacer_of(requests: list[Gathered], appends_per_s: float, each_per_s: float) -> RecordPacer:
     opened: Any = requests
-    return RecordPacer(appends_per_s, each_per_s, lambda: opened)
+    rate: Any = SimpleNamespace(per_s=appends_per_s)
+    return RecordPacer(rate, each_per_s, lambda: opened)
 
 
 async def test_there_is_one_timer_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,3 +410,42 @@ async def test_a_request_that_ends_while_its_blocks_are_read_is_not_begun(bus: B
             assert rig.load()["held"] == 0
             await asyncio.sleep(0)
         assert rig.num_steps == 0
+
+
+class TowerOf:
+    """In place of an `ItemEncoder` and its `TowerThread`."""
+
+    def __init__(self, batch_s: float = 0.0) -> None:
+        self.thread = self
+        self.batch_s = batch_s
+        self.lost = asyncio.Event()
+
+    async def work(self) -> None:
+        await self.lost.wait()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def close(self) -> None:
+        pass
+
+
+async def lose_tower(bus: Bus) -> None:
+    tower = TowerOf()
+    async with serving_engine(bus, "lost", encoder=tower) as rig, asyncio.timeout(20):
+        tower.lost.set()
+        await asyncio.wait([rig.serving])
+
+
+async def test_a_lost_device_of_the_tower_ends_the_worker(bus: Bus) -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        await lose_tower(bus)
+
+
+async def test_a_batch_of_the_tower_that_hangs_ends_the_process(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+    monkeypatch.setattr(engine_worker, "WATCH_S", 0.01)
+    monkeypatch.setattr("os._exit", lambda status: ended.set())
+    config = EngineConfig(step_timeout_s=60.0)
+    async with serving_engine(bus, "hangs", config, encoder=TowerOf(61.0)), asyncio.timeout(20):
+        await ended.wait()

@@ -8,7 +8,6 @@ import pytest
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
 from shared.bus.connection import Connection
-from shared.bus.waits import ReplyWaits
 from shared.config.schema import GatewayConfig
 from shared.net.listening import bind
 from workers.gateway.worker import _url
@@ -21,7 +20,7 @@ def test_a_gateway_that_listens_everywhere_publishes_the_address_of_its_broker_c
     monkeypatch: pytest.MonkeyPatch, listen: str, host: str
 ) -> None:
     monkeypatch.setattr(bus_module, "local_address", lambda _: "10.1.2.3")
-    nc = SimpleNamespace(jetstream=lambda timeout: None, waits=ReplyWaits())
+    nc = SimpleNamespace(jetstream=lambda timeout: None, inbox=None)
     connection: Any = Connection(nc)  # type: ignore[arg-type]
     config = GatewayConfig(listen=listen, port=0, allow_anonymous=True)
     with bind("gateway", listen, 0) as listener:

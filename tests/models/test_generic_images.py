@@ -309,8 +309,8 @@ def test_renderers_and_checks_need_no_torch(model_types: list[str], tmp_path: Pa
     )
     assert len([line for line in done.stdout.split() if int(line) > 0]) == len(folders)
     checked = subprocess.run(
-        [sys.executable, "-m", "workers.engine.model.check_folders", "1"]
-        + [word for folder in folders for word in (folder, "")],
+        [sys.executable, "-m", "workers.engine.model.check_folders"]
+        + [word for folder in folders for word in (folder, "", "1")],
         capture_output=True,
         check=True,
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ops import gpu
-from ops.gpu import host, prepare, round_trips
+from ops.gpu import host, part_trips, prepare, trip_counter
 from ops.gpu.load import Load, Rates, rates_of
 from ops.gpu.models import FAMILIES
 from ops.gpu.plan import CUDA_TESTS, SECTIONS, Section
@@ -215,18 +215,18 @@ def read_item(rows: torch.Tensor) -> object:
 def test_round_trips_are_counted(
     call: Callable[[torch.Tensor], object], num_copies: int, num_syncs: int
 ) -> None:
-    record = round_trips.Record()
+    record = trip_counter.Record()
     rows = torch.zeros(3, 4, device=META)
-    with round_trips.ConstructorCounter(record), round_trips.OperationCounter(record):
+    with trip_counter.counting(record):
         call(rows)
     assert (record.copies.total(), record.syncs.total()) == (num_copies, num_syncs)
     assert not record.problems
 
 
 def test_an_operation_on_tensors_of_two_devices_is_a_problem() -> None:
-    record = round_trips.Record()
+    record = trip_counter.Record()
     rows = torch.zeros(3, 4, device=META)
-    with round_trips.ConstructorCounter(record), round_trips.OperationCounter(record):
+    with trip_counter.counting(record):
         rows @ torch.ones(4, 2)
     assert record.problems.total() == 1
 
@@ -243,3 +243,10 @@ def test_no_graph_holds_a_round_trip_and_a_step_has_no_more_than_before(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"{family}: ok" in done.stdout for family in families)
+
+
+def test_no_tower_and_no_generator_waits_for_the_device_more_often_than_before() -> None:
+    command = [*preloaded.PYTHON, "-m", "ops.gpu", "part-trips"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": ok\n") == len(part_trips.PARTS)

@@ -110,6 +110,8 @@ class StepwiseRunner(FakeRunner):
 class EngineRig:
     """A serving engine worker with a `StepwiseRunner`."""
 
+    serving: asyncio.Task[None]
+
     def __init__(
         self, bus: Bus, model: str, worker: EngineWorker, runner: StepwiseRunner, context: Context
     ) -> None:
@@ -188,6 +190,7 @@ async def serving_engine(
     kv: Any = None,
     output: StageOutput | None = None,
     lead: CodeLead | None = None,
+    encoder: Any = None,
 ) -> AsyncIterator[EngineRig]:
     """Serve tasks of a model, which needs a name that no other test uses."""
     name, engine = f"engine-{secrets.token_hex(4)}", engine or EngineConfig()
@@ -206,11 +209,11 @@ async def serving_engine(
         Blobs(bus, "engine", name, BlobsConfig(arena_mib=1)), None, lambda data: data
     )
     worker = EngineWorker(
-        context, model, core, items, grammars, kv, output or TextOutput(), lead or CodeLead()
+        context, model, core, items, grammars, kv, output or TextOutput(), lead, encoder
     )
     rig = EngineRig(bus, model, worker, runner, context)
     await bus.add_responder("pm.test.receipt", lambda receipt: b"+OK")
-    serving = asyncio.create_task(worker.serve())
+    rig.serving = serving = asyncio.create_task(worker.serve())
     await rig.announced.wait()
     try:
         yield rig

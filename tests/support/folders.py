@@ -15,9 +15,7 @@ def check_by_generator(folders: Sequence[Path]) -> list[str | None]:
     return [find_reason(folder) for folder in folders]
 
 
-def check_by_engine(
-    pairs: Sequence[tuple[Path, PoolingMode | None]], num_ranks: int = 1
-) -> list[Report]:
+def check_by_engine(rows: Sequence[tuple[Path, PoolingMode | None, int]]) -> list[Report]:
     """Return the reports of `reports.check_by_engine`, which starts a process."""
-    reports = [examine(folder, pooling, num_ranks) for folder, pooling in pairs]
+    reports = [examine(*row) for row in rows]
     return msgspec.convert(reports, list[Report], from_attributes=True)

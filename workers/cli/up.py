@@ -14,6 +14,7 @@ from shared.stage.signals import has_terminal
 from shared.telemetry import logs
 from workers.cli.start_display import StartDisplay
 from workers.cli.terminal import EXIT_INTERRUPTED, call_on_signals, errors
+from workers.roles import WorkerSpec
 from workers.supervisor import log_file
 from workers.supervisor.cluster import LocalCluster
 
@@ -35,7 +36,16 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
         if file is not None:
             display.say(f"logs are appended to {file}; `pagemill logs` shows them")
         offset = log_file.size_of(file)
-        cluster.show = display
+        cluster.show, told = display, set[str]()
+
+        def tell(worker: WorkerSpec) -> None:
+            place = " of ".join(filter(None, (worker.stage or worker.role, worker.model)))
+            if place not in told:
+                text = f"{place} refuses its configuration or model; `pagemill logs` says why"
+                display.say(text, "bold red")
+            told.add(place)
+
+        cluster.when_refused = tell
         try:
             return await _run(cluster, display, work)
         except PagemillError:

@@ -54,6 +54,7 @@ from workers.coordinator.batch_orders import BatchOrders, id_of
 from workers.coordinator.intake import Intake
 from workers.coordinator.precedence import Precedence
 from workers.coordinator.reading import Reading
+from workers.coordinator.refused_stages import RefusedStages
 from workers.coordinator.replica_watch import ReplicaWatch
 from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
@@ -98,6 +99,8 @@ class Coordinator:
         reading = Reading(self._context.bus, self._delivery.tenant_reads, self._precedence)
         await reading.start()
         loop.start(ReplicaWatch(self._context.bus, self._context.metrics).run())
+        models = self._context.config.models
+        loop.start(RefusedStages(self._context.bus, models, self._context.metrics).run())
         self._context.metrics.set_function("full_stores", lambda: float(self._room.num_full))
         await self._room.find_error()  # Before the first request is admitted.
         loop.start(self._room.follow())
@@ -308,7 +311,8 @@ class Coordinator:
         path = [self._stage.span(job)]
         ends_in_text = on_late == "text" and await output_ends.has_ended(bus, request_id, TEXT)
         end = cut_outputs if ends_in_text else end_request
-        await settle(bus, job, lambda: end(bus, request_id, job.delivery.attempt, error, path))
+        ending = partial(end, bus, request_id, job.delivery.attempt, error, path)
+        await settle(bus, request_id, ending, job.delivery)
         self._stage.counters.ended_with(error)
         await self._stage.finish(job)
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
@@ -324,7 +328,7 @@ class Coordinator:
         if not has_ended:
             _check_id(request_id)
         end = partial(end_request, bus, request_id, job.delivery.attempt, error, [])
-        await settle(bus, job, end)
+        await settle(bus, request_id, end, job.delivery)
         if has_ended:
             await repeat_end(bus, request_id)
         self._stage.counters.ended_with(error)

@@ -20,13 +20,13 @@ from shared.errors import BlobLost, ConfigError, Overloaded
 from shared.gpu.allocator import limit_memory
 from shared.gpu.meter import measure_gpu
 from shared.models.tower import Tower, dtype_of_folder, load_tower
+from shared.models.tower_thread import TowerThread
 from shared.protocol.task_messages import EncodeBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Abandoned, Done, Outcome, WorkerLoop
 from shared.vision.embedding_store import EmbeddingStore
 from shared.vision.weights_progress import WeightsProgress
-from workers.encoder.tower import TowerThread
 
 WATCH_S = 0.5
 # Interval at which an encoder tries again to store embeddings while there is no room.

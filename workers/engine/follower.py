@@ -1,6 +1,6 @@
 """Process of a rank other than 0, which rank 0 runs with `python -m`.
 
-Its stdin has the messages of rank 0, and its stdout has one answer.
+Its stdin has the messages of rank 0, and its stdout has the answers.
 """
 
 import os
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shared.errors import ConfigError
 from shared.helpers.forking import SIGNALS, end_with_parent, leave_process_group
 from shared.vision.rank_plan import Share
+from workers.engine.cuda.profiling import ClaimedMemory, CudaMemory
 from workers.engine.loader import load_rank
 from workers.engine.parallel import messages
 from workers.engine.parallel.messages import Loaded
@@ -34,15 +35,18 @@ def main() -> None:
         if message is None:
             return
         start = messages.starts.decode(message)
-        share = Share(start.rank, start.engine.tensor_parallel)
+        share, loaded = Share(start.rank, start.engine.tensor_parallel), Loaded()
         try:
+            if (memory := ClaimedMemory.claim(start.engine)) is not None:
+                loaded = Loaded(memory_limit=memory.limit, free_memory=memory.free)
             model = load_rank(start.model, start.engine, share)
         except ConfigError as error:
             messages.send(answers, msgspec.msgpack.encode(Loaded(error.message)))
             return
-        messages.send(answers, msgspec.msgpack.encode(Loaded()))
-    store = dist.FileStore(start.store, share.num_ranks)
-    follow(model, ProcessGroup(store, share, model.device), commands)
+        messages.send(answers, msgspec.msgpack.encode(loaded))
+        store = dist.FileStore(start.store, share.num_ranks)
+        group = ProcessGroup(store, share, model.device)
+        follow(model, group, commands, answers, CudaMemory())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Loads a model from a folder in Hugging Face format."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from shared.vision.rank_plan import Share, refuse
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
+from workers.engine.cuda.profiling import ClaimedMemory
 from workers.engine.end_tokens import check_endless, load_tokenizer, read_end_tokens
 from workers.engine.model import talkers
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
@@ -69,6 +71,8 @@ class LoadedModel:
     time; None for a model without cross attention."""
     talker: Talker | None = None
     """The talker of an omni model; None for any other part or model."""
+    rank_memories: Sequence[ClaimedMemory] = ()
+    """Memory of the other ranks' GPUs."""
 
     def encode_part(self, text: str) -> list[int]:
         """Encode text without adding special tokens."""
@@ -190,6 +194,7 @@ def _load_with(
         pooling=pooling,
         codes=codes,
         num_item_slots=num_item_slots,
+        rank_memories=() if followers is None else followers.memories,
     )
 
 

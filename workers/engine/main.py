@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import gc
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ import structlog
 import torch
 from llguidance.hf import from_tokenizer
 from msgspec.structs import replace
-from torch import Tensor
 
 from shared.blobs.store import Blobs
 from shared.codec.tensors import to_torch
@@ -22,6 +20,7 @@ from shared.errors import ConfigError, UnsupportedContent
 from shared.gpu.meter import measure_gpu
 from shared.protocol.pipeline import CODES, StageSpec
 from shared.stage.runtime import Context
+from shared.telemetry.metrics import Metrics
 from shared.vision.embedding_store import EmbeddingStore
 from shared.vision.weights_progress import WeightsProgress
 from workers.engine.code_lead import CodeLead
@@ -33,10 +32,12 @@ from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, TokenMask
 from workers.engine.core.step_cost import PrefillLimit
 from workers.engine.cuda.cache_plan import plan_blocks
-from workers.engine.cuda.profiling import ClaimedMemory, Profile
+from workers.engine.cuda.profiling import ClaimedMemory, Profile, measure_steps
+from workers.engine.item_encoder import ItemEncoder, OnEncoded
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVLayout, KVReader
 from workers.engine.loader import PACKING, READING, LoadedModel, count_block_bytes, load
+from workers.engine.model.flat_model import DecoderModel
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.sampling.token_rules import CodesMask, RulesMask
@@ -55,10 +56,12 @@ class Built:
     blobs: Blobs
     layout: KVLayout | None
     """None if the model's pipeline has no prefill workers."""
+    encoder: ItemEncoder | None = None
+    """Encodes items next to the steps, if the engine has a tower thread."""
 
 
 async def main(context: Context) -> None:
-    built = await build(context)
+    built = await build(context, has_tower_thread=True)
     output = _output_of(context, built)
     grammars = None
     if output.is_answer:
@@ -70,7 +73,9 @@ async def main(context: Context) -> None:
     if built.layout is not None:
         kv = KVReader(built.blobs, built.layout, built.core.kv_exchange)
     lead = _lead_of(context, built.model)
-    worker = EngineWorker(context, built.model, built.core, built.items, grammars, kv, output, lead)
+    worker = EngineWorker(
+        context, built.model, built.core, built.items, grammars, kv, output, lead, built.encoder
+    )
     # The loaded objects live as long as the process. A full collection would visit all of them and
     # block the step thread and the log writer.
     gc.collect()
@@ -78,8 +83,13 @@ async def main(context: Context) -> None:
     await worker.serve()
 
 
-async def build(context: Context, reads_last: bool = True) -> Built:
-    """Load the model that the worker serves; for `reads_last` see `ItemLoader`."""
+async def build(
+    context: Context, reads_last: bool = True, *, has_tower_thread: bool = False
+) -> Built:
+    """Load the model that the worker serves; for `reads_last` see `ItemLoader`.
+
+    Without `has_tower_thread`, steps encode all items.
+    """
     config, name = context.config, context.model
     if name is None:
         raise ConfigError("an engine serves one model: name it with --model", field="model")
@@ -105,7 +115,6 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     loaded = await asyncio.to_thread(load, model, config.engine, set_step, speaks=speaks)
     attended = loaded.model.family.attends_items
     items = ItemLoader(blobs, embeddings, to_torch, reads_last, attended)
-    context.metrics.of(name).set_function("num_ranks", lambda: config.engine.tensor_parallel)
     context.step("building the engine")
     is_own = speaks or model is not config.models[name]
     # Routers that read KV events look for prompts of the model itself.
@@ -113,16 +122,21 @@ async def build(context: Context, reads_last: bool = True) -> Built:
     if loaded.num_blocks == 0 and memory is not None:
         context.step("measuring the memory of steps")
         loaded = await asyncio.to_thread(size_cache, loaded, engine, memory)
-    core = await asyncio.to_thread(build_core, loaded, engine, items.share)
-    if (decoder := loaded.model).device.type == "cuda":
-        metrics = context.metrics.of(name)
-        metrics.set_function("gpu_steps_total", lambda: decoder.num_graph_steps, kind="graph")
-        metrics.set_function("gpu_steps_total", lambda: decoder.num_eager_steps, kind="eager")
+    encoder = _new_encoder(loaded, engine, items) if has_tower_thread else None
+    core = await asyncio.to_thread(build_core, loaded, engine, items.share, encoder)
+    _register_metrics(context.metrics.of(name), config.engine, loaded.model)
     layout = None
     if not is_own and any(edge.mode == "detour" for edge in context.pipelines[name].edges):
         context.step("hashing the model's files")
         layout = await asyncio.to_thread(KVLayout.of, model, core.kv_exchange.layout)
-    return Built(name, loaded, core, items, blobs, layout)
+    return Built(name, loaded, core, items, blobs, layout, encoder)
+
+
+def _register_metrics(metrics: Metrics, engine: EngineConfig, decoder: DecoderModel) -> None:
+    metrics.set_function("num_ranks", lambda: engine.tensor_parallel)
+    if decoder.device.type == "cuda":
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_graph_steps, kind="graph")
+        metrics.set_function("gpu_steps_total", lambda: decoder.num_eager_steps, kind="eager")
 
 
 def _output_of(context: Context, built: Built) -> StageOutput:
@@ -167,7 +181,7 @@ def new_grammar_compiler(loaded: LoadedModel, max_held: int) -> GrammarCompiler 
 
 
 def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory) -> LoadedModel:
-    """Return the model with the KV cache that its largest steps leave room for.
+    """Return the model with the KV cache that its largest steps leave room for in each rank.
 
     Raises ConfigError if a sequence of the maximum length does not fit.
     """
@@ -176,7 +190,11 @@ def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory)
         loaded, num_blocks=profile.num_blocks, max_model_len=profile.max_model_len
     )
     plain = replace(engine, kv_events=False)
-    use = memory.measure(partial(build_core, small, plain), profile)
+    uses = measure_steps(
+        [memory, *loaded.rank_memories], partial(build_core, small, plain), profile
+    )
+    # All ranks have the same blocks, with a part of the heads each.
+    use = min(uses, key=lambda use: use.cache)
     block_bytes = count_block_bytes(loaded.model, loaded.block_size)
     num_blocks = plan_blocks(use, block_bytes, loaded.block_size, loaded.max_model_len)
     structlog.get_logger().info("kv_cache_sized", num_blocks=num_blocks, plan=str(use))
@@ -186,9 +204,10 @@ def size_cache(loaded: LoadedModel, engine: EngineConfig, memory: ClaimedMemory)
 def build_core(
     loaded: LoadedModel,
     engine: EngineConfig,
-    on_encoded: Callable[[str, Tensor], None] | None = None,
+    on_encoded: OnEncoded | None = None,
+    encoder: ItemEncoder | None = None,
 ) -> EngineCore:
-    """Return an engine core for the loaded model; for `on_encoded` see `ModelRunner`."""
+    """Return an engine core for the loaded model; for the other arguments see `ModelRunner`."""
     max_num_seqs = engine.max_num_seqs
     if loaded.num_item_slots is not None:
         max_num_seqs = min(max_num_seqs, loaded.num_item_slots)
@@ -201,6 +220,7 @@ def build_core(
         on_encoded,
         loaded.adapters,
         max_num_seqs,
+        encoder,
     )
     return EngineCore(
         runner,
@@ -228,6 +248,17 @@ def build_core(
         runs_ahead=_runs_ahead(loaded, engine),
         new_rules=partial(_new_rules, loaded),
     )
+
+
+def _new_encoder(
+    loaded: LoadedModel, engine: EngineConfig, items: ItemLoader
+) -> ItemEncoder | None:
+    is_wanted = engine.tower_thread
+    if is_wanted is None:
+        is_wanted = loaded.model.device.type == "cuda"
+    if loaded.tower is None or not is_wanted:
+        return None
+    return ItemEncoder(loaded.tower, engine.tower_batch_tokens, items.share)
 
 
 def _runs_ahead(loaded: LoadedModel, engine: EngineConfig) -> bool:

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 
 from shared.protocol.task_messages import TaskHeader
 from shared.stage.inputs import RequestEnded
@@ -12,6 +12,7 @@ from shared.stage.worker_loop import Outcome
 from workers.engine.core.sequence import RequestOutput, SpokenText
 from workers.engine.log_records import num_for_record
 from workers.engine.metrics import RequestTiming
+from workers.engine.record_rate import RecordRate
 from workers.engine.stage_output import Rendered
 
 BATCH_RECORD_S = 1.0
@@ -114,7 +115,7 @@ class NotBegun(Exception):
 
 
 class RecordPacer:
-    """Releases the outputs of all requests to their logs together, at a bounded rate.
+    """Releases the outputs of all requests to their logs together, at the rate of a `RecordRate`.
 
     The more requests there are, the more tokens of each share a record. Requests of the batch lane
     have records in longer intervals, and together at most half of the rate, so that their number
@@ -123,24 +124,35 @@ class RecordPacer:
 
     def __init__(
         self,
-        appends_per_s: float,
+        rate: RecordRate,
         appends_of_request_per_s: float,
         requests: Callable[[], Iterable[OpenRequest]],
     ) -> None:
-        self._appends_per_s = appends_per_s
+        self._rate = rate
         self._appends_of_request_per_s = appends_of_request_per_s
         self._requests = requests
         self._batch_record_s = BATCH_RECORD_S
         self._released_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Measure the time of a block that appends a record."""
+        loop = asyncio.get_running_loop()
+        self._rate.begin(loop.time())
+        try:
+            yield
+        finally:
+            self._rate.end(loop.time())
+
     def release_in_time(self) -> None:
         """Release now, or as soon as the rate allows it."""
         loop = asyncio.get_running_loop()
         lanes = Counter(request.header.lane for request in self._requests())
         num_batch, num_interactive = lanes["batch"], lanes["interactive"]
-        self._batch_record_s = max(BATCH_RECORD_S, 2 * num_batch / self._appends_per_s)
-        left_per_s = self._appends_per_s - num_batch / self._batch_record_s
+        appends_per_s = self._rate.per_s
+        self._batch_record_s = max(BATCH_RECORD_S, 2 * num_batch / appends_per_s)
+        left_per_s = appends_per_s - num_batch / self._batch_record_s
         period_s = max(num_interactive / left_per_s, 1 / self._appends_of_request_per_s)
         wait_s = self._released_s + period_s - loop.time()
         if wait_s <= 0:

@@ -5,7 +5,7 @@ running requests need. It caches embeddings for later requests. Scheduling is th
 task.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from shared.models.tower import Tower
 from shared.protocol.multimodal import HashPart, PlaceholderRange
 from workers.engine.core.kv_exchange import NotWritten
 from workers.engine.core.sequence import Batch, EngineRequest, Item, ScheduledSequence, Span
+from workers.engine.item_encoder import ItemEncoder, OnEncoded
 from workers.engine.launched_batch import LaunchedBatch
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.item_attention import ItemAttention
@@ -58,17 +59,22 @@ class ModelRunner:
         block_size: int,
         tower: Tower | None = None,
         embedding_cache_bytes: int = 0,
-        on_encoded: Callable[[str, Tensor], None] | None = None,
+        on_encoded: OnEncoded | None = None,
         adapters: Adapters | None = None,
         max_num_seqs: int = 1,
+        encoder: ItemEncoder | None = None,
     ) -> None:
         """If `tower` is None, all items must come with embeddings.
 
-        `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
-        [num_embeds, width], which it may store. `max_num_seqs` limits the requests in a batch,
-        and with it the memory for the states of recurrent layers and for items of cross attention.
+        `on_encoded` is called for the items that are encoded in a step. The `encoder` encodes items
+        outside of steps; without it, steps encode all of them. `max_num_seqs` limits the requests
+        in a batch, and with it the memory for the states of recurrent layers and for items of cross
+        attention.
         """
-        self.encoded_items = 0
+        self._num_encoded = 0
+        self._encoder = encoder
+        self._encoding: set[str] = set()
+        """Requests that have items in the encoder, or had some."""
         self._model = model
         self._sampled = torch.empty(0, dtype=torch.int64, device=model.device)
         """Tokens that the last batch has sampled. The next batch may await them."""
@@ -87,6 +93,11 @@ class ModelRunner:
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         family = model.family
         self._no_positions = np.empty((family.num_position_rows, 0), family.position_type)
+
+    @property
+    def encoded_items(self) -> int:
+        num_apart = 0 if self._encoder is None else self._encoder.thread.num_encoded
+        return self._num_encoded + num_apart
 
     @property
     def mm_cache_queries(self) -> int:
@@ -138,6 +149,27 @@ class ModelRunner:
             return self._no_positions, 0
         return located.prompt.numpy(), located.delta
 
+    def begin_encoding(self, request: EngineRequest, indexes: Sequence[int]) -> set[int]:
+        awaited: set[int] = set()
+        if self._encoder is None:
+            return awaited
+        for index in indexes:
+            item = request.items[index]
+            if item.embedding is None:
+                item.embedding = self._embeddings.get(item.mm_hash)
+            if item.embedding is None:
+                awaited.add(index)
+                self._encoding.add(request.request_id)
+                self._encoder.start(request, item)
+        return awaited
+
+    def take_embedding(self, item: Item, embedding: Tensor) -> None:
+        if embedding.is_cuda:
+            # Its memory came from the tower's stream, and this stream may read it after its end.
+            embedding.record_stream(torch.cuda.current_stream())
+        item.embedding = embedding
+        self._embeddings.put(item.mm_hash, embedding, embedding.nbytes)
+
     @torch.inference_mode()
     def encode(self, requests: Sequence[tuple[EngineRequest, Sequence[int]]]) -> int:
         """Attach embeddings to prepared requests: their own, cached, or computed by the tower.
@@ -173,15 +205,12 @@ class ModelRunner:
         """Return the embeddings of the items by mm_hash, each [num_embeds, width]."""
         assert self._tower is not None
         embeddings = self._tower.encode([item.fields for item in items])
-        self.encoded_items += len(items)
-        embeddings_of = {}
+        self._num_encoded += len(items)
         for item, embedding in zip(items, embeddings, strict=True):
-            # A view would keep the tower's whole output in memory for as long as one item.
-            embeddings_of[item.mm_hash] = embedding.clone()
-            self._embeddings.put(item.mm_hash, embeddings_of[item.mm_hash], embedding.nbytes)
+            self._embeddings.put(item.mm_hash, embedding, embedding.nbytes)
             if self._on_encoded is not None:
-                self._on_encoded(item.mm_hash, embeddings_of[item.mm_hash])
-        return embeddings_of
+                self._on_encoded(item.mm_hash, embedding)
+        return dict(zip([item.mm_hash for item in items], embeddings, strict=True))
 
     def recover_memory(self, error: Exception) -> bool:
         if not is_out_of_memory(error):
@@ -192,6 +221,9 @@ class ModelRunner:
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
+        if self._encoder is not None and request_id in self._encoding:
+            self._encoding.discard(request_id)
+            self._encoder.forget(request_id)
         if self._attention is not None:
             self._attention.release(request_id)
 

@@ -1,4 +1,4 @@
-"""Thread that runs the engine core: takes requests, texts and cancellations, returns step outputs.
+"""Thread that runs the engine core: takes requests, inputs and cancellations, returns outputs.
 
 The thread and asyncio exchange plain objects through queues, and neither side waits for the other.
 """
@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.engine_stats import EngineStats
@@ -23,6 +23,12 @@ Owner = TypeVar("Owner")
 class _Growth(NamedTuple):
     request_id: str
     speech: SpokenText
+
+
+class _Encoded(NamedTuple):
+    request_id: str
+    mm_hash: str
+    embedding: Any
 
 
 class StepThread(Generic[Owner]):
@@ -46,9 +52,9 @@ class StepThread(Generic[Owner]):
         """Start of the last step on the monotonic clock, for use by `on_step`."""
         self._step_began_s: float | None = None
         self._owners: dict[str, Owner] = {}
-        self._commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | _Growth | str | None] = (
-            queue.SimpleQueue()
-        )
+        self._commands: queue.SimpleQueue[
+            tuple[EngineRequest, Owner] | _Growth | _Encoded | str | None
+        ] = queue.SimpleQueue()
         self._is_idle = False
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
@@ -61,6 +67,10 @@ class StepThread(Generic[Owner]):
     def extend_speech(self, request_id: str, speech: SpokenText) -> None:
         """Give a talker more of the text of a request."""
         self._commands.put(_Growth(request_id, speech))
+
+    def take_embedding(self, request_id: str, mm_hash: str, embedding: Any) -> None:
+        """Give a request the embedding of an item, [num_embeds, width], or the tower's error."""
+        self._commands.put(_Encoded(request_id, mm_hash, embedding))
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request; its blocks are free before the next step starts."""
@@ -79,7 +89,7 @@ class StepThread(Generic[Owner]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the thread has nothing to do: all requests wait for input from other workers."""
+        """Whether the thread is idle: all requests wait for other workers, or for the tower."""
         return self._is_idle
 
     def _run(self) -> None:
@@ -100,6 +110,9 @@ class StepThread(Generic[Owner]):
                     return
                 if isinstance(command, _Growth):
                     self._core.extend_speech(*command)
+                    continue
+                if isinstance(command, _Encoded):
+                    self._core.take_embedding(*command)
                     continue
                 if isinstance(command, str):
                     self._core.cancel(command)

@@ -34,10 +34,12 @@ from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.core.speech_pieces import has_next_piece
+from workers.engine.item_encoder import ItemEncoder
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
 from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures, pull_load
 from workers.engine.open_request import NotBegun, OpenRequest, RecordPacer
+from workers.engine.record_rate import RecordRate
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
 from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 from workers.engine.step_thread import StepThread
@@ -64,10 +66,11 @@ class EngineWorker:
         kv: KVReader | None = None,
         output: StageOutput | None = None,
         lead: CodeLead | None = None,
+        encoder: ItemEncoder | None = None,
     ) -> None:
         """Without `grammars`, requests with a grammar are refused. Without `kv`, all prompts are
         computed here. `output` is text by default. `lead` pauses speeches that are far ahead of the
-        following stages."""
+        following stages. The `encoder`, if there is one, belongs to the core's runner."""
         self._context = context
         self._model = model
         self._items = items
@@ -95,10 +98,13 @@ class EngineWorker:
         limits = context.config.engine
         self._max_num_seqs = limits.max_num_seqs
         self._pacer = RecordPacer(
-            limits.max_appends_per_s, self._output.appends_per_s, self._requests.values
+            RecordRate(limits.max_appends_per_s),
+            self._output.appends_per_s,
+            self._requests.values,
         )
         self._loop = WorkerLoop(context)
         loop = asyncio.get_running_loop()
+        self._encoder = encoder
         self._steps: StepThread[OpenRequest] = StepThread(
             core,
             lambda outputs, stats: loop.call_soon_threadsafe(
@@ -110,6 +116,9 @@ class EngineWorker:
     async def serve(self) -> None:
         context = self._context
         self._steps.start()
+        if self._encoder is not None:
+            self._encoder.on_result = self._steps.take_embedding
+            self._loop.depend_on(self._encoder.thread.work())
         if self._kv_events is not None:
             self._publish_kv_events()
             self._background.start(self._kv_log.run())
@@ -124,17 +133,21 @@ class EngineWorker:
         # worker after the ack wait.
         await self._loop.run()
         self._steps.stop()
+        if self._encoder is not None:
+            self._encoder.thread.close()
 
     async def _watch_steps(self) -> None:
-        """End the process when a step hangs: this engine would continue to claim requests."""
+        """End the process when a step hangs, or a batch of the tower: this engine would continue to
+        claim requests."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._steps.step_s > self._context.config.engine.step_timeout_s:
+            batch_s = 0.0 if self._encoder is None else self._encoder.thread.batch_s
+            if max(self._steps.step_s, batch_s) > self._context.config.engine.step_timeout_s:
                 self._context.log.error("step_hangs", requests=[*self._requests][:MAX_LOGGED_IDS])
                 # A thread cannot be stopped. Running requests are delivered to another worker.
                 os._exit(1)
             if self._steps.is_idle:
-                # All requests wait for more of their texts. A thread that hangs is not idle.
+                # All requests wait for their texts or items. A thread that hangs is not idle.
                 self._stage.claims.progressed(o.job for o in self._requests.values())
 
     def _adjust_capacity(self) -> None:
@@ -344,7 +357,8 @@ class EngineWorker:
             await job.log.begin()
         while outputs := await opened.next_outputs():
             async with self._loop.turn(job):
-                is_appended = await self._output.append(job.log, outputs, rendered)
+                with self._pacer.writing():
+                    is_appended = await self._output.append(job.log, outputs, rendered)
             if is_appended:
                 # A request that makes progress did not kill its earlier workers.
                 job.suspect = False

@@ -88,6 +88,7 @@ class AppContext:
         self.store_use = StoreUseCache(bus)
         self.heartbeats = ReportsCache(bus.heartbeats.read)
         self.start_reports = ReportsCache(bus.heartbeats.read_starts)
+        self.refusals = ReportsCache(bus.heartbeats.read_refusals)
         self.kinds = {kind.name: kind for kind in kinds}
         self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)

@@ -66,14 +66,10 @@ class RenderPath:
         read = partial(_read_document, media, advanced)
         expansion = await self._documents.expand(processor, prompt, read, scope, lane)
         prompt = expansion.prompt
-
-        def begin() -> list[int]:
-            begun()
-            return processor.tokenize(prompt)
-
-        token_ids = await self._in_text_thread(begin)
-        if prompt.token_ids is not None:
-            ranges = await self._in_text_thread(processor.check_features, prompt, embeds)
+        has_media = any(prompts.media_parts(prompt.messages))
+        token_ids, ranges = await self._in_text_thread(
+            _tokenize, begun, processor, prompt, has_media, embeds
+        )
         is_item = prompt.token_ids is not None
         # Largest number of tokens of the next medium. The first one replaces its placeholder.
         room = processor.max_model_len - (not embeds) - len(token_ids) + 1
@@ -92,15 +88,31 @@ class RenderPath:
             await advanced()
         if prompt.token_ids is None:
             await media.pin()
-            field = prompts.field_of(prompt)
-            token_ids, ranges = await self._in_text_thread(
-                processor.expand, token_ids, prepared, field, embeds
-            )
+            if has_media:
+                token_ids, ranges = await self._in_text_thread(
+                    processor.expand, token_ids, prepared, prompts.field_of(prompt), embeds
+                )
         else:
             _check_counts(prompt, ranges, prepared)
             await media.note(prompt.features)
         items, tensors = await self._packer.pack(header, prepared, ranges, refs)
         return Rendered(token_ids, items, tensors)
+
+
+def _tokenize(
+    begun: Callable[[], None], processor: Processor, prompt: Prompt, has_media: bool, embeds: bool
+) -> tuple[list[int], list[PlaceholderRange]]:
+    """Return the token ids of a prompt, and the ranges of its processed items.
+
+    The ids have no room for media in messages yet. Without media, they are the whole prompt.
+    """
+    begun()
+    token_ids = processor.tokenize(prompt)
+    if prompt.token_ids is not None:
+        return token_ids, processor.check_features(prompt, embeds)
+    if has_media:
+        return token_ids, []
+    return processor.expand(token_ids, [], prompts.field_of(prompt), embeds)
 
 
 async def _read_document(

@@ -77,6 +77,8 @@ class LocalCluster:
         """Is called as soon as the broker accepts connections, before any worker starts."""
         self.follow: Callable[[Bus], Awaitable[None]] | None = None
         """Scales pools of workers over a connection, until it is cancelled."""
+        self.when_refused: Callable[[WorkerSpec], None] | None = None
+        """Is called whenever a worker refuses its configuration or model after the start."""
         self.when_ready: Callable[[Bus], Awaitable[None]] | None = None
         """Starts further workers over a connection, once all others are ready."""
         self._broker: EmbeddedServer | None = None
@@ -107,6 +109,8 @@ class LocalCluster:
                 self._refused.result()
             await ready
         finally:
+            if not self._refused.cancel():
+                self._refused.exception()
             self._refused = None
             # The task has a connection, which would log the end of the broker as a loss.
             ready.cancel()
@@ -157,7 +161,10 @@ class LocalCluster:
         self._connect_for("disk_watch", partial(watch_disk, config=self._config, broker=broker))
 
     def _refuse(self, worker: WorkerSpec) -> None:
-        if self._refused is not None and not self._refused.done():
+        if self._refused is None:
+            if self.when_refused is not None:
+                self.when_refused(worker)
+        elif not self._refused.done():
             self._refused.set_exception(
                 ConfigError(f"the {worker.role} refuses this configuration; its log says why")
             )

@@ -153,7 +153,9 @@ def check_resources(run: RecordedRun) -> Iterator[tuple[str, str]]:
             num_before, num_after = getattr(before, name), getattr(after, name)
             spare = POOL_THREADS.get(role, 0) if name == "threads" else 0
             if num_after > num_before + spare:
-                yield f"{role} {after.pid}", f"{name}: {num_after}, {num_before} at first"
+                new = Counter(after.task_names) - Counter(before.task_names)
+                names = f" ({', '.join(new.elements())})" if name == "tasks" else ""
+                yield f"{role} {after.pid}", f"{name}: {num_after}, {num_before} at first{names}"
     for stream, num_before in run.final.consumers_before.items():
         num_after = run.final.consumers.get(stream, 0)
         if num_after > num_before:
@@ -168,7 +170,8 @@ def _pairs(run: RecordedRun) -> Iterator[tuple[str, Snapshot, Snapshot]]:
         more = {
             name: max(getattr(largest, name), getattr(snapshot, name)) for name in COUNTED_RESOURCES
         }
-        most[snapshot.role] = replace(snapshot, **more)
+        names = max(largest, snapshot, key=lambda each: each.tasks).task_names
+        most[snapshot.role] = replace(snapshot, **more, task_names=names)
     for snapshot in run.final.after:
         if snapshot.role in most:
             yield snapshot.role, most[snapshot.role], snapshot

@@ -300,12 +300,13 @@ class Pool:
         """
         snapshots = await self.take_snapshots()
         for _ in range(NUM_SNAPSHOTS - 1):
-            fewest = {snapshot.pid: snapshot.tasks for snapshot in snapshots}
+            earlier = {snapshot.pid: snapshot for snapshot in snapshots}
             await asyncio.sleep(SNAPSHOT_PAUSE_S)
-            snapshots = [
-                replace(latest, tasks=min(latest.tasks, fewest.get(latest.pid, latest.tasks)))
-                for latest in await self.take_snapshots()
-            ]
+            snapshots = []
+            for latest in await self.take_snapshots():
+                fewest = min(latest, earlier.get(latest.pid, latest), key=lambda each: each.tasks)
+                tasks, names = fewest.tasks, fewest.task_names
+                snapshots.append(replace(latest, tasks=tasks, task_names=names))
         return snapshots
 
     async def stop(self) -> None:

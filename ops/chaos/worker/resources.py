@@ -9,6 +9,8 @@ from ops.chaos.history import Snapshot, now
 from shared.bus.bus import Bus
 
 ARENA_PREFIX = b"\0pagemill-"
+SERVES_READER = "_ReaderConnection.serve"
+"""Function of the task that serves a reader of the arena of the process."""
 
 
 def take_snapshot(role: str, bus: Bus) -> Snapshot:
@@ -22,6 +24,9 @@ def take_snapshot(role: str, bus: Bus) -> Snapshot:
         mappings = sum("/memfd:pagemill" in line for line in file)
     # Each mapping has a descriptor; one of them belongs to the worker's own arena.
     foreign = max(mappings - 1, 0)
+    names = sorted(getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+    # Not `readers`: an engine of several ranks may have accepted a connection of another rank.
+    names = [name for name in names if name != SERVES_READER]
     return Snapshot(
         t=now(),
         role=role,
@@ -30,12 +35,12 @@ def take_snapshot(role: str, bus: Bus) -> Snapshot:
         fds=len(links) - 1 - len(peers) - readers - foreign,
         memfds=sum(link.startswith("/memfd:") for link in links.values()) - foreign,
         threads=threads,
-        # Each reader is served by a task.
-        tasks=len(asyncio.all_tasks()) - readers,
+        tasks=len(names),
         subscriptions=len(bus.connection.nc._subs),
         mappings=mappings,
         peers=peers,
         readers=readers,
+        task_names=names,
     )
 
 

@@ -13,8 +13,9 @@ from ops.gpu.session import Session
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
 from workers.engine.cuda.kernels.norm import add_rms_norm
-from workers.engine.cuda.kernels.plan import count_queries, plan_for_kernels
+from workers.engine.cuda.kernels.plan import plan_for_kernels
 from workers.engine.cuda.kernels.rotary import HeadNorm, Rotary, rotate_and_write
+from workers.engine.cuda.kernels.tiling import Tiling
 
 EPS = 1e-6
 NUM_POSITIONS = 4096
@@ -114,9 +115,8 @@ def check_attention(session: Session, case: AttentionCase) -> None:
         starts,
         seq_lens,
         block_size=case.block_size,
-        num_kv_heads=case.num_kv_heads,
-        queries_per_tile=count_queries(
-            case.num_heads // case.num_kv_heads, case.head_dim, case.dtype
+        tiling=Tiling.of(
+            case.num_heads, [(case.num_kv_heads, case.head_dim)], case.dtype, [case.window]
         ),
         device=device,
     )

@@ -29,6 +29,7 @@ from shared.protocol.multimodal import IMAGE
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedModel
 else:
     torch = LazyModule("torch")
 
@@ -165,8 +166,9 @@ class LlavaTower(TowerAdapter):
         check_table(get_field(fields, "pixel_table", torch.float32, (vision.num_channels, 256)))
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
-        pixel_values = torch.stack([self.restore(fields) for fields in batch])
-        return list(model.get_image_features(pixel_values.to(model.device)).pooler_output)
+        tower = model.model.vision_tower
+        pixel_values = torch.stack([self.restore(fields, tower) for fields in batch])
+        return list(model.get_image_features(pixel_values).pooler_output)
 
     def optimize_layers(self, model: Any, kernels: KernelSetting = "measured") -> None:
         from shared.vision.layers import optimize_clip
@@ -181,10 +183,13 @@ class LlavaTower(TowerAdapter):
             "pixel_table": torch.zeros(vision.num_channels, 256),
         }
 
-    def restore(self, fields: Fields) -> Tensor:
-        """Return the processor's pixel_values, bit for bit: [channels, image_size, image_size]."""
+    def restore(self, fields: Fields, tower: PreTrainedModel | None = None) -> Tensor:
+        """Return the processor's pixel_values, bit for bit: [channels, image_size, image_size].
+
+        For `tower` see `look_up`.
+        """
         pixels = fields["pixels"]
-        return look_up(pixels.flatten(1), fields["pixel_table"]).view(pixels.shape)
+        return look_up(pixels.flatten(1), fields["pixel_table"], tower).view(pixels.shape)
 
 
 def _count_embeddings(config: Any) -> int:

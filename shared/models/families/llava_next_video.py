@@ -37,6 +37,7 @@ from shared.protocol.multimodal import VIDEO, FrameSampling, content_hash
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedModel
 else:
     torch = LazyModule("torch")
 
@@ -129,9 +130,10 @@ class LlavaNextVideoTower(TowerAdapter):
         check_table(get_field(fields, "pixel_table", torch.float32, (3, 256)))
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
-        values = torch.cat([self.restore(fields) for fields in batch])
+        tower = model.model.vision_tower
+        values = torch.cat([self.restore(fields, tower) for fields in batch])
         features = model.get_video_features(
-            values[None].to(model.device),
+            values[None],
             vision_feature_layer=self._config.vision_feature_layer,
             vision_feature_select_strategy=self._config.vision_feature_select_strategy,
         ).pooler_output
@@ -148,10 +150,13 @@ class LlavaNextVideoTower(TowerAdapter):
         pixels = torch.zeros((1, 3, side, side), dtype=torch.uint8)
         return {"pixels": pixels, "pixel_table": torch.zeros(3, 256)}
 
-    def restore(self, fields: Fields) -> Tensor:
-        """Return the processor's pixel values, bit for bit, in the shape of the pixels."""
+    def restore(self, fields: Fields, tower: PreTrainedModel | None = None) -> Tensor:
+        """Return the processor's pixel values, bit for bit, in the shape of the pixels.
+
+        For `tower` see `look_up`.
+        """
         pixels = fields["pixels"]
-        return look_up(pixels.flatten(2), fields["pixel_table"]).view(pixels.shape)
+        return look_up(pixels.flatten(2), fields["pixel_table"], tower).view(pixels.shape)
 
     def _pixels_of(self, fields: Fields) -> Tensor:
         side = self._config.vision_config.image_size

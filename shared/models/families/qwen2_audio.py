@@ -130,7 +130,7 @@ class Qwen2AudioTower(AudioTower):
 
         features = torch.stack([self.restore(fields) for fields in batch])
         features = features.to(model.device, model.dtype)
-        frames = torch.stack([fields["audio_frames"] for fields in batch]).to(model.device)
+        frames = torch.stack([fields["audio_frames"] for fields in batch])
         tower = model.model.audio_tower
         # Two positions become one embedding.
         num_positions, counts = tower._get_feat_extract_output_lengths(frames)
@@ -138,7 +138,7 @@ class Qwen2AudioTower(AudioTower):
         mask = create_bidirectional_mask(
             config=tower.config,
             inputs_embeds=features.new_zeros(len(batch), len(positions), 1),
-            attention_mask=(positions < num_positions[:, None]).long(),
+            attention_mask=(positions < num_positions.to(model.device)[:, None]).long(),
         )
         hidden = tower(features, attention_mask=mask).last_hidden_state
         embeddings = model.model.multi_modal_projector(hidden)

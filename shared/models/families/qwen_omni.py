@@ -19,7 +19,13 @@ from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, Bounds, FlatField, SharedField, WireField
 from shared.errors import InvalidRequest
 from shared.models.families.qwen2_audio import AudioTower
-from shared.models.families.qwen_vl import QwenAdapter, QwenTower, check_seconds, levels_for
+from shared.models.families.qwen_vl import (
+    QwenAdapter,
+    QwenTower,
+    check_seconds,
+    join_levels,
+    levels_for,
+)
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.frames import VideoSettings
 from shared.models.language import MediaItem
@@ -32,6 +38,7 @@ from shared.models.mel_layout import (
     count_tokens,
 )
 from shared.models.mrope import Run, TimedRun
+from shared.models.qwen_geometry import Geometry
 from shared.models.qwen_image import QwenImageLayout
 from shared.models.qwen_video import GRID, SECONDS, Qwen25VideoLayout
 from shared.models.sound_in_video import MergedVideo, SoundingVideo
@@ -244,14 +251,24 @@ class OmniAudioTower(AudioTower):
     """Audio tower of Qwen2.5-Omni's thinker, which attends within chunks of two seconds."""
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
-        lengths = torch.stack([fields["audio_frames"] for fields in batch])
+        from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
+
+        lengths = torch.stack([fields[FRAMES] for fields in batch])
         features = [
             fields["input_features"][:, :length]
             for fields, length in zip(batch, lengths.tolist(), strict=True)
         ]
-        tower = model.model.audio_tower
+        tower, device = model.model.audio_tower, model.device
+        # Lengths stay on the CPU, or the tower would wait for the device in each layer.
+        padded, chunks = modeling.chunk_and_pad_features(
+            torch.cat(features, dim=1).to(device), lengths, tower.n_window
+        )
         hidden = tower(
-            torch.cat(features, dim=1).to(model.device), feature_lens=lengths.to(model.device)
+            padded_feature=padded,
+            chunk_lengths=chunks.to(device),
+            valid_indices=modeling.get_valid_indices(chunks).to(device),
+            pool_indices=modeling.get_pool_indices(lengths).to(device),
+            cu_seqlens=modeling.get_audio_cu_seqlens(chunks),
         ).last_hidden_state
         return list(hidden.split([self.count(fields) for fields in batch]))
 
@@ -264,11 +281,19 @@ class Qwen3OmniAudioTower(AudioTower):
         return [self._encode_one(model, fields) for fields in batch]
 
     def _encode_one(self, model: Any, fields: Fields) -> Tensor:
-        length = fields[FRAMES]
-        features = fields["input_features"][:, : int(length)].to(model.device)
-        lengths = length[None].to(model.device)
+        from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
+
+        lengths = fields[FRAMES][None]
+        features = fields["input_features"][:, : int(lengths)].to(model.device)
         tower = model.model.audio_tower
-        hidden: Tensor = tower(features, feature_lens=lengths).last_hidden_state
+        # Lengths stay on the CPU, or the tower would wait for the device in each layer.
+        padded, chunks = modeling.chunk_and_pad_features(features, lengths, tower.n_window)
+        hidden: Tensor = tower(
+            padded_feature=padded,
+            chunk_lengths=chunks,
+            valid_indices=modeling.get_valid_indices(chunks, tower.n_window).to(model.device),
+            feature_lens=lengths,
+        ).last_hidden_state
         # A sound has no features of earlier layers (DeepStack).
         num_levels = len(self._config.vision_config.deepstack_visual_indexes)
         return torch.nn.functional.pad(hidden, (0, num_levels * hidden.shape[1]))
@@ -347,10 +372,10 @@ class Qwen3OmniTower(OmniTower):
     def _open_audio(self) -> AudioTower:
         return Qwen3OmniAudioTower(self._config)
 
-    def _embed(self, model: Any, pixel_values: Tensor, grids: Tensor) -> list[Tensor]:
-        encoded = model.get_image_features(pixel_values, grids)
-        levels = zip(encoded.pooler_output, *encoded.deepstack_features, strict=True)
-        return [torch.cat(image_levels, dim=-1) for image_levels in levels]
+    def _embed(
+        self, model: Any, pixel_values: Tensor, grids: Tensor, geometry: Geometry
+    ) -> list[Tensor]:
+        return join_levels(model.get_image_features(pixel_values, grids, **geometry))
 
 
 class ThinkerAdapter(QwenAdapter):

@@ -14,6 +14,7 @@ from shared.models.language import LanguageAdapter, MediaItem, MediaPrompt, Prom
 from shared.models.layout import MediaLayout
 from shared.models.lazy_module import LazyModule
 from shared.models.mrope import GridRun, Run, locate_grids
+from shared.models.qwen_geometry import Geometries, Geometry
 from shared.models.qwen_image import IMAGE_GRID, QwenImageLayout
 from shared.models.qwen_video import GRID as VIDEO_GRID
 from shared.models.qwen_video import SECONDS, Qwen3VideoLayout, Qwen25VideoLayout, QwenVideoLayout
@@ -32,6 +33,7 @@ from shared.protocol.multimodal import IMAGE, VIDEO, Modality
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedModel
 else:
     torch = LazyModule("torch")
 
@@ -44,6 +46,10 @@ class QwenTower(TowerAdapter):
 
     modules: tuple[str, ...] = ("model.visual",)
     metadata = (IMAGE_GRID,)
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self._geometries = Geometries()
 
     def count(self, fields: Fields) -> int:
         frames, height, width = get_field(fields, grid_name(fields), torch.int64, (3,)).tolist()
@@ -69,9 +75,10 @@ class QwenTower(TowerAdapter):
             refuse(f"{grid_name(fields)} needs {num_patches} patches, but there are {len(patches)}")
 
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
-        pixel_values = torch.cat([self.restore(fields) for fields in batch])
+        visual = model.model.visual
+        pixel_values = torch.cat([self.restore(fields, visual) for fields in batch])
         grids = torch.stack([fields[grid_name(fields)] for fields in batch])
-        return self._embed(model, pixel_values.to(model.device), grids.to(model.device))
+        return self._embed(model, pixel_values, grids, self._geometries.get(visual, grids))
 
     def split(self, fields: Fields, max_count: int) -> list[Fields]:
         """Split a video between its pairs of frames, because they do not attend to each other."""
@@ -107,22 +114,24 @@ class QwenTower(TowerAdapter):
             "image_grid_thw": torch.tensor([1, side, side]),
         }
 
-    def restore(self, fields: Fields) -> Tensor:
-        """Return the processor's pixel_values, bit for bit.
+    def restore(self, fields: Fields, visual: PreTrainedModel | None = None) -> Tensor:
+        """Return the processor's pixel_values, bit for bit; for `visual` see `look_up`.
 
         [num_patches, channels * frames * patch_height * patch_width]
         """
         if VIDEO_GRID in fields:
-            return look_up(fields["video_patches"], fields["pixel_table"]).flatten(1)
+            return look_up(fields["video_patches"], fields["pixel_table"], visual).flatten(1)
         patches = fields["pixel_patches"]
         num_patches, channels, num_pixels = patches.shape
-        frame = look_up(patches, fields["pixel_table"])
+        frame = look_up(patches, fields["pixel_table"], visual)
         frames = self._config.vision_config.temporal_patch_size
         shape = (num_patches, channels, frames, num_pixels)
         return frame.view(num_patches, channels, 1, num_pixels).expand(shape).flatten(1)
 
-    def _embed(self, model: Any, pixel_values: Tensor, grids: Tensor) -> list[Tensor]:
-        return list(model.get_image_features(pixel_values, grids).pooler_output)
+    def _embed(
+        self, model: Any, pixel_values: Tensor, grids: Tensor, geometry: Geometry
+    ) -> list[Tensor]:
+        return list(model.get_image_features(pixel_values, grids, **geometry).pooler_output)
 
 
 class Qwen3Tower(QwenTower):
@@ -132,10 +141,16 @@ class Qwen3Tower(QwenTower):
         super().__init__(config)
         self.num_levels = len(self._config.vision_config.deepstack_visual_indexes)
 
-    def _embed(self, model: Any, pixel_values: Tensor, grids: Tensor) -> list[Tensor]:
-        encoded = model.get_image_features(pixel_values, grids)
-        levels = zip(encoded.pooler_output, *encoded.deepstack_features, strict=True)
-        return [torch.cat(image_levels, dim=-1) for image_levels in levels]
+    def _embed(
+        self, model: Any, pixel_values: Tensor, grids: Tensor, geometry: Geometry
+    ) -> list[Tensor]:
+        return join_levels(model.get_image_features(pixel_values, grids, **geometry))
+
+
+def join_levels(encoded: Any) -> list[Tensor]:
+    """Return embeddings with the features of earlier layers after each of them."""
+    levels = zip(encoded.pooler_output, *encoded.deepstack_features, strict=True)
+    return [torch.cat(image_levels, dim=-1) for image_levels in levels]
 
 
 class QwenAdapter(LanguageAdapter):

@@ -42,7 +42,7 @@ def make_core(
     num_blocks: int = 64,
     prefix_caching: bool = True,
     decode: Decode = decode,
-    **limits: int,
+    **limits: Any,
 ) -> EngineCore:
     return engine.make_core(
         runner or FakeRunner(BLOCK_SIZE, VOCAB_SIZE),

@@ -16,8 +16,10 @@ from workers.engine.cuda.cuda_graphs import (
     find_bucket,
 )
 from workers.engine.cuda.kernels.plan import KernelPlan, plan_for_kernels
+from workers.engine.cuda.kernels.tiling import Tiling
 
 CPU = torch.device("cpu")
+TILING = Tiling(8, 2, 2, decode_slots=3, chunk_slots=3, windows=(None, 4))
 
 
 @given(st.integers(1, 600))
@@ -38,7 +40,7 @@ def test_buckets_hold_every_batch_of_an_engine() -> None:
 
 
 def make_buffers(max_num_seqs: int) -> GraphBuffers:
-    return GraphBuffers.allocate(max_num_seqs, 4, 1, 2, torch.float32, CPU)
+    return GraphBuffers.allocate(max_num_seqs, 4, 1, 2, torch.float32, CPU, TILING)
 
 
 def decode_plan(num_seqs: int) -> KernelPlan:
@@ -47,8 +49,7 @@ def decode_plan(num_seqs: int) -> KernelPlan:
         list(range(num_seqs + 1)),
         [5 + i % 3 for i in range(num_seqs)],
         block_size=4,
-        num_kv_heads=1,
-        queries_per_tile=8,
+        tiling=TILING,
         device=CPU,
     )
 
@@ -59,12 +60,16 @@ def test_a_smaller_step_leaves_nothing_of_the_larger_one_before() -> None:
         plan = decode_plan(num_seqs)
         positions = torch.full((1, num_seqs), 7)
         buffers.load(torch.full((num_seqs, 2), float(num_seqs)), positions, plan, 4)
-    padded = buffers.plan(4, 1)
+    padded = buffers.plan(4)
     assert padded.slot_mapping.tolist() == [*decode_plan(3).slot_mapping.tolist(), -1]
-    assert padded.decodes[:3].equal(decode_plan(3).decodes)
-    assert padded.decodes[3].tolist() == [3, 1, 0, 3]
     assert padded.block_table[:3, :2].equal(decode_plan(3).block_table)
-    assert len(padded.chunks) == 0
+    assert padded.num_decodes == 4
+    assert not padded.chunks
+    for window, tiles in padded.decodes.items():
+        expected = decode_plan(3).decodes[window]
+        assert tiles.parts.equal(expected.parts)
+        assert tiles.merges.equal(expected.merges)
+        assert expected.num_partials <= tiles.num_partials
 
 
 class Recorder:
@@ -87,11 +92,11 @@ class Recorder:
 def graphs() -> DecodeGraphs:
     def forward(embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
         return torch.stack(
-            [embeddings[:, 0], positions[0], plan.slot_mapping, plan.decodes[:, 1]], dim=1
+            [embeddings[:, 0], positions[0], plan.slot_mapping, plan.block_table[:, 0]], dim=1
         )
 
     recorder = Recorder()
-    graphs = DecodeGraphs(forward, make_buffers(4), 1, recorder)
+    graphs = DecodeGraphs(forward, make_buffers(4), recorder)
     assert recorder.num_recorded == 3
     return graphs
 
@@ -102,7 +107,7 @@ def test_a_step_gets_its_own_rows(graphs: DecodeGraphs, num_seqs: int) -> None:
     embeddings, positions = torch.rand(num_seqs, 2), torch.arange(num_seqs)[None]
     rows = graphs.run(embeddings, positions, plan)
     assert rows is not None
-    expected = [embeddings[:, 0], positions[0], plan.slot_mapping, torch.ones(num_seqs)]
+    expected = [embeddings[:, 0], positions[0], plan.slot_mapping, plan.block_table[:, 0]]
     assert rows.equal(torch.stack(expected, dim=1))
 
 
@@ -114,8 +119,7 @@ def test_prefills_and_large_batches_have_no_graph(graphs: DecodeGraphs) -> None:
         [0, 1, 4],
         [2, 3],
         block_size=4,
-        num_kv_heads=1,
-        queries_per_tile=8,
+        tiling=TILING,
         device=CPU,
     )
     assert graphs.run(torch.rand(4, 2), torch.zeros(1, 4, dtype=torch.int64), mixed) is None

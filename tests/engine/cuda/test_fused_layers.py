@@ -25,7 +25,7 @@ from transformers import (
 from shared.models.registry import adapt
 from tests.models import test_generic, vision_specs
 from workers.engine.cuda.cuda_graphs import CudaRecorder, Replay
-from workers.engine.cuda.kernels import plan
+from workers.engine.cuda.kernels import tiling
 from workers.engine.cuda.model import GpuModel
 from workers.engine.model.flat_model import BatchLayout, StepInputs
 from workers.engine.model.self_check import check_against_whole
@@ -56,7 +56,7 @@ NUM_TOKENS = 4
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs them one after the other."""
-    monkeypatch.setattr(plan, "TARGET_PROGRAMS", 16)
+    monkeypatch.setattr(tiling, "NUM_MULTIPROCESSORS", 4)
 
 
 def build(name: str) -> PreTrainedModel:

@@ -34,7 +34,11 @@ from workers.cli.models.stage_weights import count_rank_weights
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import EngineRequest, LoggedChoice
+from workers.engine.cuda.profiling import ClaimedMemory
+from workers.engine.loader import LoadedModel, count_block_bytes
+from workers.engine.main import size_cache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
+from workers.engine.model.lora import Adapters
 from workers.engine.model.ranks import check_ranks
 from workers.engine.runner import ModelRunner
 
@@ -63,7 +67,8 @@ def twins_of(model: PreTrainedModel, folder: Path, num_ranks: int) -> Iterator[t
     family = adapt(copy.deepcopy(model))
     adapter = family.tower
     tower = None if adapter is None else Tower(adapter, family.model)
-    with sharded(model, folder, num_ranks, () if adapter is None else adapter.modules) as parts:
+    without = () if adapter is None else adapter.modules
+    with sharded(model, folder, num_ranks, without) as (parts, _):
         if adapter is None:
             family = adapt(load_weights(type(model), folder, model.dtype, "cpu"))
         yield Twins(model, FlatModel(family), tower), Twins(model, parts, tower)
@@ -153,6 +158,49 @@ def test_blocks_are_copied_and_zeroed_in_all_ranks(tmp_path: Path) -> None:
     with twins_of(build("llama"), tmp_path, 2) as (whole, parts):
         logits = read_changed_blocks(parts.served)
         torch.testing.assert_close(logits, read_changed_blocks(whole.served))
+
+
+MIB = 2**20
+
+
+class RecordedMemory:
+    """Readings of a device, in the order in which a rank takes them."""
+
+    def __init__(self, peak: int) -> None:
+        self._allocated = [600 * MIB, 640 * MIB]
+        self._peak = peak
+
+    def free(self) -> int:
+        return 900 * MIB
+
+    def allocated(self) -> int:
+        return self._allocated.pop(0)
+
+    def peak(self) -> int:
+        return self._peak
+
+
+@pytest.mark.parametrize("peaks", [(740, 700), (700, 740)])
+def test_the_cache_fits_into_the_fullest_rank(peaks: tuple[int, int], tmp_path: Path) -> None:
+    own, other = (RecordedMemory(peak * MIB) for peak in peaks)
+    with sharded(build("llama"), tmp_path, 2, memory=other) as (parts, ranks):
+        loaded = LoadedModel(
+            parts,
+            None,
+            None,
+            frozenset(),
+            64,
+            parts.vocab_size,
+            0,
+            4,
+            Adapters(),
+            rank_memories=[ClaimedMemory(rank, 800 * MIB) for rank in ranks],
+        )
+        engine = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32)
+        sized = size_cache(loaded, engine, ClaimedMemory(own, 800 * MIB))
+        cache_bytes = sized.num_blocks * count_block_bytes(parts, 4)
+    # The limit less the peak of the fullest rank.
+    assert cache_bytes == pytest.approx(60 * MIB, rel=0.01)
 
 
 class EvenTokens:

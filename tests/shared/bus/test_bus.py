@@ -226,11 +226,11 @@ async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedS
     await bus.streams.prepare(NatsConfig(), DeliveryConfig())
     nc = bus.connection.nc
     for _ in range(3):
-        listening = asyncio.create_task(bus.subscribe(subjects.tokens("nobody")))
+        flushing = asyncio.create_task(nc.flush())
         while not nc._pongs:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
+        flushing.cancel()
+        await asyncio.gather(flushing, return_exceptions=True)
     assert await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
     assert nc.stats["reconnects"] == 0
     await bus.close()
@@ -243,7 +243,7 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
 ) -> None:
     """nats-py loses a cancellation in one of the loop steps between the reply and the caller."""
     bus = await Bus.connect(broker.url, "test-cancelled")
-    nc, replies = bus.connection.nc, Replies(bus.connection.nc.waits)
+    nc, replies = bus.connection.nc, Replies()
     await nc.subscribe("test.cancelled")
 
     async def wait() -> None:
@@ -255,17 +255,20 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
             case _:
                 await replies.next(60.0)
 
-    def waiters() -> list[asyncio.Future[Any]]:
-        getters = replies._arrived._getters  # type: ignore[attr-defined]
-        return [*nc._resp_map.values(), *nc._pongs, *getters]
+    def has_begun() -> bool:
+        waiting_for_replies = [*nc.inbox._open.values(), replies]
+        return bool(nc._pongs) or any(each._waiter for each in waiting_for_replies)
 
     waiting = asyncio.create_task(wait())
-    while not waiters():  # noqa: ASYNC110
+    while not has_begun():  # noqa: ASYNC110
         await asyncio.sleep(0)
-    if waits_for == "one of several answers":
-        replies.add(Msg(nc))
-    else:
-        waiters()[-1].set_result(Msg(nc))
+    match waits_for:
+        case "an answer":
+            next(iter(nc.inbox._open.values())).add(Msg(nc))
+        case "the server":
+            nc._pongs[-1].set_result(None)
+        case _:
+            replies.add(Msg(nc))
     for _ in range(steps):
         await asyncio.sleep(0)
     in_time = waiting.cancel()
@@ -305,8 +308,8 @@ async def test_work_whose_connection_is_lost_continues_over_the_next_one(
     work: Callable[[Bus], Coroutine[Any, Any, None]],
 ) -> None:
     """It does not wait for a reply, which comes only over its own connection."""
-    own_bus.connection.js._timeout = 60.0
-    monkeypatch.setattr("shared.bus.reading.REPLY_TIMEOUT_S", 60.0)
+    for module in ("bus", "reading"):
+        monkeypatch.setattr(f"shared.bus.{module}.REPLY_TIMEOUT_S", 60.0)
     await own_bus.add_responder("test.echo", lambda data: data)
     await read_a_stream(own_bus)  # Subscribes to replies.
     stats = own_bus.connection.nc.stats

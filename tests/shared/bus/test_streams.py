@@ -19,10 +19,8 @@ from shared.bus import queues
 from shared.bus.bus import Bus
 from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
-from shared.bus.replies import ReplyInbox
 from shared.bus.server_settings import NEXT_REPLY_TIMEOUT_S, check_server
 from shared.bus.streams import create_missing, durable_streams, streams_of_tenant
-from shared.bus.waits import ReplyWaits
 from shared.client import ask
 from shared.config.schema import AgentConfig, BatchConfig, DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded
@@ -167,7 +165,7 @@ async def test_a_start_waits_for_space_that_another_stream_gives_back(
 async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
     """Three servers of a busy cluster, played by a client of a server without their service."""
     process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
-    client, servers = await nats.connect(url), await nats.connect(url)
+    bus, servers = await Bus.connect(url, "test"), await nats.connect(url)
 
     async def reply(msg: Msg) -> None:
         for name in "abc":
@@ -178,10 +176,10 @@ async def test_servers_that_reply_late_are_waited_for(tmp_path: Path) -> None:
     try:
         await servers.subscribe(SERVER_SETTINGS, cb=reply)
         await servers.flush()
-        await check_server(client, ReplyInbox(client, ReplyWaits()), NatsConfig(replicas=3))
+        await check_server(bus.connection, NatsConfig(replicas=3))
     finally:
         await servers.close()
-        await client.close()
+        await bus.close()
         process.kill()
         process.wait()
 
@@ -272,13 +270,17 @@ async def test_batched_acks_reach_a_restarted_server(
 
 
 ALONE = pytest.param("", id="alone")
-IN_A_CLUSTER = pytest.param('cluster { name: "c", listen: "127.0.0.1:-1" }', id="in a cluster")
+IN_A_CLUSTER = pytest.param(
+    'server_name: a\njetstream { store_dir: "STORE" }\n'
+    'cluster { name: "c", listen: "127.0.0.1:-1", routes: ["nats://127.0.0.1:9"] }',
+    id="in a cluster",
+)
 
 
 @pytest.fixture
 async def bus_of_server(tmp_path: Path, settings: str) -> AsyncIterator[Bus]:
     """A connection to a server with these settings."""
-    process, url = start_server(tmp_path, settings)
+    process, url = start_server(tmp_path, settings.replace("STORE", str(tmp_path / "js")))
     try:
         bus = await Bus.connect(url, "test")
         yield bus

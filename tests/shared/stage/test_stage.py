@@ -29,7 +29,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, DeadLetter, decode_attempt
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import Pipeline
-from shared.protocol.records import Failure
+from shared.protocol.records import ChoiceDelta, Failure
 from shared.protocol.requests import GenerateRequest, Message, decode_request
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, TaskHeader
@@ -352,6 +352,28 @@ async def test_a_request_that_has_ended_is_not_claimed(
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     assert await stage.claim(await next_job(stage, inbox, accepted)) is None
     await assert_nothing_more(inbox)
+    assert await request_queue.queued_request(bus, accepted.place) is None
+
+
+async def test_a_request_that_ends_before_its_first_tokens_is_settled_by_the_first_append(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """The log of a new task is not read, and the server refuses records after the end."""
+    accepted, _ = await accept(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    late = msgspec.structs.replace(accepted, accepted_ms=bus.now_ms())
+    job = await next_job(stage, inbox, late)
+    await end_request(bus, request_id, 1, Cancelled("no more"), [])
+    log = await stage.claim(job)
+    assert log is not None
+    with pytest.raises(Fenced) as fenced:
+        await log.tokens([ChoiceDelta(0, 0, [1], "a")])
+    await stage.fail(job, fenced.value)
+    (record,) = await read_log(bus, request_id)
+    assert isinstance(record, Failure)
+    await assert_nothing_more(inbox)
+    assert inbox.num_in_flight == 0
     assert await request_queue.queued_request(bus, accepted.place) is None
 
 

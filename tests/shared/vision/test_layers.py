@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.errors import InvalidRequest
 from shared.models.families.llava import LlavaTower
+from shared.models.families.qwen_vl import grid_name, join_levels
 from shared.models.registry import find_tower
 from shared.models.tower import Tower
 from shared.models.tower_adapter import Fields
@@ -78,6 +81,68 @@ def test_features_equal_the_features_of_transformers(
         expected = plain.adapter.encode(plain.model, batch)
         actual = quick.adapter.encode(quick.model, batch)
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+
+
+def video(frames: int, height: int, width: int) -> dict[str, Tensor]:
+    fields = image(frames * height, width)
+    patches = fields["pixel_patches"]
+    return {
+        "video_patches": torch.cat([patches, patches.flip(0)], -1),
+        "pixel_table": fields["pixel_table"],
+        "video_grid_thw": torch.tensor([frames, height, width]),
+    }
+
+
+def mixed_batch() -> list[Fields]:
+    return [video(3, 8, 8), image(4, 6), video(2, 6, 10), image(4, 6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_by_cached_geometry_are_those_of_the_grids_bit_for_bit(
+    towers: tuple[Tower, Tower], dtype: torch.dtype
+) -> None:
+    """In bfloat16 the table of the pixels' values is rounded, and not the values."""
+    adapter: Any = towers[0].adapter
+    plain: Any = towers[0].model
+    model = copy.deepcopy(plain).to(dtype)
+    for batch in (mixed_batch(), images(BATCHES[2]), mixed_batch()):
+        pixel_values = torch.cat([adapter.restore(fields) for fields in batch])
+        grids = torch.stack([fields[grid_name(fields)] for fields in batch])
+        with torch.inference_mode():
+            encoded = model.get_image_features(pixel_values, grids)
+            actual = adapter.encode(model, batch)
+        expected = encoded.pooler_output
+        if adapter.num_levels:
+            expected = join_levels(encoded)
+        assert [*map(torch.equal, actual, expected)] == [True] * len(batch)
+
+
+class Uploads(TorchDispatchMode):
+    """Counts the copies of tensors from the CPU to the device `meta`."""
+
+    num = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy):
+            self.num += (args[0].device.type, result.device.type) == ("cpu", "meta")
+        return result
+
+
+@torch.inference_mode()
+def test_a_tower_never_waits_for_its_device(towers: tuple[Tower, Tower]) -> None:
+    """A device without values has none to wait for. Pixels go there as bytes, with a table."""
+    adapter = towers[1].adapter
+    for visual, batch in product(towers, (mixed_batch(), images(BATCHES[2]))):
+        model = copy.deepcopy(visual.model).to("meta")  # type: ignore[arg-type]
+        adapter.encode(model, batch)
+        with Uploads() as uploads:
+            embeddings = adapter.encode(model, batch)
+        assert [len(embedding) for embedding in embeddings] == [*map(adapter.count, batch)]
+        assert {embedding.device.type for embedding in embeddings} == {"meta"}
+        assert uploads.num == 2 * len(batch), "pixels and a table"
 
 
 def off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -1,9 +1,9 @@
 """Commands about the configuration: `pagemill key` and `pagemill check`."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import yaml
@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.filesize import decimal
 
-from shared.config.schema import Config, Right
+from shared.config.schema import Config, EngineConfig, Right
 from shared.errors import ConfigError
 from shared.models.dtypes import choose_dtype
 from shared.models.image_folder import is_image_folder, read_image_folder
@@ -22,6 +22,7 @@ from shared.stage.graphs import CODE2WAV, ORPHEUS
 from shared.stage.hybrids import check_settings
 from shared.stage.pipelines import ENGINE, pipeline_of, pipelines_of
 from shared.stage.ranks import check_rank_settings
+from shared.vision.rank_plan import FIELD
 from workers import settings
 from workers.cli.models import reports
 from workers.cli.models.stage_weights import (
@@ -92,74 +93,89 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
     return 0
 
 
+class _Folder(NamedTuple):
+    """A folder that the workers of a stage load, with the settings of its engines."""
+
+    model: str
+    field: str
+    path: Path
+    pooling: str | None
+    section: str
+    """Key of `engine`, which is another one for a pool."""
+    engine: EngineConfig
+
+
+def _folders_of(config: Config) -> Iterator[_Folder]:
+    """Yield each folder that an engine loads, for each pool of engines, and each of diffusers."""
+    for name, pipeline in pipelines_of(config).items():
+        model = config.models[name]
+        for stage in pipeline.stages:
+            path = Path(stage.path or model.path)
+            if stage.role != ENGINE and not is_image_folder(path):
+                continue
+            field, pooling = f"models.{name}.path", model.pooling
+            if stage.path is not None:
+                field, pooling = f"models.{name}.stages.{stage.name}.path", None
+            pools = model.pools if stage.name == ENGINE else {}
+            engines: dict[str, EngineConfig] = {ENGINE: config.engine} if not pools else {}
+            engines |= {f"models.{name}.pools.{pool}": each for pool, each in pools.items()}
+            for section, engine in engines.items():
+                yield _Folder(name, field, path, pooling, section, engine)
+
+
 def _check_models(config: Config) -> list[str]:
     """Return a line about the family and the weights of each folder that an engine loads, and of
     each folder of diffusers.
 
     Raises ConfigError for a folder that is refused.
     """
-    folders: list[tuple[str, str, Path, str | None]] = []
-    for name, pipeline in pipelines_of(config).items():
-        model, field = config.models[name], f"models.{name}"
-        for stage in pipeline.stages:
-            folder = Path(stage.path or model.path)
-            if stage.role != ENGINE and not is_image_folder(folder):
-                continue
-            if stage.path is None:
-                folders.append((name, f"{field}.path", Path(model.path), model.pooling))
-            else:
-                folders.append((name, f"{field}.stages.{stage.name}.path", Path(stage.path), None))
+    folders = list(_folders_of(config))
     checked = reports.check_folders(
-        [folder for _, _, folder, _ in folders],
-        [pooling for *_, pooling in folders],
-        num_ranks=config.engine.tensor_parallel,
+        [folder.path for folder in folders],
+        [folder.pooling for folder in folders],
+        [folder.engine.tensor_parallel for folder in folders],
     )
-    for (name, field, folder, _), report in zip(folders, checked, strict=True):
+    lines = []
+    for folder, report in zip(folders, checked, strict=True):
+        field, model, section = folder.field, config.models[folder.model], folder.section
         if report.reason is not None:
-            raise ConfigError(f"{field}: {folder} {report.reason}", field=field)
+            reason = report.reason.replace(FIELD, f"{section}.tensor_parallel")
+            raise ConfigError(f"{field}: {folder.path} {reason}", field=field)
         if report.source != reports.DIFFUSERS:
-            check_rank_settings(config.models[name], config.engine, name)
+            check_rank_settings(model, folder.engine, folder.model, section)
         if report.state_bytes_per_sequence:
-            check_settings(config.models[name], config.engine, name)
+            check_settings(model, folder.engine, folder.model, section)
+        place = "" if section == ENGINE else f" in {section}"
+        stored = "" if report.stored_as is None else f", stored as {report.stored_as}"
+        memory = _describe_memory(folder, report, config)
+        lines.append(f"{field}{place}: {report.family} ({report.source}){stored}{memory}")
     # Several stages may load one folder.
-    lines = {
-        field: f"{field}: {report.family} ({report.source})"
-        + ("" if report.stored_as is None else f", stored as {report.stored_as}")
-        + _describe_memory(folder, report, name, config)
-        for (name, field, folder, _), report in zip(folders, checked, strict=True)
-    }
-    return list(lines.values())
+    return list(dict.fromkeys(lines))
 
 
-def _describe_memory(folder: Path, report: reports.Report, name: str, config: Config) -> str:
+def _describe_memory(folder: _Folder, report: reports.Report, config: Config) -> str:
     """Return the size of the weights in a worker of each stage that loads the folder."""
-    model = config.models[name]
-    if is_image_folder(folder):
-        description, pipeline = read_image_folder(folder), pipeline_of(model)
+    path, model, engine = folder.path, config.models[folder.model], folder.engine
+    if is_image_folder(path):
+        description, pipeline = read_image_folder(path), pipeline_of(model)
         dtype = choose_dtype(model.dtype, description.dtype, config.generator.device)
         num_bytes = {
             stage.name: description.work_bytes(pipeline.painting_of(stage.name), dtype)
             for stage in pipeline.stages
-            if Path(stage.path or model.path) == folder
+            if Path(stage.path or model.path) == path
         }
         return _describe_sizes(num_bytes, dtype)
+    dtype = choose_dtype(model.dtype, report.dtype, engine.device)
     if report.divided:
-        dtype = choose_dtype(model.dtype, report.dtype, config.engine.device)
-        first, other = count_rank_weights(folder, report, config.engine.tensor_parallel)
+        first, other = count_rank_weights(path, report, engine.tensor_parallel)
         sizes = {"rank 0": first.num_bytes(dtype), "each other rank": other.num_bytes(dtype)}
         return _describe_sizes(sizes, dtype)
-    keeps = can_keep_numbers(config.engine) and not model.adapters
-    weights = count_weights(folder, report, rounds=model.quantization is not None, keeps=keeps)
+    keeps = can_keep_numbers(engine) and not model.adapters
+    weights = count_weights(path, report, rounds=model.quantization is not None, keeps=keeps)
     codec = model.stages.get(CODE2WAV)
     if model.graph == ORPHEUS and codec is not None and codec.path is not None:
         weights[CODE2WAV] = count_codec(Path(codec.path))
-    # Pools on a CPU and on a GPU may serve different types.
-    devices = [pool.device for pool in model.pools.values()] or [config.engine.device]
-    dtypes = [choose_dtype(model.dtype, report.dtype, device) for device in devices]
-    return "".join(
-        _describe_sizes({stage: part.num_bytes(dtype) for stage, part in weights.items()}, dtype)
-        for dtype in dict.fromkeys(dtypes)
-    )
+    return _describe_sizes({stage: part.num_bytes(dtype) for stage, part in weights.items()}, dtype)
 
 
 def _describe_sizes(num_bytes: Mapping[str, int], dtype: str) -> str:

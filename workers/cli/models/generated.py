@@ -80,8 +80,9 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
     Raises ConfigError for a model that is refused, and if there is not enough memory.
     """
     base = _parse({model.name: {"path": str(model.folder)} for model in models})
-    num_ranks = base.engine.tensor_parallel
-    reports = check_folders([model.folder for model in models], num_ranks=num_ranks)
+    reports = check_folders(
+        [model.folder for model in models], ranks=[base.engine.tensor_parallel] * len(models)
+    )
     for model, report in zip(models, reports, strict=True):
         if report.reason is not None:
             raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")

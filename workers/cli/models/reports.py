@@ -56,27 +56,31 @@ class Report(msgspec.Struct, frozen=True):
 def check_folders(
     folders: Sequence[Path],
     poolings: Sequence[str | None] = (),
+    ranks: Sequence[int] = (),
     *,
     have_weights: bool = True,
-    num_ranks: int = 1,
 ) -> list[Report]:
-    """Return a report for each folder. `poolings` are their `models.NAME.pooling`, by default None.
+    """Return a report for each folder. `poolings` are their `models.NAME.pooling`, by default None,
+    and `ranks` the numbers of processes that share their models, by default 1.
 
     The report of the engine needs no weights. Raises ConfigError.
     """
-    pairs = list(itertools.zip_longest(folders, poolings))
-    others = [pair for pair in pairs if not is_image_folder(pair[0])]
-    engines = iter(check_by_engine(others, num_ranks))
+    rows = list(itertools.zip_longest(folders, poolings, ranks))
+    others = [(path, pooling, n or 1) for path, pooling, n in rows if not is_image_folder(path)]
+    engines = iter(check_by_engine(others))
     images = iter(_check_image_folders(list(filter(is_image_folder, folders)), have_weights))
-    return [next(images if is_image_folder(folder) else engines) for folder, _ in pairs]
+    return [next(images if is_image_folder(folder) else engines) for folder in folders]
 
 
-def check_by_engine(pairs: Sequence[tuple[Path, str | None]], num_ranks: int = 1) -> list[Report]:
-    """Return the engine's report for each folder and its pooling. Raises ConfigError."""
-    if not pairs:
+def check_by_engine(rows: Sequence[tuple[Path, str | None, int]]) -> list[Report]:
+    """Return the engine's report for each folder, its pooling and its number of ranks.
+
+    Raises ConfigError.
+    """
+    if not rows:
         return []
-    words = [word for folder, pooling in pairs for word in (str(folder), pooling or "")]
-    return _run(MODULE, [str(num_ranks), *words], list[Report])
+    words = [str(word or "") for row in rows for word in row]
+    return _run(MODULE, words, list[Report])
 
 
 def _run(module: str, words: Sequence[str], kind: type[T]) -> T:

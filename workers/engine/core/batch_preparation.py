@@ -22,6 +22,10 @@ class BatchPreparation:
         self.first_scheduled: list[str] = []
         """Requests that have been prepared in this step."""
 
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failed)
+
     def take_failed(self) -> list[tuple[RequestState, PagemillError]]:
         """Return the requests that could not be prepared since the last call, with their errors."""
         failed, self._failed = self._failed, {}
@@ -61,6 +65,12 @@ class BatchPreparation:
     def _fail(self, state: RequestState, error: PagemillError) -> None:
         self._failed[state.request.request_id] = state, error
 
+    def fail_encoding(self, state: RequestState, error: Exception) -> None:
+        """Fail a request by the error of its items alone."""
+        if self._runner.recover_memory(error):
+            error = out_of_memory(error)
+        self._fail(state, error_of_request(error))
+
     def _encode(self, missing: Mapping[str, set[int]]) -> int:
         """Encode items by the indexes in their requests: in one call, or each request alone if that
         fails. Returns the prompt tokens of the encoded items."""
@@ -72,12 +82,11 @@ class BatchPreparation:
                 [(state.request, sorted(missing[state.request.request_id])) for state in states]
             )
         except Exception as error:
-            if self._runner.recover_memory(error):
-                error = out_of_memory(error)
-            reported = error_of_request(error)
             if len(states) == 1:
-                self._fail(states[0], reported)
+                self.fail_encoding(states[0], error)
                 return 0
+            if not self._runner.recover_memory(error):
+                error_of_request(error)  # Raises the error of a device that is lost.
             return sum(self._encode({name: indexes}) for name, indexes in missing.items())
         for state in states:
             state.encoded.update(missing[state.request.request_id])

@@ -10,6 +10,7 @@ the prefix cache, and embeddings by their content hash.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from shared.errors import InvalidRequest, PagemillError
 from shared.protocol.records import ChoiceDelta
@@ -120,7 +121,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._ahead is not None or bool(self._deltas)
+        is_changed = bool(self._deltas) or self._preparation.has_failed
+        return self._scheduler.has_work or self._ahead is not None or is_changed
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -173,6 +175,41 @@ class EngineCore:
                 self._scheduler.add(choice.sequence)
         if state.finished:
             self._deltas.setdefault(request.request_id, [])
+        elif request.items:
+            self._begin_encoding(state)
+
+    def _begin_encoding(self, state: RequestState) -> None:
+        """Let the tower thread, if there is one, encode the items after the cached prefix.
+
+        Steps encode the items that they miss later, for example after a preemption.
+        """
+        request = state.request
+        sequences = [choice.sequence for choice in state.choices if not choice.finished]
+        num_cached = self._scheduler.prefix_cache.match_prefix(sequences[0]).num_tokens
+        if request.received is not None:
+            num_restored = request.received.num_blocks * self._pool.block_size
+            num_cached = max(num_cached, num_restored)
+        needed = request.items_within(num_cached, sequences[0].num_tokens)
+        state.awaited |= self._runner.begin_encoding(request, needed)
+        for sequence in sequences:
+            sequence.awaited_items = state.awaited
+
+    def take_embedding(self, request_id: str, mm_hash: str, embedding: Any) -> None:
+        """Give a request the embedding of an item for which it waits, or the tower's error.
+
+        Does nothing if the request has ended, or does not wait for the item. Raises the error of a
+        device that is lost.
+        """
+        if (state := self._requests.get(request_id)) is None:
+            return
+        items = state.request.items
+        indexes = [index for index in state.awaited if items[index].mm_hash == mm_hash]
+        if indexes and isinstance(embedding, Exception):
+            self._preparation.fail_encoding(state, embedding)
+            return
+        for index in indexes:
+            self._runner.take_embedding(items[index], embedding)
+            state.awaited.discard(index)
 
     def extend_speech(self, request_id: str, speech: SpokenText) -> None:
         """Give a talker more of its text. Does nothing if the request has ended."""
@@ -201,7 +238,7 @@ class EngineCore:
         step, self._ahead = self._ahead or self._launch(), None
         failures = [] if step is None else self._finish(step, is_ahead)
         for state, error in self._preparation.take_failed():
-            if state.request.request_id in self._requests:
+            if self._requests.get(state.request.request_id) is state:
                 failures.append(self._fail(state, error))
         return failures + self._take_outputs()
 

@@ -184,7 +184,10 @@ class RequestState:
     choices: list[ChoiceState]
     prepared: bool = False
     encoded: set[int] = field(default_factory=set)
-    """Indexes of the items that have embeddings. Items in cached prefixes need none."""
+    """Indexes of the items that the runner holds embeddings of. Items in cached prefixes need none.
+    """
+    awaited: set[int] = field(default_factory=set)
+    """See `Sequence.awaited_items`."""
     texts: list[MakeText] = field(init=False)
     """See `RequestOutput.texts`."""
     kv_blocks: int = 0

@@ -18,10 +18,11 @@ started before it.
 `batch_lane` limits the batch sequences of a step. A batch sequence also gives up its place for a
 waiting interactive sequence with a better priority.
 
-A running sequence may wait for input: the row of its next token depends on data that another worker
-has not written yet. It keeps its place and its blocks, and steps skip it. It is preempted like any
-other sequence, and also for any waiting sequence with a better priority. Waiting sequences with a
-lower priority wait until it continues.
+A running sequence may wait for input: the row of its next token depends on a text that another
+worker has not written yet, or on an item that the tower thread has not encoded yet. It keeps its
+place and its blocks, and steps skip it. It is preempted like any other sequence, and also for any
+waiting sequence with a better priority. Waiting sequences with a lower priority wait until it
+continues.
 """
 
 from bisect import insort
@@ -114,8 +115,8 @@ class Scheduler:
     @property
     def num_without_input(self) -> int:
         """Running sequences that wait for input."""
-        speeches = [sequence for sequence in self._running if sequence.speech is not None]
-        return sum(sequence.waits_for_input for sequence in speeches)
+        may_wait = [s for s in self._running if s.speech is not None or s.awaited_items]
+        return sum([sequence.waits_for_input for sequence in may_wait])
 
     @property
     def has_work(self) -> bool:
@@ -246,7 +247,7 @@ class Scheduler:
         """Return the work of interactive sequences that the next step is likely to have."""
         lengths = [
             len(s.token_ids) - s.num_computed_tokens
-            if s.speech is None
+            if s.speech is None and not s.awaited_items
             else s.num_computable_tokens
             for s in self._running
             if not s.is_batch
@@ -264,7 +265,7 @@ class Scheduler:
             if num_free < 0:
                 break
             if not self.prefix_cache.is_being_computed(sequence, match):
-                lengths.append(sequence.num_computable_tokens - match.num_tokens)
+                lengths.append(max(0, sequence.num_computable_tokens - match.num_tokens))
         num_decodes = lengths.count(1)
         num_prompt_tokens = min(sum(lengths), self.max_num_batched_tokens) - num_decodes
         limit = self.prefill_limit.max_tokens(self.step_cost, num_decodes)
@@ -387,7 +388,8 @@ class Scheduler:
         """
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         is_limited = sequence.is_batch or sequence.prompt_logprobs is not None
-        if num_left > 1 or is_limited or sequence.speech is not None:
+        may_wait = sequence.speech is not None or sequence.awaited_items
+        if num_left > 1 or is_limited or may_wait:
             num_new_tokens = min(sequence.num_computable_tokens, step.max_new_tokens(sequence))
         else:
             num_new_tokens = num_left if step.budget > 0 else 0

@@ -4,6 +4,7 @@ They hold token ids, block ids and counts, and do not depend on torch.
 """
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol
@@ -42,7 +43,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(slots=True, weakref_slot=True)
 class Item:
     """A multimodal item as the runner encodes it; `fields` are torch tensors, except in tests.
 
@@ -54,8 +55,8 @@ class Item:
     placeholder: PlaceholderRange
     fields: Mapping[str, Any]
     embedding: Any = None
-    """Embedding computed by an encoder, [placeholder length, hidden_size] or wider; `fields` then
-    hold only metadata."""
+    """Embedding, [placeholder length, hidden_size] or wider, if there is one. If an encoder has
+    computed it, `fields` hold only metadata. The engine's tower thread sets it later."""
     attended: bool = False
     """Whether all tokens attend to the item, and not only tokens at and after its placeholder."""
 
@@ -124,6 +125,11 @@ class ReceivedKV:
     """Runs that are not copied yet, in the order of the prompt."""
     num_found: int = 0
     """Blocks of the prompt that were cached after the last copy."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the prompt up to the last one that can be restored."""
+        return max([run.first + len(run.hashes) for run in self.runs], default=0)
 
     def drop(self) -> None:
         """Release the memory of all runs."""
@@ -233,6 +239,9 @@ class Sequence:
     are encoded as they are needed."""
     priority = (0.0, 0)
     """Scheduling priority; lower values are scheduled first."""
+    awaited_items: AbstractSet[int] = frozenset()
+    """Indexes of the request's items that a tower thread encodes. The choices of a request share
+    the set."""
     operations: Operations | None = None
     """Operations of the sampler for all further tokens, once they are known."""
     points: tuple[int, list[float]] = (0, [])
@@ -315,13 +324,29 @@ class Sequence:
         """Tokens that can go through the model now; the others wait for their inputs."""
         num_inputs = None if self.speech is None else self.speech.num_inputs
         num_ready = self.num_tokens if num_inputs is None else min(num_inputs, self.num_tokens)
-        # The tokens of the prefix cache may be ahead of the text that has been read again.
+        if self.awaited_items:
+            num_ready = min(num_ready, self._start_of_awaited())
+        # The tokens of the prefix cache may be ahead of the text that has been read again, and may
+        # end within an item.
         return max(0, num_ready - self.num_computed_tokens)
+
+    def _start_of_awaited(self) -> int:
+        """Return the first token that depends on an awaited item, apart from computed items."""
+        first = self.num_tokens
+        for item in (self.request.items[index] for index in self.awaited_items):
+            start, length = item.placeholder.offset, item.placeholder.length
+            if item.attended:
+                return 0
+            if start + length > self.num_computed_tokens:
+                first = min(first, start)
+        # The tokens of a span are computed in one step.
+        return min([start for start, stop in self.spans if start < first < stop], default=first)
 
     @property
     def waits_for_input(self) -> bool:
-        """Whether the next token depends on text that has not arrived."""
-        return self.speech is not None and self.num_computable_tokens == 0
+        """Whether the next token depends on a text or an item that has not arrived."""
+        may_wait = self.speech is not None or self.awaited_items
+        return bool(may_wait) and self.num_computable_tokens == 0
 
     def round_to_spans(self, num_tokens: int, num_cached: int = 0) -> int:
         """Return a number of next tokens that ends in no span.
@@ -337,21 +362,25 @@ class Sequence:
         return num_tokens
 
     def items_ahead(self, num_cached: int = 0) -> list[tuple[int, int]]:
-        """Return starts and lengths of the items that uncomputed tokens begin and that need
-        encoding. Starts are counted from the first uncomputed token.
+        """Return starts and lengths of the items that uncomputed tokens begin and that a step must
+        encode. Starts are counted from the first uncomputed token.
 
         `num_cached` tokens of a sequence that has not started count as computed.
         """
         if not self.request.items:
             return []
         num_computed = max(num_cached, self.num_computed_tokens)
-        items = (item.placeholder for item in self.request.items if item.embedding is None)
+        items = (
+            item.placeholder
+            for index, item in enumerate(self.request.items)
+            if item.embedding is None and index not in self.awaited_items
+        )
         ahead = ((item.offset - num_computed, item.length) for item in items)
         return [(start, length) for start, length in ahead if start >= 0]
 
     @property
     def begins_item(self) -> bool:
-        """Whether the next token begins an item that needs encoding."""
+        """Whether the next token begins an item that a step must encode."""
         return any(start == 0 for start, _ in self.items_ahead())
 
     @property

@@ -1,9 +1,9 @@
 """The interface between the engine core and the code that runs the model."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, Span
+from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, Span
 
 
 class Launched(Protocol):
@@ -30,8 +30,9 @@ class StepRunner(Protocol):
     A runner may hold state for a request from `prepare` until `release`.
     """
 
-    encoded_items: int
-    """Items that have gone through the vision tower so far."""
+    @property
+    def encoded_items(self) -> int:
+        """Number of items that have gone through the vision tower so far."""
 
     @property
     def mm_cache_queries(self) -> int:
@@ -52,6 +53,16 @@ class StepRunner(Protocol):
 
     def prepare(self, request: EngineRequest) -> None:
         """Set up a checked request before its first batch."""
+
+    def begin_encoding(self, request: EngineRequest, indexes: Sequence[int]) -> set[int]:
+        """Let a tower thread encode items of a checked request, and return the awaited ones.
+
+        Other items have embeddings, or `encode` computes them. An embedding that is cached becomes
+        the item's at once.
+        """
+
+    def take_embedding(self, item: Item, embedding: Any) -> None:
+        """Give an awaited item its embedding, [num_embeds, width], and cache it."""
 
     def encode(self, requests: Sequence[tuple[EngineRequest, Sequence[int]]]) -> int:
         """Compute or look up the embeddings of items and hold them for the next batches.

@@ -1,11 +1,11 @@
 """Decode steps as CUDA graphs: one launch instead of some hundreds.
 
 A graph replays the same kernels on the same memory. A batch is therefore copied into persistent
-buffers and padded to the next bucket size. A row of padding reads one existing token and writes
-nothing, so it affects neither the cache nor other rows.
+buffers and padded to the next bucket size. A row of padding writes nothing to the cache and attends
+to no key, so it affects neither the cache nor other rows, and nothing reads its result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.engine.cuda.kernels.plan import KernelPlan, count_splits
+from workers.engine.cuda.kernels.plan import (
+    MERGE_WIDTH,
+    PART_WIDTH,
+    KernelPlan,
+    TileParts,
+    count_parts,
+)
+from workers.engine.cuda.kernels.tiling import Tiling
+from workers.engine.model.step_plan import Window
 
 LARGEST_BUCKET = 256
 NO_SLOT = -1
@@ -41,9 +49,10 @@ class GraphBuffers:
     embeddings: Tensor  # [max_num_seqs, hidden_size]
     positions: Tensor  # [num_position_rows, max_num_seqs]
     slot_mapping: Tensor  # [max_num_seqs] int32
-    decodes: Tensor  # [max_num_seqs, 4] int32, as in the plan
     block_table: Tensor  # [max_num_seqs, max_num_blocks] int32
-    padding: Tensor  # [max_num_seqs, 4] int32, tiles of padding: one query each, at position 0
+    decodes: Mapping[Window, TileParts]  # as in the plan of `max_num_seqs` decodes
+    num_slots: int
+    """Decodes that run at once, as in the tiling of the plan."""
 
     @classmethod
     def allocate(
@@ -54,42 +63,53 @@ class GraphBuffers:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        tiling: Tiling,
         position_type: torch.dtype = torch.int64,
     ) -> "GraphBuffers":
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        rows = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
-        padding = torch.stack([rows, rows * 0 + 1, rows * 0, rows], dim=1)
+        num_parts = count_parts(max_num_seqs, tiling.decode_slots)
         return cls(
             zeros(max_num_seqs, hidden_size, dtype=dtype),
             zeros(num_position_rows, max_num_seqs, dtype=position_type),
             zeros(max_num_seqs).fill_(NO_SLOT),
-            padding.clone(),
             zeros(max_num_seqs, max_num_blocks),
-            padding,
+            {
+                window: TileParts(
+                    zeros(num_parts, PART_WIDTH), zeros(max_num_seqs, MERGE_WIDTH), num_parts
+                )
+                for window in tiling.windows
+            },
+            tiling.decode_slots,
         )
 
     def load(self, embeddings: Tensor, positions: Tensor, plan: KernelPlan, bucket: int) -> None:
-        """Copy a step into the first rows and fill the rest of the bucket with padding."""
+        """Copy a step into the first rows and fill the rest of the bucket with padding.
+
+        The parts and the merges of a plan have as many rows as its bucket.
+        """
         num_seqs, num_blocks = plan.block_table.shape
         self.embeddings[:num_seqs].copy_(embeddings)
         self.positions[:, :num_seqs].copy_(positions)
         self.slot_mapping[:num_seqs].copy_(plan.slot_mapping)
-        self.decodes[:num_seqs].copy_(plan.decodes)
         self.block_table[:num_seqs, :num_blocks].copy_(plan.block_table)
+        for window, tiles in plan.decodes.items():
+            buffers = self.decodes[window]
+            buffers.parts[: len(tiles.parts)].copy_(tiles.parts)
+            buffers.merges[: len(tiles.merges)].copy_(tiles.merges)
         if num_seqs < bucket:
             self.slot_mapping[num_seqs:bucket].fill_(NO_SLOT)
-            self.decodes[num_seqs:bucket].copy_(self.padding[num_seqs:bucket])
 
-    def plan(self, bucket: int, num_kv_heads: int) -> KernelPlan:
+    def plan(self, bucket: int) -> KernelPlan:
         """Return the plan over the first `bucket` rows."""
+        num_parts = count_parts(bucket, self.num_slots)
+        decodes = {
+            window: TileParts(tiles.parts[:num_parts], tiles.merges[:bucket], num_parts)
+            for window, tiles in self.decodes.items()
+        }
         return KernelPlan(
-            slot_mapping=self.slot_mapping[:bucket],
-            decodes=self.decodes[:bucket],
-            chunks=self.decodes[:0],
-            block_table=self.block_table[:bucket],
-            num_splits=count_splits(bucket, num_kv_heads),
+            self.slot_mapping[:bucket], self.block_table[:bucket], bucket, decodes, chunks={}
         )
 
 
@@ -100,7 +120,6 @@ class DecodeGraphs:
         self,
         forward: Callable[[Tensor, Tensor, KernelPlan], Tensor],
         buffers: GraphBuffers,
-        num_kv_heads: int,
         record: Callable[[Replay], Replay],
     ) -> None:
         """`forward` returns logits [num_seqs, vocab_size] for embeddings, positions and a plan.
@@ -115,7 +134,7 @@ class DecodeGraphs:
             inputs = (
                 buffers.embeddings[:bucket],
                 buffers.positions[:, :bucket],
-                buffers.plan(bucket, num_kv_heads),
+                buffers.plan(bucket),
             )
             self._replays[bucket] = record(partial(forward, *inputs))
 
@@ -124,11 +143,11 @@ class DecodeGraphs:
 
         Returns None if no graph fits: for prefills, and for more sequences than the largest bucket.
         """
-        bucket = find_bucket(len(plan.decodes), self._buckets)
-        if len(plan.chunks) or bucket is None:
+        bucket = find_bucket(plan.num_decodes, self._buckets)
+        if plan.chunks or bucket is None:
             return None
         self._buffers.load(embeddings, positions, plan, bucket)
-        return self._replays[bucket]()[: len(plan.decodes)]
+        return self._replays[bucket]()[: plan.num_decodes]
 
 
 class CudaRecorder:

@@ -17,12 +17,8 @@ from workers.engine.cuda.cuda_graphs import (
     bucket_sizes,
 )
 from workers.engine.cuda.fused_layers import ATTENTION, fuse_layers
-from workers.engine.cuda.kernels.plan import (
-    BlockTables,
-    KernelPlan,
-    count_queries,
-    plan_for_kernels,
-)
+from workers.engine.cuda.kernels.plan import BlockTables, KernelPlan, plan_for_kernels
+from workers.engine.cuda.kernels.tiling import Tiling
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
 from workers.engine.model.support import kv_shapes
@@ -56,14 +52,9 @@ class GpuModel(FlatModel):
         self._record = record
         self._tables = BlockTables()
         self._graphs: DecodeGraphs | None = None
-        config = family.decoder.config
-        shapes = kv_shapes(config)
-        self._num_kv_heads = max(shape.num_kv_heads for shape in shapes)
-        # A tile fits into the programs of every layer.
-        self._queries_per_tile = min(
-            count_queries(config.num_attention_heads // num_kv_heads, head_dim, self.dtype)
-            for num_kv_heads, head_dim in shapes
-        )
+        config = family.decoder_config
+        shapes = [shape for shape in kv_shapes(config) if shape.num_kv_heads]
+        self._tiling = Tiling.of(config.num_attention_heads, shapes, self.dtype, self._windows)
 
     def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         """Return the plan for the kernels, or for torch if a chunk has a span."""
@@ -74,8 +65,7 @@ class GpuModel(FlatModel):
             batch.query_start_loc,
             batch.seq_lens,
             block_size=kv_cache[0][0].shape[1],
-            num_kv_heads=self._num_kv_heads,
-            queries_per_tile=self._queries_per_tile,
+            tiling=self._tiling,
             device=self.device,
             tables=self._tables,
         )
@@ -117,6 +107,7 @@ class GpuModel(FlatModel):
             config.hidden_size,
             self.dtype,
             self.device,
+            self._tiling,
             getattr(torch, self.family.position_type),
         )
         rows = torch.arange(self._num_rows, device=self.device)
@@ -126,7 +117,7 @@ class GpuModel(FlatModel):
             sampled = rows[: len(embeddings)]
             return run(StepInputs(embeddings, positions, plan, kv_cache, sampled))
 
-        return DecodeGraphs(forward, buffers, self._num_kv_heads, record)
+        return DecodeGraphs(forward, buffers, record)
 
     def forward(self, step: StepInputs) -> Tensor:
         """Run one step, as a graph if possible. After `capture`, only its cache may be used."""

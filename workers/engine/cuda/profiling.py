@@ -5,7 +5,7 @@ first requests do not wait for a compiler.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,12 +32,12 @@ NUM_TOKENS = 3
 
 
 class DeviceMemory(Protocol):
-    """Memory of the device of this process, in bytes."""
+    """Memory of the device of a process, in bytes."""
 
     def free(self) -> int: ...
 
     def allocated(self) -> int:
-        """Return the size of the tensors and graphs of this process, and forget the last peak."""
+        """Return the size of the tensors and graphs of the process, and forget the last peak."""
 
     def peak(self) -> int:
         """Return the largest size since the last call of `allocated`."""
@@ -107,14 +107,14 @@ def _name(number: int) -> str:
 
 
 class ClaimedMemory:
-    """Part of the device that this worker may use, and the memory that was free before it."""
+    """Part of its device that a process may use, and the memory that was free before it."""
 
-    def __init__(self, memory: DeviceMemory, limit: int, cache_bytes: int = 0) -> None:
+    def __init__(self, device: DeviceMemory, limit: int, cache_bytes: int = 0) -> None:
         """`cache_bytes` are for tensors that stay after a request, such as cached embeddings."""
-        self._memory = memory
-        self._limit = limit
-        self._cache_bytes = cache_bytes
-        self._free = memory.free()
+        self.device = device
+        self.limit = limit
+        self.cache_bytes = cache_bytes
+        self.free = device.free()
 
     @classmethod
     def claim(cls, engine: EngineConfig) -> "ClaimedMemory | None":
@@ -124,15 +124,22 @@ class ClaimedMemory:
             return None
         return cls(CudaMemory(), limit, engine.embedding_cache_mib * 2**20)
 
-    def measure(self, new_core: Callable[[], EngineCore], profile: Profile) -> MemoryUse:
-        """Run the largest steps of a new core, and return the memory that they took.
 
-        The core and its graphs are dropped.
-        """
-        weights = self._memory.allocated()
-        core = new_core()
-        # The small cache counts as part of the graphs, and is released with them.
-        graphs = self._memory.allocated() - weights
-        profile.run(core)
-        step = self._memory.peak() - weights - graphs
-        return MemoryUse(self._limit, self._free, weights + self._cache_bytes, graphs, step)
+def measure_steps(
+    memories: Sequence[ClaimedMemory], new_core: Callable[[], EngineCore], profile: Profile
+) -> list[MemoryUse]:
+    """Run the largest steps of a new core, and return what they took of the memory of each rank.
+
+    The core and its graphs are dropped.
+    """
+    devices = [memory.device for memory in memories]
+    weights = [device.allocated() for device in devices]
+    core = new_core()
+    # The small cache counts as part of the graphs, and is released with them.
+    before = [device.allocated() for device in devices]
+    profile.run(core)
+    peaks = [device.peak() for device in devices]
+    return [
+        MemoryUse(memory.limit, memory.free, own + memory.cache_bytes, start - own, peak - start)
+        for memory, own, start, peak in zip(memories, weights, before, peaks, strict=True)
+    ]

@@ -1,8 +1,8 @@
 """Report about model folders, as JSON on stdout: family, reason of a refusal, size of a token.
 
 `pagemill models`, `pull` and `up`, which do not import transformers themselves, run `python -m
-workers.engine.model.check_folders RANKS FOLDER POOLING...`, where RANKS is `engine.tensor_parallel`
-and POOLING is `models.NAME.pooling` or empty. The command reads small files and the headers of
+workers.engine.model.check_folders FOLDER POOLING RANKS...`, where POOLING is `models.NAME.pooling`
+or empty, and RANKS is `engine.tensor_parallel`. The command reads small files and the headers of
 weights, and runs no code of a folder.
 """
 
@@ -55,12 +55,12 @@ def main(arguments: Sequence[str]) -> None:
     # With this entry transformers does not load torch, as in a renderer.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    num_ranks = int(arguments[0])
     # transformers asks on stdout whether to run the code of a folder. No user is there to answer.
+    rows = zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True)
     with contextlib.redirect_stdout(sys.stderr):
         reports = [
-            examine(Path(folder), msgspec.convert(pooling or None, PoolingMode | None), num_ranks)
-            for folder, pooling in zip(arguments[1::2], arguments[2::2], strict=True)
+            examine(Path(folder), msgspec.convert(mode or None, PoolingMode | None), int(num_ranks))
+            for folder, mode, num_ranks in rows
         ]
     sys.stdout.buffer.write(msgspec.json.encode(reports))
 

@@ -23,6 +23,7 @@ from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.engine.core.sequence import SpokenText
 from workers.engine.model.talker import MediaParts, SpeechRows, Talker, choose_codes, run_decoder
 from workers.engine.model.thinker_states import ThinkerStates
+from workers.engine.transfers import upload
 
 # Tokens at the end of the vocabulary that are not codes.
 NUM_RESERVED = 1024
@@ -162,8 +163,9 @@ class Qwen3Talker(Talker):
             states = predictor.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
             logits = head(states.last_hidden_state[:, -1])
             residuals.append(choose_codes(logits, sequences, number))
-            inputs = table(self._tensor(residuals[-1]))[:, None]
-        return list(zip(*residuals, strict=True))
+            inputs = table(residuals[-1])[:, None]
+        # The host waits for the device once, and not for each codebook.
+        return [tuple(row) for row in torch.stack(residuals, dim=1).tolist()]
 
     def forward(
         self,
@@ -196,7 +198,7 @@ class Qwen3Talker(Talker):
         return rows
 
     def _tensor(self, token_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(token_ids, dtype=torch.int64, device=self.model.device)
+        return upload(token_ids, self.model.device)
 
 
 def load(folder: Path, config: Any, dtype: torch.dtype, device: str, media: MediaParts) -> Talker:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from workers.engine.model.thinker_states import ThinkerStates
 from workers.engine.sampling.ranked import draw_filtered, rank
 from workers.engine.sampling.sampler import GREEDY_BELOW, uniform
 from workers.engine.sampling.truncation import Filters
+from workers.engine.transfers import upload
 
 MediaParts = Literal["none", "embeddings", "tower"]
 """Parts of a thinker for answers about media: none, the parts that read embeddings of encoders, or
@@ -161,17 +163,17 @@ class Talker(LanguageAdapter):
             return
         codes = sequence.token_ids[sequence.num_prompt_tokens :]
         frames = [[codes[i], *self._residual_of(sequence, i)] for i in numbers]
-        text = [min(i, len(speech.text) - 1) for i in numbers]
-        rows[len(in_prompt) :] = self.frame_rows(
-            torch.tensor(frames, device=rows.device), speech.text[text]
-        )
+        text = speech.text[min(first, len(speech.text) - 1) :][: len(frames)]
+        # The last row of a text belongs to all later frames.
+        text = torch.cat([text, text[-1:].expand(len(frames) - len(text), -1)])
+        rows[len(in_prompt) :] = self.frame_rows(upload(frames, rows.device), text)
 
     def _residual_of(self, sequence: EngineSequence, number: int) -> list[int]:
         return sequence.residuals[number] if self.num_codebooks > 1 else []
 
 
-def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: int) -> list[int]:
-    """Choose a code of a further codebook for each row of logits.
+def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: int) -> Tensor:
+    """Choose a code of a further codebook for each row of logits: int64 [num_rows], on its device.
 
     With greedy sampling it is the most probable code. Otherwise it is drawn from the 50 most
     probable codes with 80 % of the mass, as in transformers, and depends only on the logits, the
@@ -179,8 +181,7 @@ def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: 
     """
     logits = logits.float()
     if all(s.request.sampling.temperature < GREEDY_BELOW for s in sequences):
-        greatest: list[int] = logits.argmax(-1).tolist()
-        return greatest
+        return logits.argmax(-1)
 
     def column(value: float) -> Tensor:
         return torch.full((len(logits), 1), value, dtype=torch.float64, device=logits.device)
@@ -189,9 +190,8 @@ def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: 
     filters = Filters(column(1.0).float(), column(0.0), top_k, column(0.8))
     # A request has one speech, so the number of the choice is free for the number of the codebook.
     points = [uniform(s.seed, codebook, s.num_output_tokens) for s in sequences]
-    at = torch.tensor(points, dtype=torch.float64, device=logits.device)
-    codes: list[int] = draw_filtered(logits, rank(logits), filters, at).tolist()
-    return codes
+    at = upload(points, logits.device, np.float64)
+    return draw_filtered(logits, rank(logits), filters, at)
 
 
 def run_decoder(

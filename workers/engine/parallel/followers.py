@@ -18,11 +18,12 @@ import torch.distributed as dist
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.vision.rank_plan import FIELD, Share
+from workers.engine.cuda.profiling import ClaimedMemory
 from workers.engine.model.flat_model import DecoderModel
 from workers.engine.parallel import messages
-from workers.engine.parallel.messages import Start
+from workers.engine.parallel.messages import Loaded, Start
 from workers.engine.parallel.process_group import ProcessGroup
-from workers.engine.parallel.sharded_model import ShardedModel
+from workers.engine.parallel.sharded_model import RankMemory, ShardedModel
 
 PYTHON = (sys.executable, "-P")
 MODULE = "workers.engine.follower"
@@ -81,6 +82,8 @@ class Followers:
         self._store = str(folder / "store")
         self._num_ranks = engine.tensor_parallel
         self._processes: list[_Process] = []
+        self.memories: list[ClaimedMemory] = []
+        """Memory of the ranks' GPUs, after `join`."""
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         for rank in range(1, self._num_ranks):
             process = _Process(rank, env | _device_of(rank, engine))
@@ -94,13 +97,18 @@ class Followers:
         From then on this process ends if another rank ends.
         """
         for process in self._processes:
-            answer = messages.receive(process.answers)
-            if answer is None:
+            message = messages.receive(process.answers)
+            if message is None:
                 reason = f"rank {process.rank} ended while it was loaded"
                 raise ConfigError(f"{FIELD}: {reason}", field=FIELD)
-            if refusal := messages.answers.decode(answer).refusal:
-                raise ConfigError(refusal, field=FIELD)
+            loaded = messages.answers.decode(message)
+            assert isinstance(loaded, Loaded)
+            if loaded.refusal:
+                raise ConfigError(loaded.refusal, field=FIELD)
             process.must_live()
+            if loaded.memory_limit is not None:
+                memory = RankMemory(process.commands, process.answers, loaded.free_memory)
+                self.memories.append(ClaimedMemory(memory, loaded.memory_limit))
         store = dist.FileStore(self._store, self._num_ranks)
         group = ProcessGroup(store, Share(0, self._num_ranks), own.device)
         _log.info("ranks_joined", pids=[process.pid for process in self._processes])

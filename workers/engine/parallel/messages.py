@@ -43,6 +43,13 @@ class ZeroBlocks(_Message, frozen=True):
     blocks: Sequence[int]
 
 
+class ReadMemory(_Message, frozen=True):
+    """The rank reports the memory of its GPU."""
+
+    peak: bool
+    """Whether the largest use is reported, and not the present use."""
+
+
 class Step(_Message, frozen=True):
     """A step of the model, for the fields see `BatchLayout`. Its tensors are broadcast."""
 
@@ -54,7 +61,7 @@ class Step(_Message, frozen=True):
     """Number of levels of deepstack features, 0 without them."""
 
 
-Command = NewCache | CopyBlocks | ZeroBlocks | Step
+Command = NewCache | CopyBlocks | ZeroBlocks | ReadMemory | Step
 
 commands = msgspec.msgpack.Decoder(Command)
 starts = msgspec.msgpack.Decoder(Start)
@@ -65,9 +72,19 @@ class Loaded(_Message, frozen=True):
 
     refusal: str = ""
     """Reason for which the part of the model cannot be served; empty if it is loaded."""
+    memory_limit: int | None = None
+    """Bytes of its GPU that the rank may use; None without a GPU."""
+    free_memory: int = 0
+    """Bytes that were free before the rank was loaded."""
 
 
-answers = msgspec.msgpack.Decoder(Loaded)
+class MemoryRead(_Message, frozen=True):
+    """The answer to `ReadMemory`."""
+
+    num_bytes: int
+
+
+answers = msgspec.msgpack.Decoder(Loaded | MemoryRead)
 
 
 def send(file: BinaryIO, message: bytes) -> None:

@@ -9,10 +9,19 @@ import structlog
 import torch
 from torch import Tensor
 
+from workers.engine.cuda.profiling import DeviceMemory
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.parallel import messages
-from workers.engine.parallel.messages import Command, CopyBlocks, NewCache, Step, ZeroBlocks
+from workers.engine.parallel.messages import (
+    Command,
+    CopyBlocks,
+    MemoryRead,
+    NewCache,
+    ReadMemory,
+    Step,
+    ZeroBlocks,
+)
 from workers.engine.parallel.process_group import ProcessGroup
 
 EMBEDDINGS, POSITIONS = "embeddings", "positions"
@@ -83,8 +92,40 @@ class ShardedModel(DecoderModel):
             messages.send(follower, message)
 
 
+class RankMemory:
+    """The memory of another rank's GPU, which the rank reads after the commands before."""
+
+    def __init__(self, commands: BinaryIO, answers: BinaryIO, free: int) -> None:
+        self._commands = commands
+        self._answers = answers
+        self._free = free
+
+    def free(self) -> int:
+        """Return the memory that was free before the rank was loaded."""
+        return self._free
+
+    def allocated(self) -> int:
+        return self._read(peak=False)
+
+    def peak(self) -> int:
+        return self._read(peak=True)
+
+    def _read(self, *, peak: bool) -> int:
+        messages.send(self._commands, msgspec.msgpack.encode(ReadMemory(peak)))
+        # This process ends together with the other one, so the answer comes.
+        answer = messages.answers.decode(messages.receive(self._answers) or b"")
+        assert isinstance(answer, MemoryRead)
+        return answer.num_bytes
+
+
 @torch.inference_mode()
-def follow(model: DecoderModel, group: ProcessGroup, commands: BinaryIO) -> None:
+def follow(
+    model: DecoderModel,
+    group: ProcessGroup,
+    commands: BinaryIO,
+    answers: BinaryIO,
+    memory: DeviceMemory,
+) -> None:
     """Run the steps of a rank until rank 0 ends."""
     group.sum_outputs(model.family.model)
     kv_cache: KVCache = []
@@ -98,6 +139,9 @@ def follow(model: DecoderModel, group: ProcessGroup, commands: BinaryIO) -> None
                 model.copy_blocks(kv_cache, copies)
             case ZeroBlocks(blocks):
                 model.zero_blocks(kv_cache, blocks)
+            case ReadMemory(peak):
+                num_bytes = memory.peak() if peak else memory.allocated()
+                messages.send(answers, msgspec.msgpack.encode(MemoryRead(num_bytes)))
             case Step() as step:
                 _run(model, group, kv_cache, step)
 

@@ -12,7 +12,8 @@ class ModelPools(NamedTuple):
     accepts: bool
     """Whether requests are accepted; they may have to wait for a stage without workers."""
     missing: dict[str, str]
-    """Message on each stage without workers, such as `no engine` or `engine is starting`."""
+    """Message on each stage without workers, such as `no engine` or `engine is starting`, or with
+    the reason if its workers refuse their configuration or model."""
 
 
 async def read_pools(context: AppContext, model: str) -> ModelPools:
@@ -32,13 +33,18 @@ async def read_pools(context: AppContext, model: str) -> ModelPools:
         return ModelPools(True, {})
     reports = await context.start_reports.read()
     starting = {report.stage or report.role for report in reports if report.model in ("", model)}
+    refusals = await context.refusals.read()
+    refused = {r.stage: r.refused for r in refusals if r.model == model and not r.pid}
     return ModelPools(
         all(_may_be_empty(required[stage]) for stage in missing),
-        {
-            stage: f"{stage} is starting" if stage in starting else f"no {stage}"
-            for stage in missing
-        },
+        {stage: _state_of(stage, stage in starting, refused.get(stage)) for stage in missing},
     )
+
+
+def _state_of(stage: str, is_starting: bool, refused: str | None) -> str:
+    if refused is not None:
+        return f"no {stage}: {refused}"
+    return f"{stage} is starting" if is_starting else f"no {stage}"
 
 
 def _may_be_empty(role: str) -> bool:

@@ -52,10 +52,16 @@ class FlowMatch:
         images: Sequence[Tensor],
         velocities: Sequence[Tensor],
     ) -> list[Stepped]:
-        """Return the images after their steps."""
-        return [
-            stepped(image, velocity, self._schedule(step.steps, num_patches).sigmas[step.number :])
+        """Return the images after their steps. All images have the same shape."""
+        results = [
+            _move(image, velocity, self._schedule(step.steps, num_patches).sigmas[step.number :])
             for step, image, velocity in zip(steps, images, velocities, strict=True)
+        ]
+        # The host waits for the device once, and not for each image.
+        on_host = torch.stack([torch.stack(result) for result in results]).cpu()
+        return [
+            Stepped(Progress(from_torch(moved), {}), from_torch(finished))
+            for moved, finished in on_host
         ]
 
     def _make_schedule(self, steps: int, num_patches: int) -> Schedule:
@@ -114,12 +120,14 @@ def shift_of(scheduler: Any, num_patches: int) -> float:
     return shift
 
 
-def stepped(latents: Tensor, velocity: Tensor, sigmas: Tensor) -> Stepped:
-    """Return an image at the second of `sigmas`; its latents are at the first.
+def _move(latents: Tensor, velocity: Tensor, sigmas: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an image at the second of `sigmas`, and as it would be finished.
+
+    Its latents are at the first of `sigmas`.
 
     As in the scheduler, latents are rounded to float32 before a step.
     """
     sample = latents.to(torch.float32)
     moved = (sample + (sigmas[1] - sigmas[0]) * velocity).to(velocity.dtype)
     finished = (sample - sigmas[0] * velocity).to(velocity.dtype)
-    return Stepped(Progress(from_torch(moved), {}), from_torch(finished))
+    return moved, finished

@@ -24,7 +24,7 @@ from workers.generator.core.denoising import (
     check_sizes,
 )
 from workers.generator.diffusion.flow_match import FlowMatch, linear_levels
-from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents
+from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents, latents_of
 from workers.generator.diffusion.packing import PATCH, unpack
 from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.pixels import decode_latents, denormalized, to_unit
@@ -76,7 +76,7 @@ class QwenImage(PackedLatents):
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        images = [to_torch(step.progress.latents).to(self._transformer.device) for step in steps]
+        images = latents_of(steps, self._transformer.device)
         num_patches = len(images[0])
         times = self._flow.times(steps, num_patches)
         velocities = self._predict(steps[0].size, images, times, [step.prompt for step in steps])
@@ -154,9 +154,10 @@ class QwenImage(PackedLatents):
         prompts = [to_torch(text.arrays["prompt"]) for text in texts]
         device, dtype = self._transformer.device, self._transformer.dtype
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device, dtype)
-        lengths = torch.tensor([text.num_tokens for text in texts], device=device)
-        mask = torch.arange(padded.shape[1], device=device) < lengths[:, None]
-        return padded, None if mask.all() else mask
+        lengths = torch.tensor([text.num_tokens for text in texts])
+        # Compared on the CPU, so that the step does not wait for the device.
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        return padded, None if mask.all() else mask.to(device)
 
 
 def _guided(positive: Tensor, negative: Tensor, scale: float) -> Tensor:

@@ -26,7 +26,7 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.flow_match import FlowMatch, Levels
-from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents
+from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents, latents_of
 from workers.generator.diffusion.parts import PartLoader
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -69,7 +69,7 @@ class ZImage(SpatialLatents):
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        images = [to_torch(step.progress.latents).to(self._transformer.device) for step in steps]
+        images = latents_of(steps, self._transformer.device)
         num_patches = images[0][0].numel() // PATCH**2
         times = self._flow.times(steps, num_patches)
         # As in the pipeline, texts to guide away from are further rows of the same call.

@@ -35,19 +35,23 @@ async def served_again(deployment: Deployment, slot: Slot, pid: int, name: str) 
     await deployment.replaced(slot, pid)
 
 
-@cell("engine: SIGKILL of rank 0", "kill -9", "5 s", on="ranks", kills=0)
-@cell("engine: SIGKILL of rank 1", "kill -9", "5 s", on="ranks", kills=1)
-async def kill_rank(deployment: Deployment, kills: int) -> None:
+@cell("engine: SIGKILL of rank 0", "kill -9", "5 s", on="ranks", rank=0)
+@cell("engine: SIGKILL of rank 1", "kill -9", "5 s", on="ranks", rank=1)
+@cell("engine: SIGSTOP of rank 1", "kill -STOP", "5 s", on="ranks", rank=1, number=signal.SIGSTOP)
+async def end_rank(
+    deployment: Deployment, rank: int, number: signal.Signals = signal.SIGKILL
+) -> None:
+    """Kill a rank, or stop it: a step that hangs ends the engine after `step_timeout_s`."""
     await wait_for_load(deployment)
     slot = deployment.pick("engine")
     pid = slot.pid
     (follower,) = children_of(pid)
-    if kills == 0:
-        deployment.signal(slot, "kill", signal.SIGKILL)
+    if rank == 0:
+        deployment.signal(slot, "kill", number)
     else:
         deployment.journal.write(Fault(now(), "kill-rank", slot.role, slot.number, follower))
         slot.expected_exit = True
-        os.kill(follower, signal.SIGKILL)
+        os.kill(follower, number)
     await served_again(deployment, slot, pid, "after_kill")
     with contextlib.suppress(ProcessLookupError):
         os.kill(follower, 0)

@@ -1,6 +1,6 @@
 """The attention kernels against attention by its definition, sequence by sequence."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workers.engine.cuda.kernels.attention import paged_attention
-from workers.engine.cuda.kernels.plan import KernelPlan, count_queries, plan_for_kernels
+from workers.engine.cuda.kernels.plan import KernelPlan, plan_for_kernels
 from workers.engine.cuda.kernels.rotary import write_cache
+from workers.engine.cuda.kernels.tiling import Tiling
 from workers.engine.model import attention as reference
 from workers.engine.model.step_plan import plan_step
 
@@ -32,7 +33,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
-    num_splits: int = 1
+    num_slots: int = 1
     seed: int = 0
     has_sinks: bool = False
 
@@ -52,7 +53,7 @@ cases = st.builds(
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     window=st.sampled_from([None, 1, 7, 32]),
     softcap=st.sampled_from([None, 2.0]),
-    num_splits=st.sampled_from([1, 2, 8]),
+    num_slots=st.sampled_from([1, 3, 8]),
     seed=st.integers(0, 2**31),
     has_sinks=st.booleans(),
 )
@@ -121,17 +122,15 @@ def make_step(case: Case) -> Step:
 
 
 def make_plan(step: Step, case: Case, device: torch.device) -> KernelPlan:
-    plan = plan_for_kernels(
+    shape = (case.num_kv_heads, case.head_dim)
+    tiling = Tiling.of(case.num_kv_heads * case.group, [shape], case.dtype, [case.window])
+    return plan_for_kernels(
         step.tables,
         step.starts,
         step.seq_lens,
         block_size=case.block_size,
-        num_kv_heads=case.num_kv_heads,
-        queries_per_tile=count_queries(case.group, case.head_dim, case.dtype),
+        tiling=replace(tiling, decode_slots=case.num_slots, chunk_slots=case.num_slots),
         device=device,
-    )
-    return KernelPlan(
-        plan.slot_mapping, plan.decodes, plan.chunks, plan.block_table, case.num_splits
     )
 
 
@@ -164,15 +163,18 @@ def test_any_batch_equals_attention_by_definition(device: torch.device, case: Ca
     [
         Case([(0, 1)]),
         Case([(0, 33)], head_dim=128),
-        Case([(31, 1), (4, 1), (15, 1)], num_splits=4),
-        Case([(5, 1), (0, 7), (13, 13), (40, 1)], num_splits=2),
-        Case([(700, 1), (3, 1), (300, 1)], num_splits=8, group=6, head_dim=128),
-        Case([(200, 1), (500, 1)], num_splits=64, window=100, num_kv_heads=1),
+        Case([(31, 1), (4, 1), (15, 1)], num_slots=8),
+        Case([(5, 1), (0, 7), (13, 13), (100, 1)], num_slots=4),
+        Case([(700, 1), (3, 1), (300, 1)], num_slots=20, group=6, head_dim=128),
+        Case([(900, 1)], num_slots=60, num_kv_heads=1, head_dim=128),
+        Case([(200, 1), (500, 1)], num_slots=64, window=100, num_kv_heads=1),
         Case([(0, 200)], window=20, head_dim=80),
+        Case([(300, 5)], num_slots=9, num_kv_heads=1, group=7, head_dim=256),
+        Case([(600, 20)], num_slots=9, num_kv_heads=1, group=1, head_dim=256, window=300),
         Case([(130, 70)], softcap=1.5, group=7, dtype=torch.bfloat16),
         Case([(100, 1)], softcap=1.5, group=16, num_kv_heads=1, dtype=torch.float16),
-        Case([(5, 1), (0, 7), (13, 13), (40, 1)], num_splits=2, has_sinks=True),
-        Case([(200, 1), (3, 1), (0, 40)], num_splits=64, window=20, has_sinks=True),
+        Case([(5, 1), (0, 7), (13, 13), (100, 1)], num_slots=4, has_sinks=True),
+        Case([(200, 1), (3, 1), (0, 40)], num_slots=64, window=20, has_sinks=True),
     ],
     ids=[
         "first token",
@@ -180,12 +182,15 @@ def test_any_batch_equals_attention_by_definition(device: torch.device, case: Ca
         "ragged decodes",
         "mixed",
         "long and short",
-        "more splits than keys in the window",
+        "more parts than a merge reads at once",
+        "parts within the window",
         "prompt longer than the window",
+        "chunk in parts",
+        "chunk in parts within the window",
         "chunk, soft cap",
         "all heads share, soft cap",
         "mixed, sinks",
-        "splits without keys, sinks",
+        "parts within the window, sinks",
     ],
 )
 def test_named_shapes_equal_attention_by_definition(device: torch.device, case: Case) -> None:
@@ -196,7 +201,7 @@ def test_named_shapes_equal_attention_by_definition(device: torch.device, case: 
 def test_the_kernels_and_the_torch_version_agree(
     device: torch.device, spans: list[tuple[int, int]]
 ) -> None:
-    case = Case(spans, num_splits=2)
+    case = Case(spans, num_slots=4)
     step = make_step(case)
     kernels = run_kernels(step, case, device)
     plan = plan_step(
@@ -217,26 +222,22 @@ def test_the_kernels_and_the_torch_version_agree(
     )
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_slots", [1, 5])
 def test_padding_touches_neither_the_cache_nor_the_other_rows(
-    device: torch.device, num_splits: int
+    device: torch.device, num_slots: int
 ) -> None:
-    case = Case([(40, 1), (7, 1)], num_splits=num_splits)
+    """The plan of three decodes has merges of four; a graph of four has another row."""
+    case = Case([(40, 1), (7, 1), (90, 1)], num_slots=num_slots)
     step = make_step(case)
     plan = make_plan(step, case, device)
-    padding = torch.tensor([[2, 1, 0, 2], [3, 1, 0, 3]], dtype=torch.int32, device=device)
-    padded = KernelPlan(
-        torch.cat([plan.slot_mapping, torch.tensor([-1, -1], dtype=torch.int32, device=device)]),
-        torch.cat([plan.decodes, padding]),
-        plan.chunks,
-        torch.cat([plan.block_table, torch.zeros_like(plan.block_table)]),
-        num_splits,
-    )
-    extra = torch.full((2, *step.key.shape[1:]), torch.nan)
+    no_slot = torch.tensor([-1], dtype=torch.int32, device=device)
+    padded = replace(plan, slot_mapping=torch.cat([plan.slot_mapping, no_slot]))
+    assert len(padded.decodes[None].merges) == 4
+    extra = torch.full((1, *step.key.shape[1:]), torch.nan)
     caches = step.key_cache.to(device), step.value_cache.to(device)
     key, value = (torch.cat([x, extra]).to(device) for x in (step.key, step.value))
     write_cache(key, value, *caches, padded.slot_mapping)
     assert all(cache.isfinite().all() for cache in caches)
-    query = torch.cat([step.query, torch.full((2, *step.query.shape[1:]), torch.nan)])
-    output = paged_attention(query.to(device), *caches, padded, SCALE)[:2].cpu()
+    query = torch.cat([step.query, torch.full((1, *step.query.shape[1:]), torch.nan)])
+    output = paged_attention(query.to(device), *caches, padded, SCALE)[:3].cpu()
     torch.testing.assert_close(output.double(), step.expected, atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ from ops.gpu.aot import MODELS, is_too_large
 
 KERNELS = {
     "_attend",
-    "_merge_splits",
+    "_merge_parts",
     "_rms_norm",
     "_silu_mul",
     "_rotate_and_write",

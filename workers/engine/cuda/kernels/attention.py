@@ -1,9 +1,9 @@
 """Paged attention: one Triton kernel for decodes and for chunks of prefills, on tiles of queries.
 
 The softmax is computed online (Milakov and Gimelshein, 2018), as in FlashAttention. A program
-processes the query heads of one KV head for one tile, so that keys and values are read once for all
-of them. The keys of a decode are split among several programs and a second kernel merges their
-results, as in Flash-Decoding: a batch of few sequences would leave most of the chip idle.
+processes the query heads of one KV head for one part of a tile, so that keys and values are read
+once for all of them. A second kernel merges the results of tiles that have several parts, as in
+Flash-Decoding: a batch of few or unequal sequences would leave most of the chip idle.
 """
 
 import torch
@@ -11,19 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import INTERPRETED, pad_to_power_of_two
-from workers.engine.cuda.kernels.plan import TILE_WIDTH, KernelPlan, count_queries
+from workers.engine.cuda.kernels.plan import MERGE_WIDTH, PART_WIDTH, KernelPlan, TileParts
+from workers.engine.cuda.kernels.tiling import (
+    MIN_SIDE,
+    count_keys,
+    count_queries,
+    pad_to_power_of_two,
+)
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""True if kernels run in Triton's interpreter on a CPU: TRITON_INTERPRET=1 before the import."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-TILE = tl.constexpr(TILE_WIDTH)
+PART = tl.constexpr(PART_WIDTH)
+MERGE = tl.constexpr(MERGE_WIDTH)
 
-# Smallest side of a product on the matrix units.
-MIN_SIDE = 16
-# Bytes of keys per step of a program's loop. Several steps are pipelined; with the queries they fit
-# into the 99 KiB of shared memory that smaller chips have. For 4-byte types see `count_queries`.
-DECODE_BYTES = 8 * 2**10
-CHUNK_BYTES = 16 * 2**10
-WIDE_CHUNK_BYTES = 8 * 2**10
+# Values of partial results that a program of the merge reads at once: 32 for each of its threads.
+MERGED_VALUES = 4096
 
 
 def paged_attention(
@@ -37,99 +41,92 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """See `workers.engine.model.attention.paged_attention`; rows without a tile are undefined."""
-    num_tokens, num_heads, head_dim = query.shape
-    output = query.new_empty(num_tokens, num_heads, head_dim)
-    group = num_heads // key_cache.shape[2]
-    arguments = (query, key_cache, value_cache, plan, scale, window, softcap, sinks)
-    if len(plan.chunks):
-        rows = pad_to_power_of_two(count_queries(group, head_dim, query.dtype) * group, MIN_SIDE)
-        step_bytes = WIDE_CHUNK_BYTES if query.dtype.itemsize > 2 else CHUNK_BYTES
-        _launch(output, None, plan.chunks, 1, rows, step_bytes, *arguments)
-    if len(plan.decodes):
-        rows = pad_to_power_of_two(group, MIN_SIDE)
-        if plan.num_splits == 1:
-            _launch(output, None, plan.decodes, 1, rows, DECODE_BYTES, *arguments)
-        else:
-            shape = (len(plan.decodes), num_heads, plan.num_splits)
-            parts = (
-                torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device),
-                torch.empty(shape, dtype=torch.float32, device=query.device),
-            )
-            _launch(output, parts, plan.decodes, plan.num_splits, rows, DECODE_BYTES, *arguments)
-            _merge_splits[shape[:2]](
-                output,
-                *parts,
-                plan.decodes,
-                NUM_SPLITS=plan.num_splits,
-                HEAD_DIM=head_dim,
-                DIM_PAD=pad_to_power_of_two(head_dim),
-                num_warps=4,
-            )
+    output = query.new_empty(query.shape)
+    arguments = (query, key_cache, value_cache, plan.block_table, scale, window, softcap, sinks)
+    if plan.chunks:
+        _run(output, plan.chunks[window], True, *arguments)
+    if plan.decodes:
+        _run(output, plan.decodes[window], False, *arguments)
     return output
 
 
-def _launch(
+def _run(
     output: Tensor,
-    parts: tuple[Tensor, Tensor] | None,
-    tiles: Tensor,
-    num_splits: int,
-    rows: int,
-    step_bytes: int,
+    tiles: TileParts,
+    is_chunk: bool,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: KernelPlan,
+    block_table: Tensor,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    num_kv_heads, head_dim = key_cache.shape[2:]
+    num_heads = query.shape[1]
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     assert query.stride()[1:] == (head_dim, 1)
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
+    group = num_heads // num_kv_heads
+    num_queries = count_queries(group, head_dim, query.dtype) if is_chunk else 1
+    rows = pad_to_power_of_two(num_queries * group, MIN_SIDE)
     dim_pad = pad_to_power_of_two(head_dim, MIN_SIDE)
-    keys = step_bytes // (dim_pad * key_cache.element_size())
-    part, part_lse = parts or (output, output)
-    _attend[(len(tiles), num_kv_heads, num_splits)](
+    # Without partial results, they are only of the right type for the kernel.
+    shape = (max(1, tiles.num_partials), num_queries, num_heads)
+    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    _attend[(len(tiles.parts) * num_kv_heads,)](
         output,
-        part,
-        part_lse,
+        partial,
+        partial_lse,
         query,
         key_cache,
         value_cache,
-        tiles,
-        plan.block_table,
+        tiles.parts,
+        block_table,
         query.stride(0),
-        plan.block_table.stride(0),
+        block_table.stride(0),
         scale,
         softcap or 1.0,
         sinks,
         NUM_KV_HEADS=num_kv_heads,
-        GROUP=query.shape[1] // num_kv_heads,
+        GROUP=group,
         HEAD_DIM=head_dim,
         DIM_PAD=dim_pad,
-        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_SIZE=block_size,
+        QUERIES=num_queries,
         ROWS=rows,
-        KEYS=min(max(keys, MIN_SIDE), 128),
-        NUM_SPLITS=num_splits,
+        KEYS=count_keys(head_dim, query.dtype, is_chunk=is_chunk),
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
-        num_warps=8 if rows > 64 else 4,
+        num_warps=8 if is_chunk or rows > 64 else 4,
         # Loads of the block table take half of the stages, because the loads of keys wait for them.
-        num_stages=2 if tiles is plan.chunks else 5,
+        num_stages=2 if is_chunk else 5,
     )
+    if tiles.num_partials:
+        _merge_parts[(len(tiles.merges), num_queries, num_heads)](
+            output,
+            partial,
+            partial_lse,
+            tiles.merges,
+            QUERIES=num_queries,
+            HEAD_DIM=head_dim,
+            DIM_PAD=dim_pad,
+            RESULTS=MERGED_VALUES // dim_pad,
+            num_warps=4,
+        )
 
 
 @triton.jit(do_not_specialize=["query_stride", "table_stride"])
 def _attend(
     output,  # [num_tokens, num_heads, HEAD_DIM]
-    part,  # [num_tiles, num_heads, NUM_SPLITS, HEAD_DIM] float32
-    part_lse,  # [num_tiles, num_heads, NUM_SPLITS] float32: log2 of the sum of the weights
+    partial,  # [num_partials, QUERIES, num_heads, HEAD_DIM] float32
+    partial_lse,  # [num_partials, QUERIES, num_heads] float32: log2 of the sum of the weights
     query,
     key_cache,
     value_cache,
-    tiles,
+    parts,
     block_table,
     query_stride,
     table_stride,
@@ -141,31 +138,33 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row, num_queries, first_position, sequence = _load_tile(tiles, tile)
+    # The heads of a part are adjacent, so all programs of the longest part begin first.
+    kv_head, at = tl.program_id(0) % NUM_KV_HEADS, parts + tl.program_id(0) // NUM_KV_HEADS * PART
+    first_row, num_queries, first_position = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    result = tl.load(at + 6)
     # Row r is query r // GROUP of the tile, and head r % GROUP of the group with this KV head.
     r = tl.arange(0, ROWS)
     row, head = first_row + r // GROUP, kv_head * GROUP + r % GROUP
     d = tl.arange(0, DIM_PAD)
-    is_query = (r // GROUP < num_queries)[:, None] & (d < HEAD_DIM)[None, :]
+    is_row = r // GROUP < num_queries
+    is_query = is_row[:, None] & (d < HEAD_DIM)[None, :]
     q_at = query + row[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
-    low, high = _key_range(first_position, num_queries, split, KEYS, NUM_SPLITS, WINDOW)
     attended, lse = _attend_keys(
         q,
         key_cache + kv_head * HEAD_DIM,
         value_cache + kv_head * HEAD_DIM,
-        block_table + sequence * table_stride,
+        block_table + tl.load(at + 3) * table_stride,
         first_position + r // GROUP,
-        _load_sinks(sinks, head, split),
-        low,
-        high,
+        _load_sinks(sinks, head, tl.load(at + 7)),
+        tl.load(at + 4),
+        tl.load(at + 5),
         scale,
         softcap,
         NUM_KV_HEADS,
@@ -175,51 +174,22 @@ def _attend(
         WINDOW,
         SOFTCAP,
     )
-    if NUM_SPLITS == 1:
+    if result < 0:
         out_at = output + (row[:, None] * (NUM_KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM
         tl.store(out_at + d[None, :], attended.to(output.dtype.element_ty), mask=is_query)
     else:
-        at = (tile * (NUM_KV_HEADS * GROUP) + head) * NUM_SPLITS + split
-        tl.store(part + at[:, None] * HEAD_DIM + d[None, :], attended, mask=is_query)
-        tl.store(part_lse + at, lse, mask=r < GROUP)
+        result_at = (result * QUERIES + r // GROUP) * (NUM_KV_HEADS * GROUP) + head
+        tl.store(partial + result_at[:, None] * HEAD_DIM + d[None, :], attended, mask=is_query)
+        tl.store(partial_lse + result_at, lse, mask=is_row)
 
 
 @triton.jit
-def _load_tile(tiles, tile):
-    """Return the fields of a tile, as listed at `TILE_WIDTH`."""
-    at = tiles + tile * TILE
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-
-
-@triton.jit
-def _load_sinks(sinks, head, split):
-    """Return the sink of each row in the first split, and -inf otherwise, for log2."""
+def _load_sinks(sinks, head, is_first):
+    """Return the sink of each row in the first part of a tile, and -inf otherwise, for log2."""
     scores = tl.full(head.shape, float("-inf"), tl.float32)
     if sinks is not None:
-        scores = tl.where(split == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, scores)
+        scores = tl.where(is_first != 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, scores)
     return scores
-
-
-@triton.jit
-def _key_range(
-    first_position,
-    num_queries,
-    split,
-    KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Return the keys [low, high) of one split; the tile sees the keys [begin, stop).
-
-    `low` is a multiple of KEYS, so only the last step before `stop` is shorter than KEYS.
-    """
-    stop = first_position + num_queries
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
-    steps_each = (stop - begin + KEYS * NUM_SPLITS - 1) // (KEYS * NUM_SPLITS)
-    low = begin + split * steps_each * KEYS
-    return low, tl.minimum(low + steps_each * KEYS, stop)
 
 
 @triton.jit
@@ -283,23 +253,39 @@ def _attend_keys(
 
 
 @triton.jit
-def _merge_splits(
+def _merge_parts(
     output,
-    part,
-    part_lse,
-    tiles,
-    NUM_SPLITS: tl.constexpr,
+    partial,
+    partial_lse,
+    merges,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    RESULTS: tl.constexpr,
 ):
-    """Merge the splits of one decode and head, in proportion to their sums of weights."""
-    tile, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    split, d = tl.arange(0, NUM_SPLITS), tl.arange(0, DIM_PAD)
-    at = (tile * num_heads + head) * NUM_SPLITS + split
-    lse = tl.load(part_lse + at)
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    part_at = part + at[:, None] * HEAD_DIM + d[None, :]
-    parts = tl.load(part_at, mask=(d < HEAD_DIM)[None, :], other=0.0)
-    merged = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    out_at = output + (tl.load(tiles + tile * TILE) * num_heads + head) * HEAD_DIM + d
-    tl.store(out_at, merged.to(output.dtype.element_ty), mask=d < HEAD_DIM)
+    """Merge the results of one query and head, in proportion to their sums of weights."""
+    at, query, head = merges + tl.program_id(0) * MERGE, tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(2)
+    first, first_row = tl.load(at), tl.load(at + 2)
+    # A query that the tile does not have has no results.
+    number = tl.where(query < tl.load(at + 3), tl.load(at + 1), 0)
+    i, d = tl.arange(0, RESULTS), tl.arange(0, DIM_PAD)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.full([1], 0.0, tl.float32)
+    acc = tl.full([DIM_PAD], 0.0, tl.float32)
+    for start in range(0, number, RESULTS):
+        is_result = start + i < number
+        result_at = ((first + start + i) * QUERIES + query) * num_heads + head
+        lse = tl.load(partial_lse + result_at, mask=is_result, other=float("-inf"))
+        # Each row sees a key of the first part, so the first maximum is finite.
+        new_maximum = tl.maximum(maximum, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_maximum)
+        shrink = tl.exp2(maximum - new_maximum)
+        row_at = partial + result_at[:, None] * HEAD_DIM + d[None, :]
+        rows = tl.load(row_at, mask=is_result[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(rows * weights[:, None], 0)
+        maximum = new_maximum
+    out_at = output + ((first_row + query) * num_heads + head) * HEAD_DIM + d
+    is_written = (d < HEAD_DIM) & (number > 0)
+    tl.store(out_at, (acc / total).to(output.dtype.element_ty), mask=is_written)

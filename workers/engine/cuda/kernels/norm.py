@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import pad_to_power_of_two
+from workers.engine.cuda.kernels.tiling import pad_to_power_of_two
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

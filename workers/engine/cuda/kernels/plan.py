@@ -1,30 +1,35 @@
 """Step plan for the kernels, transferred to the device in one copy.
 
 Attention works on tiles: adjacent queries of one sequence. A decode is a tile of one query, a chunk
-of a prefill is cut into several tiles, and one kernel processes both.
+of a prefill is cut into several tiles, and one kernel processes both. The keys of long tiles are
+cut into parts of nearly equal length, so that one long context does not occupy one program while
+the rest of the chip is idle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-TILE_WIDTH = 4
-"""Fields of a tile: first row in the batch, number of queries, position of the first query in its
-sequence, row of the sequence in the block table."""
+from workers.engine.cuda.kernels.tiling import Tiling, pad_to_power_of_two
+from workers.engine.model.step_plan import Window
 
-# Rows of a tile in a prefill, one per query and query head: enough to fill the matrix units, and
-# limited in bytes so that the rows fit into registers. Products of 4-byte types do not use the
-# matrix units and need several times as many registers.
-CHUNK_ROWS, CHUNK_BYTES = 128, 32 * 2**10
-WIDE_CHUNK_ROWS, WIDE_CHUNK_BYTES = 32, 16 * 2**10
+PART_WIDTH = 8
+"""Fields of a part: first row in the batch, number of queries, position of the first query in its
+sequence, row of the sequence in the block table, first key, end of the keys, number of its partial
+result or -1 for the output, and 1 for the first part of a tile. Padding has no queries."""
 
-# Four programs for each of the 132 multiprocessors of an H100 or H200; smaller chips have fewer.
-TARGET_PROGRAMS = 528
-MAX_SPLITS = 64
+MERGE_WIDTH = 4
+"""Fields of a merge, for a tile of several parts: first partial result, number of them, first row
+in the batch, number of queries. Padding has no results."""
+
+# A part of a chunk is no shorter than this number of steps: 8 of them take about as long as writing
+# and merging its result.
+MIN_CHUNK_STEPS = 8
 
 # In int32 elements: parts of the copied buffer begin at multiples of 16 bytes, because Triton would
 # compile a second version of a kernel for pointers that are not aligned.
@@ -32,14 +37,24 @@ ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
+class TileParts:
+    """Tiles of a step, cut for the layers with one window, the longest part first."""
+
+    parts: Tensor  # [num_parts, PART_WIDTH] int32
+    merges: Tensor  # [num_merges, MERGE_WIDTH] int32
+    num_partials: int
+    """Number of partial results, at least."""
+
+
+@dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """Plan of one step, on the device."""
+    """Plan of one step, on the device. Decodes and chunks without any tile have no windows."""
 
     slot_mapping: Tensor  # [num_tokens] int32: slot of each token's K and V; -1 is not written
-    decodes: Tensor  # [num_decodes, TILE_WIDTH] int32; tiles of at most one query
-    chunks: Tensor  # [num_chunk_tiles, TILE_WIDTH] int32
     block_table: Tensor  # [num_seqs, max_num_blocks] int32
-    num_splits: int  # of each decode's keys, a power of two
+    num_decodes: int
+    decodes: Mapping[Window, TileParts]  # tiles of one query
+    chunks: Mapping[Window, TileParts]
 
 
 class BlockTables:
@@ -76,8 +91,7 @@ def plan_for_kernels(
     seq_lens: Sequence[int],
     *,
     block_size: int,
-    num_kv_heads: int,
-    queries_per_tile: int,
+    tiling: Tiling,
     device: torch.device,
     tables: BlockTables | None = None,
 ) -> KernelPlan:
@@ -87,37 +101,117 @@ def plan_for_kernels(
     """
     starts = np.asarray(query_start_loc, dtype=np.int64)
     lens = np.asarray(seq_lens, dtype=np.int64)
-    num_new = np.diff(starts)
+    num_new = starts[1:] - starts[:-1]
     width = -(-int(lens.max()) // block_size)
     table = (tables or BlockTables()).gather(block_tables, width)
     owners, positions = _expand_counts(num_new)
     positions += (lens - num_new)[owners]
     slot_mapping = table[owners, positions // block_size] * block_size + positions % block_size
-    tiles = _cut_tiles(starts[:-1], num_new, lens, queries_per_tile)
+    tiles = _cut_tiles(starts[:-1], num_new, lens, tiling.queries_per_tile)
     is_decode = num_new[tiles[:, 3]] == 1
-    slots, decodes, chunks, table_on_device = _copy_to_device(
-        [slot_mapping, tiles[is_decode], tiles[~is_decode], table], device
-    )
-    num_splits = count_splits(len(decodes), num_kv_heads)
-    return KernelPlan(slots, decodes, chunks, table_on_device, num_splits)
+    decode_tiles, chunk_tiles = tiles[is_decode], tiles[~is_decode]
+    decodes = _cut_decodes(decode_tiles, tiling) if len(decode_tiles) else {}
+    chunks = _cut_chunks(chunk_tiles, tiling) if len(chunk_tiles) else {}
+    cuts = [*decodes.values(), *chunks.values()]
+    arrays = [slot_mapping, table, *(array for cut in cuts for array in cut[:2])]
+    slots, table_on_device, *rest = _copy_to_device(arrays, device)
+    on_device = iter(rest)
+
+    def place(cuts: Mapping[Window, _Cut]) -> dict[Window, TileParts]:
+        return {
+            window: TileParts(next(on_device), next(on_device), cut.num_partials)
+            for window, cut in cuts.items()
+        }
+
+    return KernelPlan(slots, table_on_device, len(decode_tiles), place(decodes), place(chunks))
 
 
-def count_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the queries per tile of a prefill; `group` query heads share a KV head."""
-    is_wide = dtype.itemsize > 2
-    max_rows = WIDE_CHUNK_ROWS if is_wide else CHUNK_ROWS
-    max_bytes = WIDE_CHUNK_BYTES if is_wide else CHUNK_BYTES
-    return max(1, min(max_rows, max_bytes // (head_dim * dtype.itemsize)) // group)
+def count_parts(num_tiles: int, num_slots: int) -> int:
+    """Return the limit of parts: `num_slots`, or its next multiple that gives each tile a part."""
+    return -(-num_tiles // num_slots) * num_slots
 
 
-def count_splits(num_decodes: int, num_kv_heads: int) -> int:
-    """Return the number of programs per decode and KV head: enough to fill the chip.
+class _Cut(NamedTuple):
+    """`TileParts` on the host."""
 
-    The lengths are ignored, although short contexts leave some programs idle: a graph is captured
-    for all lengths, and each number of splits is a separate kernel.
+    parts: NDArray[np.int64]
+    merges: NDArray[np.int64]
+    num_partials: int
+
+
+def _cut_decodes(tiles: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]:
+    """Cut the tiles of decodes by window, padded to the sizes that a graph of them has."""
+    num_rows = pad_to_power_of_two(len(tiles))
+    num_parts = count_parts(num_rows, tiling.decode_slots)
+    cuts = {}
+    for window in tiling.windows:
+        cut = _cut_keys(tiles, window, tiling.decode_keys, tiling.decode_slots)
+        parts = np.zeros((num_parts, PART_WIDTH), dtype=np.int64)
+        merges = np.zeros((num_rows, MERGE_WIDTH), dtype=np.int64)
+        parts[: len(cut.parts)], merges[: len(cut.merges)] = cut.parts, cut.merges
+        cuts[window] = _Cut(parts, merges, cut.num_partials)
+    return cuts
+
+
+def _cut_chunks(tiles: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]:
+    return {
+        window: _cut_keys(tiles, window, tiling.chunk_keys, tiling.chunk_slots, MIN_CHUNK_STEPS)
+        for window in tiling.windows
+    }
+
+
+def _cut_keys(
+    tiles: NDArray[np.int64],
+    window: Window,
+    num_keys: int,
+    num_slots: int,
+    min_steps: int = 1,
+) -> _Cut:
+    """Cut the visible keys of each tile into nearly equal parts, at multiples of `num_keys`.
+
+    No part is longer than the smallest length with which there are at most `count_parts` parts.
     """
-    num_programs = TARGET_PROGRAMS // max(1, num_decodes * num_kv_heads)
-    return 1 << (min(max(num_programs, 1), MAX_SPLITS).bit_length() - 1)
+    ends = tiles[:, 2] + tiles[:, 1]
+    begins = ends * 0
+    if window is not None:
+        begins = np.maximum(tiles[:, 2] - window + 1, 0) // num_keys
+    num_steps = -(-ends // num_keys) - begins
+    max_parts = count_parts(len(tiles), num_slots)
+    counts = -(-num_steps // _find_length(num_steps, max_parts, min_steps))
+    owners, index = _expand_counts(counts)
+    steps, of = num_steps[owners], counts[owners]
+    lows = (begins[owners] + index * steps // of) * num_keys
+    highs = np.minimum((begins[owners] + (index + 1) * steps // of) * num_keys, ends[owners])
+    is_split = counts > 1
+    num_results = counts * is_split
+    ends_of_results = num_results.cumsum()
+    firsts = ends_of_results - num_results
+    parts = np.empty((len(owners), PART_WIDTH), dtype=np.int64)
+    parts[:, :4] = tiles[owners]
+    parts[:, 4], parts[:, 5] = lows, highs
+    parts[:, 6] = np.where(is_split[owners], firsts[owners] + index, -1)
+    parts[:, 7] = index == 0
+    merges = np.empty((len(tiles), MERGE_WIDTH), dtype=np.int64)
+    merges[:, 0], merges[:, 1], merges[:, 2:] = firsts, counts, tiles[:, :2]
+    order = (lows - highs).argsort(kind="stable")
+    return _Cut(parts[order], merges[is_split], int(ends_of_results[-1]))
+
+
+def _find_length(num_steps: NDArray[np.int64], max_parts: int, shortest: int) -> int:
+    """Return the smallest length of parts, at least `shortest`, of which `max_parts` suffice."""
+    total = int(np.add.reduce(num_steps))
+    # Each tile has less than one part more than its share of `total`.
+    num_spare = max_parts - len(num_steps)
+    low, high = max(shortest, -(-total // max_parts)), int(num_steps.max())
+    if num_spare:
+        high = min(high, -(-total // num_spare))
+    while low < high:
+        middle = (low + high) // 2
+        if np.add.reduce(-(-num_steps // middle)) <= max_parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _cut_tiles(
@@ -125,18 +219,21 @@ def _cut_tiles(
     num_new: NDArray[np.int64],
     lens: NDArray[np.int64],
     queries_per_tile: int,
-) -> NDArray[np.int64]:  # [num_tiles, TILE_WIDTH]
+) -> NDArray[np.int64]:
     owners, index = _expand_counts(-(-num_new // queries_per_tile))
     first = index * queries_per_tile
     num_queries = np.minimum(num_new[owners] - first, queries_per_tile)
     position = (lens - num_new)[owners] + first
-    return np.stack([starts[owners] + first, num_queries, position, owners], axis=1)
+    tiles = np.empty((len(owners), 4), dtype=np.int64)
+    tiles[:, 0], tiles[:, 1], tiles[:, 2] = starts[owners] + first, num_queries, position
+    tiles[:, 3] = owners
+    return tiles
 
 
 def _expand_counts(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return owners and indexes: for counts [2, 3], [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2]."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+    owners = np.arange(len(counts)).repeat(counts)
+    return owners, np.arange(len(owners)) - (counts.cumsum() - counts)[owners]
 
 
 def _copy_to_device(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:

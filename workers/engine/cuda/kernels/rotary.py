@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import pad_to_power_of_two
+from workers.engine.cuda.kernels.tiling import pad_to_power_of_two
 from workers.engine.model.rotary_table import find_axes
 
 

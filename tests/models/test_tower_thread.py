@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from shared.errors import InvalidRequest
 from shared.models.registry import find_tower
-from shared.models.tower import Tower
+from shared.models.tower import Tower, load_tower
 from shared.models.tower_adapter import Fields
-from workers.encoder.tower import TowerThread
+from shared.models.tower_thread import TowerThread
 from workers.settings import DEMO_MODEL
 
 
@@ -29,11 +29,16 @@ def image(seed: int, side: int = 8) -> dict[str, Tensor]:
     }
 
 
+@pytest.fixture(scope="module")
+def demo_tower() -> Tower:
+    return load_tower(DEMO_MODEL, torch.float32, "cpu")
+
+
 class Watched:
     """The demo model's tower; it stumbles over an image whose first pixel is 255."""
 
     def __init__(self, tower: Tower) -> None:
-        self.adapter = tower.adapter
+        self.adapter, self.device = tower.adapter, tower.device
         self._tower = tower
         self.batches: list[int] = []
 
