@@ -43,7 +43,7 @@ class OwnPolicy:
         self._cold_s = cold_s
         self._settings = ScalingSettings({POOL: settings})
         self._memory: Memory = {POOL: PoolMemory(target=0, learned=learned)}
-        self._num_ready = 0
+        self._num_ready = self._num_ended = 0
         self._computed: dict[int, tuple[int, float]] = {}
         """Computed prompt tokens and the time of their steps, by number of the engine."""
         self._arrived = deque[tuple[float, int, int]]()
@@ -86,7 +86,8 @@ class OwnPolicy:
         prompts = PromptFigures(
             simulation.num_waiting_tokens(), num_tokens, num_computed / computed_s
         )
-        return WorkFigures(num_arrived, figures.served_s / figures.num_ended, prompts)
+        num_ended, self._num_ended = figures.num_ended - self._num_ended, figures.num_ended
+        return WorkFigures(num_arrived, figures.served_s / figures.num_ended, num_ended, prompts)
 
 
 class Keda:

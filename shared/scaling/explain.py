@@ -13,7 +13,7 @@ def explain(
         size += f" and {figures.num_others} that others have started"
     if pool.min == pool.max:
         return f"{size}: the size is fixed at {pool.min}"
-    tasks = f"for {_count(figures.pending + figures.in_flight, 'task')}"
+    tasks = f"for {_count(figures.num_tasks, 'task')}"
     texts: dict[Reason, str] = {
         "demand": f"{tasks}, at most {pool.per_engine} for each worker",
         "tokens": _tokens(pool, figures, learned),

@@ -163,15 +163,14 @@ def _want(
     pool: PoolSettings, figures: PoolFigures, memory: PoolMemory, is_woken: bool, now_s: float
 ) -> tuple[int, Reason]:
     """Return the number of the actuator's workers that the current work needs."""
-    num_tasks = figures.pending + figures.in_flight
-    want = -(-num_tasks // pool.per_engine)
+    want = -(-(figures.pending + figures.in_flight) // pool.per_engine)
     reason: Reason = "demand"
     if figures.work is not None:
         cold_s = memory.learned.cold_start_s
         need, reason = _for_work(pool, figures, figures.work, cold_s)
         # Tasks in flight have their places, and several workers cannot share one task.
-        least = max(-(-figures.in_flight // pool.per_engine), min(1, num_tasks))
-        want = max(least, min(math.ceil(need), num_tasks))
+        least = max(-(-figures.in_flight // pool.per_engine), min(1, figures.num_tasks))
+        want = max(least, min(math.ceil(need), figures.num_tasks))
     if is_woken and want == 0:
         want, reason = 1, "woken"
     last = memory.target or 0

@@ -115,6 +115,8 @@ class WorkFigures(Struct, frozen=True):
     """Number of tasks that arrive in a second."""
     task_s: float
     """Mean time of a task in a worker, such as the time of a whole answer; more than 0."""
+    num_ended: int = 0
+    """Tasks that have ended since the last look. Queues may never have shown them."""
     prompts: PromptFigures | None = None
     """None for workers that compute no prompts, and while their speed is unknown."""
 
@@ -144,6 +146,11 @@ class PoolFigures(Struct, frozen=True):
     """Durations of the starts that have ended since the last look."""
     work: WorkFigures | None = None
     """None before the first task has ended."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that are queued or in flight, or have ended since the last look."""
+        return self.pending + self.in_flight + (self.work.num_ended if self.work else 0)
 
 
 class PoolDecision(Struct, frozen=True):

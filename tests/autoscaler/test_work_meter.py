@@ -42,7 +42,7 @@ def test_the_time_of_a_task_is_the_mean_of_all_workers() -> None:
     first = [beat(70, tasks=100, tasks_s=1.0), beat(71, tasks=7, tasks_s=9.0)]
     later = [beat(70, tasks=103, tasks_s=7.0), beat(71, tasks=8, tasks_s=11.0)]
     meter.look(EMPTY, *first)
-    assert meter.look(EMPTY, *later) == WorkFigures(4 / RATE_S, 2.0)
+    assert meter.look(EMPTY, *later) == WorkFigures(4 / RATE_S, 2.0, 4)
     # Tasks of an encoder, and those of a worker before its first heartbeat, are not counted.
     others = [beat(72, tasks=50, tasks_s=900.0), beat(73, "encoder", tasks=9, tasks_s=90.0)]
     assert meter.look(EMPTY, *later, *others) == WorkFigures(4 / RATE_S, 2.0)
@@ -58,7 +58,7 @@ def test_tasks_arrive_when_they_are_queued_and_not_when_they_end() -> None:
     for ended in (30, 60):
         figures = PoolFigures(60 - ended, 0, 0.0, 1)
         work = meter.look(figures, beat(70, tasks=ended, tasks_s=1.0 * ended))
-        assert work == WorkFigures(60 / RATE_S, 1.0)
+        assert work == WorkFigures(60 / RATE_S, 1.0, 30)
     meter.now_s += RATE_S
     assert meter.look(EMPTY, beat(70, tasks=60, tasks_s=60.0)) == WorkFigures(0.0, 1.0)
 
@@ -67,7 +67,7 @@ def test_a_worker_that_was_silent_is_not_counted_twice() -> None:
     meter = Meter()
     worker = beat(70, tasks=10, tasks_s=10.0)
     meter.look(EMPTY, beat(70, tasks=8, tasks_s=8.0))
-    assert meter.look(EMPTY, worker) == WorkFigures(2 / RATE_S, 1.0)
+    assert meter.look(EMPTY, worker) == WorkFigures(2 / RATE_S, 1.0, 2)
     meter.look(EMPTY)
     assert meter.look(EMPTY, worker) == WorkFigures(2 / RATE_S, 1.0)
 

@@ -15,7 +15,7 @@ EXPECTED: dict[str, tuple[float, float, float, int]] = {
     "slots": (0.023, 0.17, 0.6883, 502),
 }
 EXPECTED_SCALED: dict[str, tuple[float, float, int]] = {
-    "own policy": (0.046, 1.813, 17),
+    "own policy": (0.045, 1.671, 17),
     "KEDA": (0.046, 2.323, 17),
     "KEDA, 5 s and 120 s": (0.049, 1.443, 18),
     "oracle": (0.042, 0.482, 19),

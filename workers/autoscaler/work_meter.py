@@ -118,6 +118,8 @@ class WorkMeter:
         start = next(sample for sample in samples if sample.at_s >= now_s - RATE_S)
         # Workers that died may not have reported their last tasks.
         arriving = max(0.0, last.num_arrived - start.num_arrived) / RATE_S
+        before = samples[-2] if len(samples) > 1 else last
+        num_ended = round(last.num_ended - before.num_ended)
         prompts = None
         if speed := self._speeds.get(pool.name):
             claimed = sum(beat.load.get(PROMPT_TOKENS, 0.0) for beat in own)
@@ -126,7 +128,7 @@ class WorkMeter:
                 (last.num_tokens - start.num_tokens) / RATE_S,
                 speed,
             )
-        return WorkFigures(arriving, task_s, prompts)
+        return WorkFigures(arriving, task_s, num_ended, prompts)
 
 
 def _total(counts: Sequence[Counts], *keys: str) -> float:

@@ -29,7 +29,7 @@ COLD = Learned(10.0)
         (
             POOL,
             PoolFigures(
-                3, 0, 0.0, 1, work=WorkFigures(0.0, 0.1, PromptFigures(3000.0, 400.0, 500.0))
+                3, 0, 0.0, 1, work=WorkFigures(0.0, 0.1, 0, PromptFigures(3000.0, 400.0, 500.0))
             ),
             PoolMemory(1, learned=COLD),
             "3 workers for 3000 waiting prompt tokens and 400 more each second: a worker computes"

@@ -62,6 +62,7 @@ FIGURES = st.builds(
         WorkFigures,
         st.floats(0, 1e4),
         st.floats(0.01, 1e3),
+        st.integers(0, 100),
         st.none()
         | st.builds(PromptFigures, st.floats(0, 1e6), st.floats(0, 1e5), st.floats(1, 1e5)),
     ),
@@ -314,11 +315,13 @@ def test_tasks_need_places_for_their_measured_time() -> None:
     assert size_for(0, 12, WorkFigures(0.0, 4.0), cold_s=0.0) == 3
 
 
-def test_a_pool_with_a_task_keeps_a_worker() -> None:
+@pytest.mark.parametrize(("pending", "ended"), [(1, 0), (0, 1)])
+def test_a_pool_with_a_task_keeps_a_worker(pending: int, ended: int) -> None:
+    """Also with tasks that arrive and end between two looks."""
     scaling = ScalingSettings({"engine": PoolSettings(max=4, idle_s=1.0)})
     memory: Memory = {"engine": PoolMemory(target=1, learned=Learned(10.0))}
     for now_s in range(5):
-        report = PoolFigures(1, 0, 0.0, 1, work=WorkFigures(0.0, 0.1))
+        report = PoolFigures(pending, 0, 0.0, 1, work=WorkFigures(0.0, 0.1, ended))
         decisions, memory = decide(scaling, {"engine": report}, memory, float(now_s))
         assert decisions["engine"].target == 1
 
@@ -333,9 +336,11 @@ def test_prompts_need_workers_by_their_tokens_and_the_measured_speed() -> None:
         (0.0, 800.0, 1),
         (0.0, 1600.0, 5),
     ):
-        assert size_for(10, 2, WorkFigures(0.0, 0.1, PromptFigures(waiting, arriving, 1e3))) == size
+        assert (
+            size_for(10, 2, WorkFigures(0.0, 0.1, 0, PromptFigures(waiting, arriving, 1e3))) == size
+        )
     # A prompt is computed by one worker.
-    assert size_for(1, 0, WorkFigures(0.0, 0.1, PromptFigures(1e6, 0.0, 1e3))) == 1
+    assert size_for(1, 0, WorkFigures(0.0, 0.1, 0, PromptFigures(1e6, 0.0, 1e3))) == 1
 
 
 def test_a_worker_that_cannot_start_is_given_up_reported_and_not_retried_for_a_minute() -> None:
