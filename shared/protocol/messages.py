@@ -239,6 +239,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
     pool: str = ""
     """Pool of the model's engines, if there are several."""
+    hostname: str = ""
+    """Name of the machine, or of the pod on Kubernetes."""
 
     def may_run_on(self, host: str) -> bool:
         """Return whether the worker runs on this host, also if its host is unknown."""

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -284,6 +285,7 @@ class Context:
                 reads=readable(),
                 host=host_id(),
                 pool=self.pool or "",
+                hostname=socket.gethostname(),
             )
             try:
                 await self.bus.heartbeats.publish(self.worker, to_json(beat))

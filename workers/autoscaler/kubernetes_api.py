@@ -8,7 +8,7 @@ import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import httpx2
 import msgspec
@@ -20,6 +20,7 @@ from shared.helpers.validation import reason_of
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 5.0
 CONFLICT = 409
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ABSENT = 404
 _REFUSALS = {
     401: "the API server does not accept the token of the service account",
@@ -27,6 +28,7 @@ _REFUSALS = {
     " --scaling pagemill`",
 }
 
+T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0)]
 
 
@@ -38,12 +40,16 @@ class _Replicas(Struct):
     replicas: Count = 0
 
 
+class _Present(_Replicas):
+    selector: str = ""
+
+
 class Scale(Struct):
     """The size of a Deployment."""
 
     metadata: _Metadata
     spec: _Replicas
-    status: _Replicas
+    status: _Present
 
     @property
     def wanted(self) -> int:
@@ -53,6 +59,18 @@ class Scale(Struct):
     def present(self) -> int:
         """Number of existing pods, ready or not."""
         return self.status.replicas
+
+
+class _Named(Struct):
+    name: str
+
+
+class _Pod(Struct):
+    metadata: _Named
+
+
+class _Pods(Struct):
+    items: list[_Pod]
 
 
 class ScaleApi:
@@ -87,19 +105,36 @@ class ScaleApi:
         return cls(f"https://{literal}:{port}", namespace, account / "token", trust)
 
     async def get(self, name: str) -> Scale:
-        if (scale := await self._request("GET", name)) is None:
+        if (scale := await self._scale("GET", name)) is None:
             raise Unavailable(f"a read of the size of {name!r} was answered with a conflict")
         return scale
 
     async def set(self, name: str, current: Scale, replicas: int) -> Scale | None:
         """Set the size of a Deployment. Return None if it has changed since `current` was read."""
-        return await self._request(
+        return await self._scale(
             "PATCH",
             name,
             json={
                 "metadata": {"resourceVersion": current.metadata.resource_version},
                 "spec": {"replicas": replicas},
             },
+        )
+
+    async def pods(self, scale: Scale) -> list[str]:
+        """Return the names of a Deployment's pods."""
+        params = {"labelSelector": scale.status.selector}
+        about = f"list pods in namespace {self._namespace!r}"
+        path = f"/api/v1/namespaces/{self._namespace}/pods"
+        content = await self._request("GET", path, about, params=params)
+        return [pod.metadata.name for pod in _decode(content or b"", _Pods, about).items]
+
+    async def set_deletion_cost(self, pod: str, cost: int) -> None:
+        """Set the cost of a pod. A Deployment that shrinks ends its cheapest pods first."""
+        await self._request(
+            "PATCH",
+            f"/api/v1/namespaces/{self._namespace}/pods/{pod}",
+            f"patch pods {pod!r} in namespace {self._namespace!r}",
+            json={"metadata": {"annotations": {DELETION_COST: str(cost)}}},
         )
 
     async def close(self) -> None:
@@ -114,15 +149,29 @@ class ScaleApi:
                 f"the token of the service account cannot be read: {reason_of(error)}"
             ) from error
 
-    async def _request(self, method: str, name: str, json: Any = None) -> Scale | None:
+    async def _scale(self, method: str, name: str, json: Any = None) -> Scale | None:
+        # Written like a rule of a Role, for operators who have to add it.
+        about = f"{method.lower()} deployments/scale {name!r} in namespace {self._namespace!r}"
         path = f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{name}/scale"
+        content = await self._request(method, path, about, json)
+        return None if content is None else _decode(content, Scale, about)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        about: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+    ) -> bytes | None:
+        """Return the answer; None for a conflict."""
         headers = {"Authorization": f"Bearer {self._read_token()}"}
         if json is not None:
             headers["Content-Type"] = "application/merge-patch+json"
-        # Written like a rule of a Role, for operators who have to add it.
-        about = f"{method.lower()} deployments/scale {name!r} in namespace {self._namespace!r}"
         try:
-            answer = await self._client.request(method, path, json=json, headers=headers)
+            answer = await self._client.request(
+                method, path, json=json, headers=headers, params=params
+            )
         except httpx2.HTTPError as error:
             raise Unavailable(f"{about}: {error or type(error).__name__}") from error
         if answer.status_code == CONFLICT:
@@ -131,11 +180,18 @@ class ScaleApi:
             raise ConfigError(f"scale.actuator: {about}: {reason}", field="scale.actuator")
         if answer.status_code == _ABSENT:
             raise Unavailable(
-                f"{about}: there is no such Deployment: apply what `pagemill manifests` writes"
+                f"{about}: there is no such Deployment or pod:"
+                " apply what `pagemill manifests` writes"
             )
         if answer.is_error:
             raise Unavailable(f"{about}: HTTP status {answer.status_code}")
-        try:
-            return msgspec.json.decode(answer.content, type=Scale)
-        except msgspec.MsgspecError as error:
-            raise Unavailable(f"{about}: no Scale in the answer: {error}") from error
+        return answer.content
+
+
+def _decode(content: bytes, kind: type[T], about: str) -> T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise Unavailable(
+            f"{about}: no {kind.__name__.lstrip('_')} in the answer: {error}"
+        ) from error

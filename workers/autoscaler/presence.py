@@ -61,8 +61,10 @@ class Presence:
         if report.host:
             by_slot, others = certain, self._find_others(rest, slots)
         else:
-            # Without a host, the actuator's workers cannot be distinguished from others.
-            by_slot, others = _by_number(slots, rest), ()
+            # Slots of pods are only numbers, so any heartbeat of a pod fits any slot.
+            pods = [beat for beat in rest if _is_pod(beat, self._pool)]
+            by_slot = _by_number(slots, pods)
+            others = tuple(_load(beat.worker, beat) for beat in rest if beat not in pods)
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
             if slot.draining:
@@ -116,6 +118,11 @@ def serves(beat: Heartbeat, pool: Pool) -> bool:
     )
 
 
+def _is_pod(beat: Heartbeat, pool: Pool) -> bool:
+    """Return whether the worker runs in a pod of the pool's Deployment, by the name of the pod."""
+    return not beat.hostname or beat.hostname.startswith(f"{pool.deployment}-")
+
+
 def _by_process(
     slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat], host: str
 ) -> dict[int, Heartbeat]:
@@ -125,7 +132,7 @@ def _by_process(
 
 
 def _by_number(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
-    """Return heartbeats by slot, for slots that are only numbers: any heartbeat fits any slot."""
+    """Return heartbeats by slot, for slots that are only numbers."""
     return dict(zip((slot.slot for slot in slots), beats, strict=False))
 
 

@@ -50,7 +50,7 @@ async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitSt
     """Start the actuator. Raises ConfigError if it is not permitted to read the pools' workers."""
     api = ScaleApi.in_cluster()
     stack.push_async_callback(api.close)
-    actuator = KubernetesPools(api, pools)
+    actuator = KubernetesPools(api, pools, context.bus.heartbeats.read)
     await actuator.check()
     tasks = TaskSet()
     for work in (actuator.serve(), follow_plan(context.bus, actuator)):

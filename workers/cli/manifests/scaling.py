@@ -115,14 +115,18 @@ def consumers_of(worker: WorkerSpec, pipelines: Mapping[str, Pipeline]) -> list[
 
 
 def make_autoscaler_rights(pools: Iterable[WorkerSpec], target: Target) -> list[Manifest]:
-    """Return the autoscaler's account, which may read and set the sizes of these pools alone."""
+    """Return the autoscaler's account, which may read and set the sizes of these pools alone.
+
+    It lists pods and sets their deletion costs. Names of pods are not known before they exist.
+    """
     name = ACCOUNT
-    rule = {
+    sizes = {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale"],
         "resourceNames": [deployment_name(worker) for worker in pools],
         "verbs": ["get", "patch"],
     }
+    costs = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]}
     rbac = "rbac.authorization.k8s.io"
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(target, name)},
@@ -130,7 +134,7 @@ def make_autoscaler_rights(pools: Iterable[WorkerSpec], target: Target) -> list[
             "apiVersion": f"{rbac}/v1",
             "kind": "Role",
             "metadata": metadata(target, name),
-            "rules": [rule],
+            "rules": [sizes, costs],
         },
         {
             "apiVersion": f"{rbac}/v1",
