@@ -4,7 +4,9 @@ import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, tzinfo
 from itertools import product
+from zoneinfo import ZoneInfo
 
 import msgspec
 
@@ -45,6 +47,8 @@ class Pools:
 
     by_name: Mapping[str, Pool]
     scaling: ScalingSettings
+    timezone: tzinfo
+    """Time zone of the schedules."""
 
     def resolve(self, name: str) -> Pool:
         """Return the pool of this name, or of this stage if only one pool serves it.
@@ -94,7 +98,17 @@ def pools_of(config: Config, source: str = "scale") -> Pools:
     except ConfigError as error:
         key = f"scale.{error.field}"
         raise ConfigError(f"{source}: scale.{error.message}", field=key) from error
-    return Pools(pools, scaling)
+    return Pools(pools, scaling, _find_timezone(config.scale.timezone, source))
+
+
+def _find_timezone(name: str, source: str) -> tzinfo:
+    """Return a time zone. Raises ConfigError if this machine does not have it."""
+    try:
+        # UTC needs no database of time zones.
+        return UTC if name == "UTC" else ZoneInfo(name)
+    except (KeyError, ValueError, OSError) as error:
+        message = f"scale.timezone: this machine has no time zone {name!r}"
+        raise ConfigError(f"{source}: {message}", field="scale.timezone") from error
 
 
 def workers_of(config: Config, pools: Pools) -> list[WorkerSpec]:

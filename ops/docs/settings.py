@@ -31,6 +31,7 @@ from shared.config.schema import (
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.pipeline import OutputSpec
 from shared.protocol.steps import ToolFilter
+from shared.scaling.schedule import Shift
 
 FILE = REFERENCE / "settings.md"
 
@@ -53,6 +54,7 @@ NESTED: dict[str, type[Struct]] = {
     "models.NAME.pools.POOL": EnginePool,
     "gateway.api_keys": ApiKey,
     "scale.pools": PoolConfig,
+    "scale.pools.schedule": Shift,
     "agent.servers.LABEL": McpServerConfig,
     "agent.servers.LABEL.allowed_tools": ToolFilter,
 }
@@ -137,6 +139,7 @@ def _link(name: str) -> str:
         "ApiKey": "[key](#gatewayapi_keys)",
         "EnginePool": "[pool](#modelsnamepoolspool)",
         "PoolConfig": "[pool](#scalepools)",
+        "Shift": "[hours](#scalepoolsschedule)",
         "McpServerConfig": "[server](#agentserverslabel)",
         "ToolFilter": "[filter](#agentserverslabelallowed_tools)",
     }[name]

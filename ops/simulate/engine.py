@@ -38,7 +38,16 @@ class Request:
     The last link is the prompt with its answer, which the next turn of a chat begins with.
     """
 
-    __slots__ = ("answer", "arrived_s", "chain", "hit", "image_s", "num_image_tokens", "prompt")
+    __slots__ = (
+        "answer",
+        "arrived_s",
+        "chain",
+        "given_s",
+        "hit",
+        "image_s",
+        "num_image_tokens",
+        "prompt",
+    )
 
     def __init__(
         self,
@@ -52,6 +61,14 @@ class Request:
         self.arrived_s, self.prompt, self.answer = arrived_s, prompt, answer
         self.chain, self.image_s, self.num_image_tokens = chain, image_s, num_image_tokens
         self.hit = 0
+        self.given_s = 0.0
+        """Time at which an engine has claimed it."""
+
+    def at(self, arrived_s: float) -> "Request":
+        """Return the same request at another time."""
+        return Request(
+            arrived_s, self.prompt, self.answer, self.chain, self.image_s, self.num_image_tokens
+        )
 
 
 class _Prefill:
@@ -78,9 +95,11 @@ class Engine:
         "num_begun",
         "num_decoding",
         "num_hit_tokens",
+        "num_prefilled",
         "num_prompt_tokens",
         "number",
         "order",
+        "prefill_s",
         "prefills",
         "queued",
         "since_s",
@@ -111,6 +130,10 @@ class Engine:
         self.cache: OrderedDict[Key, int] = OrderedDict()
         self.cached = 0
         self.num_begun = self.num_prompt_tokens = self.num_hit_tokens = 0
+        self.num_prefilled = 0
+        """Prompt tokens that were computed."""
+        self.prefill_s = 0.0
+        """Time of the steps that computed them."""
 
     @property
     def num_held(self) -> int:
@@ -178,6 +201,8 @@ class Engine:
         self.started_s, self.steps_ahead = now_s, 1
         if tokens > num_decoding or self.first:
             step_s = cost.step_s + cost.token_s * tokens + cost.context_s * self.context
+            self.num_prefilled += tokens - num_decoding
+            self.prefill_s += step_s + image_s
             return now_s + step_s + image_s
         if not num_decoding:
             self.steps_ahead = 0

@@ -1,7 +1,9 @@
 """Simulated loads: bursty chats, one popular image, requests that share nothing."""
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import datetime
 
 from ops.simulate.engine import Link, Request
 
@@ -41,6 +43,35 @@ def bursty_chat(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -
     for request in requests[len(requests) // 2 :]:
         request.arrived_s += gap_s
     return requests
+
+
+def bursts(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -> list[Request]:
+    """Bursts of single prompts, 20 to 40 s long, with silences of `gap_s` on average."""
+    rnd, requests, now_s = random.Random(seed), list[Request](), 0.0
+    while len(requests) < num_requests:
+        end_s = now_s + rnd.uniform(20, 40)
+        while now_s < end_s:
+            now_s += rnd.expovariate(rate)
+            requests.append(_single(rnd, now_s, len(requests)))
+        now_s += gap_s * rnd.uniform(0.5, 1.5)
+    return requests[:num_requests]
+
+
+def recorded(lines: Iterable[str]) -> list[Request]:
+    """Return the requests of a log, from the lines `finished` of its engines; nothing is shared."""
+    requests = list[Request]()
+    for line in lines:
+        fields = json.loads(line) if line.startswith("{") else {}
+        if fields.get("event") == "finished" and "generated_tokens" in fields:
+            ended_s = datetime.fromisoformat(fields["timestamp"]).timestamp()
+            prompt, answer = fields["prompt_tokens"], max(1, fields["generated_tokens"])
+            number = len(requests)
+            chain = (((SINGLE, number), prompt), ((ANSWER, number), prompt + answer))
+            requests.append(Request(ended_s - fields["age_ms"] / 1000, prompt, answer, chain))
+    first_s = min(request.arrived_s for request in requests)
+    for request in requests:
+        request.arrived_s -= first_s
+    return sorted(requests, key=lambda request: request.arrived_s)
 
 
 def hot_image(num_requests: int, rate: float, seed: int) -> list[Request]:

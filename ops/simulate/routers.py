@@ -2,6 +2,8 @@
 
 import hashlib
 from collections import deque
+from collections.abc import Iterator
+from itertools import chain
 
 from ops.simulate.engine import Engine, Request
 from ops.simulate.simulation import Simulation
@@ -36,11 +38,8 @@ class SharedQueue:
                 simulation.give(engine, self._queue.popleft())
                 self.ask(simulation, engine)
 
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
-    def oldest_s(self) -> float | None:
-        return self._queue[0].arrived_s if self._queue else None
+    def waiting(self) -> Iterator[Request]:
+        return iter(self._queue)
 
 
 class Slots:
@@ -88,11 +87,8 @@ class Slots:
             simulation.figures.num_stolen += best is not owner
             simulation.give(best, queue.popleft())
 
-    def num_waiting(self) -> int:
-        return sum(map(len, self._queues))
-
-    def oldest_s(self) -> float | None:
-        return min((queue[0].arrived_s for queue in self._queues if queue), default=None)
+    def waiting(self) -> Iterator[Request]:
+        return chain.from_iterable(self._queues)
 
 
 def slot_of(request: Request, num_slots: int) -> int:

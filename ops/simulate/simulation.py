@@ -2,7 +2,9 @@
 
 import heapq
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from ops.simulate.engine import Cost, Engine, Request
@@ -20,6 +22,8 @@ class Figures:
     num_stolen: int = 0
     num_started: int = 0
     engine_s: float = 0.0
+    served_s: float = 0.0
+    """Sum of the times that requests have spent in engines."""
     sizes: list[tuple[float, int, int]] = field(default_factory=list)
     """Time, ready engines and requests in flight, at each look of the autoscaler."""
 
@@ -46,11 +50,8 @@ class Router(Protocol):
     def change(self, simulation: "Simulation") -> None:
         """Follow a change of the engines."""
 
-    def num_waiting(self) -> int:
-        """Return how many requests wait for any engine."""
-
-    def oldest_s(self) -> float | None:
-        """Return the arrival of the oldest of these; None if there is none."""
+    def waiting(self) -> Iterator[Request]:
+        """Return the requests that wait for any engine."""
 
 
 class Scaler(Protocol):
@@ -90,11 +91,10 @@ class Simulation:
         """Engines that are not ready, and when they were asked for."""
         self.held: deque[Request] = deque()
         """Requests for a pool without engines."""
-        self.busy: set[Engine] = set()
-        """Engines that have planned a step while requests were waiting in them."""
         # The first fifth warms the caches.
         self.counted_from_s = 0.0 if scaler else requests[len(requests) // 5].arrived_s
         self.max_todo = 2.0 * self.cost.step_tokens
+        self.num_arrived = self.num_arrived_tokens = 0
         self._events: list[Event] = []
         self._order = self._num_made = 0
         for _ in range(0 if scaler else num_engines):
@@ -109,7 +109,7 @@ class Simulation:
                 not events or self.requests[index].arrived_s <= events[0][0]
             ):
                 self.now_s = self.requests[index].arrived_s
-                self.submit(self.requests[index])
+                self.arrive(self.requests[index])
                 index += 1
                 continue
             self.now_s, _, engine, kind = heapq.heappop(events)
@@ -124,6 +124,11 @@ class Simulation:
 
     # -- for routers ----------------------------------------------------------------------------
 
+    def arrive(self, request: Request) -> None:
+        self.num_arrived += 1
+        self.num_arrived_tokens += request.prompt
+        self.submit(request)
+
     def submit(self, request: Request) -> None:
         if self.live:
             self.router.route(self, request)
@@ -132,6 +137,7 @@ class Simulation:
 
     def give(self, engine: Engine, request: Request) -> None:
         """Put a request into an engine's own queue."""
+        request.given_s = self.now_s
         engine.add(request)
         if engine.steps_ahead == 0:
             self._plan(engine)
@@ -153,17 +159,20 @@ class Simulation:
             self._leave(engine)
 
     def num_in_flight(self) -> int:
-        return sum(engine.num_held for engine in self.engines) + self.num_pending()
+        return sum(engine.num_held for engine in self.engines) + self._num_queued()
 
-    def num_pending(self) -> int:
-        return len(self.held) + self.router.num_waiting()
+    def waiting(self) -> list[Request]:
+        """Return the requests that no engine has begun."""
+        in_engines = chain.from_iterable(engine.waiting for engine in self.engines)
+        return [*self.held, *self.router.waiting(), *in_engines]
 
-    def oldest_s(self) -> float | None:
-        """Return when the oldest waiting request arrived."""
-        times_s = [engine.waiting[0].arrived_s for engine in self.busy if engine.waiting]
-        times_s += [self.held[0].arrived_s] if self.held else []
-        routed = self.router.oldest_s()
-        return min(times_s if routed is None else [*times_s, routed], default=None)
+    def num_waiting_tokens(self) -> int:
+        """Return the prompt tokens that no engine has computed."""
+        waiting = sum(request.prompt for request in self.waiting())
+        return waiting + sum(engine.todo for engine in self.engines)
+
+    def _num_queued(self) -> int:
+        return len(self.held) + sum(1 for _ in self.router.waiting())
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -209,6 +218,7 @@ class Simulation:
                 figures.num_hit_tokens += request.hit
         for request in last:
             figures.num_ended += 1
+            figures.served_s += self.now_s - request.given_s
             if request.arrived_s >= self.counted_from_s:
                 figures.answer_s.append(self.now_s - request.arrived_s)
         engine.steps_ahead = 1  # what comes now is planned with the rest
@@ -220,9 +230,5 @@ class Simulation:
 
     def _plan(self, engine: Engine) -> None:
         engine.admit(self.max_todo)
-        if engine.waiting:
-            self.busy.add(engine)
-        else:
-            self.busy.discard(engine)
         if (end_s := engine.plan(self.now_s)) is not None:
             self._wake(engine, end_s)

@@ -742,6 +742,8 @@ class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The pools. A pool's `min` replaces the `replicas` of its stage."""
     budget: Count | None = None
     """Limit on the workers of all pools together; by default the sum of the pools' `max`."""
+    timezone: str = "UTC"
+    """Time zone of the pools' schedules, such as `Europe/Berlin`."""
     actuator: Literal["supervisor", "kubernetes"] = "supervisor"
     """`supervisor`: `pagemill up`, or a worker of the role `pool`, starts and drains the workers.
     `kubernetes`: autoscalers, which run as pods, set the sizes of the chart's

@@ -48,6 +48,7 @@ from msgspec import Meta, Struct
 from shared.helpers import patterns
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
+from shared.scaling.memory import Learned
 
 # A leading autoscaler writes its plan every second. An older plan has no leader any more.
 PLAN_AGE_S = 10.0
@@ -199,6 +200,23 @@ class BlobAddress(Struct, frozen=True):
     """Address and port."""
 
 
+# The autoscaler measures the work of pools from these figures in the load of heartbeats.
+TASKS, TASKS_S = "tasks", "tasks_s"
+"""Handled tasks since the start of the worker, and the sum of their times in it."""
+PROMPT_TOKENS, PROMPT_SPEED = "prompt_tokens", "prompt_tokens_per_s"
+"""Prompt tokens that an engine has claimed and not begun, and its measured speed."""
+
+
+def rendered_tasks(model: str) -> str:
+    """Name of the figure of a renderer: tasks that it has rendered for a model."""
+    return f"rendered_tasks/{model}"
+
+
+def rendered_tokens(model: str) -> str:
+    """Name of the figure of a renderer: prompt tokens of these tasks."""
+    return f"rendered_tokens/{model}"
+
+
 class Heartbeat(Struct, frozen=True, omit_defaults=True):
     role: str
     worker: str
@@ -221,6 +239,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
     pool: str = ""
     """Pool of the model's engines, if there are several."""
+    hostname: str = ""
+    """Name of the machine, or of the pod on Kubernetes."""
 
     def may_run_on(self, host: str) -> bool:
         """Return whether the worker runs on this host, also if its host is unknown."""
@@ -260,6 +280,10 @@ class PoolPlan(Struct, frozen=True, omit_defaults=True):
     """Slots of starting workers to end, because their start takes too long."""
     reason: str = ""
     """Rule that has decided `wanted`."""
+    why: str = ""
+    """The decision in one sentence."""
+    learned: Learned = Learned()
+    """Measurements that a new leader continues with."""
     running: int = 0
     starting: int = 0
     starting_s: float = 0.0

@@ -1,6 +1,7 @@
-"""Division of a budget of workers over pools with priorities, and sizes set by operators. Pure."""
+"""Division of a budget of workers over pools, and sizes by schedules and by operators. Pure."""
 
 from collections.abc import Mapping
+from datetime import datetime, timedelta
 from itertools import groupby
 
 from msgspec import Struct
@@ -55,6 +56,23 @@ def _by_priority(claims: Mapping[str, Claim]) -> list[str]:
     return sorted(claims, key=lambda name: (-claims[name].settings.priority, name))
 
 
+def with_schedule(
+    settings: ScalingSettings, now: datetime, starts_s: Mapping[str, float]
+) -> ScalingSettings:
+    """Return the settings with the minima and the shifts that apply at a local time.
+
+    `starts_s` has the time of a start by pool. A shift begins that much earlier, so that its
+    workers are ready at its first minute.
+    """
+    pools = {}
+    for name, pool in settings.pools.items():
+        soon = now + timedelta(seconds=starts_s.get(name, 0.0))
+        shifts = tuple(s for s in pool.schedule if s.covers(now) or s.covers(soon))
+        current = replace(pool, schedule=shifts)
+        pools[name] = replace(current, min=current.largest_min)
+    return replace(settings, pools=pools)
+
+
 def with_sizes(settings: ScalingSettings, sizes: Mapping[str, int]) -> ScalingSettings:
     """Return the settings with fixed sizes for the pools that operators have set.
 
@@ -70,7 +88,7 @@ def with_sizes(settings: ScalingSettings, sizes: Mapping[str, int]) -> ScalingSe
         budget = sum(claim.target for claim in claims.values())
     held = divide(budget, budget, claims)
     pools = {
-        name: replace(pool, min=held[name], max=held[name]) if name in sizes else pool
+        name: replace(pool, min=held[name], max=held[name], schedule=()) if name in sizes else pool
         for name, pool in settings.pools.items()
     }
     return ScalingSettings(pools, settings.edges, settings.budget)

@@ -1,4 +1,4 @@
-"""State of the policy between two looks, as values that it gets and returns. Pure."""
+"""State of the policy between two looks, and the delay that it learns. Pure."""
 
 from collections.abc import Mapping
 from itertools import takewhile
@@ -9,8 +9,20 @@ from shared.scaling.pools import PoolFigures, PoolSettings
 
 RETRY_S = 60.0
 """Time after a given up start in which a pool requests no further worker."""
-MAX_HOLD = 16
-"""Limit on the time for which a pool stays large, in multiples of `idle_s`."""
+IDLE_S = 60.0
+"""Least default of `idle_s`."""
+STARTS_PER_IDLE = 3
+"""Default of `idle_s`, in measured starts, if that is longer."""
+START_PRICE = 8.0
+"""Price of a start in idle time, in multiples of its duration: clients wait for a start."""
+IDLE_PRICE = 2.0
+"""Least price of a start, in multiples of `idle_s`."""
+MARGIN = 1.25
+"""Learned delay, in multiples of the interval that it bridges."""
+NUM_GAPS = 16
+"""Number of intervals from which the delay is learned."""
+NEWEST_START = 0.5
+"""Weight of the newest start in the measured time of a start."""
 
 
 class Peak(Struct, frozen=True):
@@ -27,32 +39,78 @@ class GivenUp(Struct, frozen=True):
     at_s: float
 
 
-class Hold(Struct, frozen=True):
-    """Time for which a pool keeps its maximum size, and the events that it depends on."""
+class Learned(Struct, frozen=True, omit_defaults=True):
+    """Measurements of a pool that outlive a leader."""
 
-    for_s: float
-    has_shrunk: bool = False
-    """Whether the pool has stopped workers since it last grew."""
-    regrown_s: float = 0.0
-    """Time when the pool last had to grow again after it had shrunk."""
+    cold_start_s: float = 0.0
+    """Time of a start; 0 before the first one."""
+    gaps_s: tuple[float, ...] = ()
+    """Last intervals after which the pool had to grow by a quarter, since it last needed that
+    size."""
 
 
 class PoolMemory(Struct, frozen=True):
     """State of one pool between two looks."""
 
+    target: int | None = None
+    """Target of the last decision, which reports may not show yet; None before the first look."""
     peaks: tuple[Peak, ...] = ()
-    """Needs within the time of `hold`, the oldest first, without needs below a later one."""
-    demanded_s: float = 0.0
-    """Time when the pool last had work."""
+    """Needs in the longest time that a delay may bridge, without needs below a later one."""
+    has_shrunk: bool = False
+    """Whether the target has fallen since the last interval was learned."""
+    learned: Learned = Learned()
     given_up: tuple[GivenUp, ...] = ()
-    hold: Hold = Hold(0.0)
-    target: int = 0
-    """Target of the last decision."""
     num_used: int = 0
     """Part of the budget that the pool used at the last look."""
 
 
 Memory = Mapping[str, PoolMemory]
+
+
+class Delay(Struct, frozen=True):
+    """Time for which a pool keeps its largest need, and the longest time that it may learn."""
+
+    for_s: float
+    longest_s: float
+
+
+def delay_of(pool: PoolSettings, learned: Learned) -> Delay:
+    """Return the delay that would have cost least for the last intervals, and at least `idle_s`.
+
+    During an interval, a kept worker costs its time. A worker that was stopped too early costs the
+    time until then and the price of a start.
+    """
+    least_s = pool.idle_s
+    if least_s is None:
+        least_s = max(IDLE_S, STARTS_PER_IDLE * learned.cold_start_s)
+    price_s = max(START_PRICE * learned.cold_start_s, IDLE_PRICE * least_s)
+    delays_s = sorted(max(least_s, MARGIN * gap) for gap in learned.gaps_s)
+
+    def cost_s(delay_s: float) -> float:
+        return sum(gap if gap <= delay_s else delay_s + price_s for gap in learned.gaps_s)
+
+    return Delay(min([least_s, *delays_s], key=cost_s), MARGIN * (least_s + price_s))
+
+
+def with_starts(learned: Learned, figures: PoolFigures) -> Learned:
+    """Add the starts that have ended to the measured time of a start."""
+    cold_s = learned.cold_start_s
+    for start_s in figures.cold_starts_s:
+        cold_s += (start_s - cold_s) * (NEWEST_START if cold_s else 1.0)
+    return Learned(cold_s, learned.gaps_s)
+
+
+def with_growth(memory: PoolMemory, now_s: float, want: int, longest_s: float) -> Learned:
+    """Return the measurements with the time since the pool last needed `want` workers.
+
+    They are unchanged if it has not shrunk since it last had to grow.
+    """
+    learned = memory.learned
+    if not memory.has_shrunk:
+        return learned
+    times_s = [peak.at_s for peak in memory.peaks if peak.num_workers >= want]
+    gap_s = min(now_s - times_s[-1], longest_s) if times_s else longest_s
+    return Learned(learned.cold_start_s, (*learned.gaps_s, gap_s)[-NUM_GAPS:])
 
 
 def with_want(peaks: tuple[Peak, ...], now_s: float, want: int, keep_s: float) -> tuple[Peak, ...]:
@@ -78,22 +136,3 @@ def with_given_up(
 def is_blocked(given_up: tuple[GivenUp, ...], now_s: float) -> bool:
     """Return whether a start was given up within the last RETRY_S, so that none is requested."""
     return any(now_s < start.at_s + RETRY_S for start in given_up)
-
-
-def with_growth(hold: Hold, now_s: float, idle_s: float) -> Hold:
-    """Double the time of `hold` if the pool has shrunk before, because it has shrunk too early.
-
-    Without this, the size of a pool could oscillate under a constant load, if its workers compute
-    more or fewer tasks at a time than `per_engine`: each size changes the queue, and the queue
-    changes the size.
-    """
-    if not hold.has_shrunk:
-        return hold
-    return Hold(min(2 * hold.for_s, MAX_HOLD * idle_s), False, now_s)
-
-
-def relaxed(hold: Hold, now_s: float, is_silent: bool, idle_s: float) -> Hold:
-    """Reset the time of `hold` to `idle_s` after silence, or a long time without new growth."""
-    if is_silent or now_s - hold.regrown_s > 2 * MAX_HOLD * idle_s:
-        return Hold(idle_s, hold.has_shrunk and not is_silent, now_s)
-    return hold

@@ -9,13 +9,25 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from shared.errors import ConfigError
+from shared.scaling.schedule import Shift
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+PositiveSeconds = Annotated[float, Meta(gt=0)]
 
 Reason = Literal[
-    "demand", "oldest", "woken", "idle", "pinned", "min", "max", "budget", "given_up", "no_figures"
+    "demand",
+    "tokens",
+    "oldest",
+    "woken",
+    "idle",
+    "pinned",
+    "min",
+    "max",
+    "budget",
+    "given_up",
+    "no_figures",
 ]
 
 
@@ -37,19 +49,32 @@ class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum number of workers."""
     per_engine: Positive = 16
     """Number of tasks, queued or in flight, for which the pool needs one worker."""
-    oldest_s: Seconds = 2.0
-    """Age of the oldest waiting task beyond which the pool grows by a quarter."""
-    idle_s: Seconds = 60.0
-    """Time for which the pool keeps its largest needed size before it shrinks."""
+    ttft_target_s: PositiveSeconds = 2.0
+    """Target for the time to the first token. The pool grows so that its workers compute the
+    waiting prompt tokens within this time, and by a quarter while a task waits for longer."""
+    idle_s: Seconds | None = None
+    """Least time for which the pool keeps its largest needed size before it shrinks; by default
+    60 s, or three times the measured start of a worker if that is longer. The autoscaler extends
+    it after intervals between requests that were a little longer."""
     start_timeout_s: Seconds = 300.0
     """Time after which a worker that is not ready is given up."""
     priority: int = 0
     """Pools with a higher priority get workers first if the budget is too small for all."""
+    schedule: tuple[Shift, ...] = ()
+    """Hours of the week with a higher minimum, in the time zone `scale.timezone`. Workers start as
+    much earlier as a start takes, so that they are ready at the first minute."""
 
     def __post_init__(self) -> None:
+        # For a ValueError, msgspec adds the pool's path in the file.
         if self.min > self.max:
-            # For a ValueError, msgspec adds the pool's path in the file.
             raise ValueError(f"min: {self.min} is more than max, {self.max}")
+        if self.largest_min > self.max:
+            raise ValueError(f"schedule: min: {self.largest_min} is more than max, {self.max}")
+
+    @property
+    def largest_min(self) -> int:
+        """Minimum at the busiest hour of the week."""
+        return max([self.min, *(shift.min for shift in self.schedule)])
 
 
 class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +87,7 @@ class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the workers of all pools together; None without a limit."""
 
     def __post_init__(self) -> None:
-        num_min = sum(pool.min for pool in self.pools.values())
+        num_min = sum(pool.largest_min for pool in self.pools.values())
         if self.budget is not None and num_min > self.budget:
             message = f"budget: {self.budget} is less than the pools' min together, {num_min}"
             raise ConfigError(message, field="budget")
@@ -70,6 +95,30 @@ class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
             for name in edge:
                 if name not in self.pools:
                     raise ConfigError(f"edges: no pool {name!r}", field="edges")
+
+
+class PromptFigures(Struct, frozen=True):
+    """Prompt tokens of a pool's tasks, and the speed of its workers."""
+
+    waiting: float
+    """Tokens of the prompts that no worker has computed yet."""
+    arriving: float
+    """Tokens of the prompts that arrive in a second."""
+    speed: float
+    """Tokens that one worker computes in a second; more than 0."""
+
+
+class WorkFigures(Struct, frozen=True):
+    """Measured work of a pool's tasks."""
+
+    arriving: float
+    """Number of tasks that arrive in a second."""
+    task_s: float
+    """Mean time of a task in a worker, such as the time of a whole answer; more than 0."""
+    num_ended: int = 0
+    """Tasks that have ended since the last look. Queues may never have shown them."""
+    prompts: PromptFigures | None = None
+    """None for workers that compute no prompts, and while their speed is unknown."""
 
 
 class PoolFigures(Struct, frozen=True):
@@ -82,7 +131,7 @@ class PoolFigures(Struct, frozen=True):
     oldest_s: float
     """Age of the oldest pending task; 0 if there is none."""
     num_running: int
-    """Number of workers that are ready and do not drain."""
+    """Number of the actuator's workers that are ready and do not drain."""
     starting: Mapping[str, float] = {}
     """Workers that are not ready yet, with the seconds since they were requested."""
     num_pinned: int = 0
@@ -91,21 +140,30 @@ class PoolFigures(Struct, frozen=True):
     """Number of draining workers, which still use the budget."""
     num_arrived: int = 0
     """Number of requests for the pool's model since the last look."""
+    num_others: int = 0
+    """Number of ready workers that the actuator has not started. They reduce the need."""
+    cold_starts_s: tuple[float, ...] = ()
+    """Durations of the starts that have ended since the last look."""
+    work: WorkFigures | None = None
+    """None before the first task has ended."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that are queued or in flight, or have ended since the last look."""
+        return self.pending + self.in_flight + (self.work.num_ended if self.work else 0)
 
 
 class PoolDecision(Struct, frozen=True):
     """Decision on one pool, with its reason."""
 
     target: int
-    """Number of workers that the pool will have, once it may start the missing ones."""
-    start: int
-    """Number of workers to request now; 0 for some time after a start was given up."""
-    stop: int
-    """Number of workers to drain now, see `choose_victims`."""
+    """Number of workers that the actuator is to have now, without draining ones."""
     give_up: tuple[str, ...]
     """Starting workers that are not waited for any longer."""
     reason: Reason
     """Rule that has decided `target`."""
+    delay_s: float = 0.0
+    """Time for which the pool keeps its largest need."""
 
 
 class WorkerLoad(Struct, frozen=True):

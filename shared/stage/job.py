@@ -19,7 +19,7 @@ from shared.config.schema import DeliveryConfig
 from shared.errors import DeadlineExceeded, PagemillError, Unavailable, UnsupportedVersion
 from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import AttemptRecord, decode_attempt
+from shared.protocol.messages import TASKS, TASKS_S, AttemptRecord, decode_attempt
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.records import StageSpan
 from shared.protocol.subjects import RequestPlace
@@ -143,6 +143,12 @@ class StageCounters:
         self._metrics = metrics
         # Alerts need the rates of these, which a series that begins with its first count lacks.
         metrics.counter("request_errors_total", code=DeadlineExceeded.code)
+        self._num_tasks = 0
+        self._tasks_s = 0.0
+
+    def load(self) -> dict[str, float]:
+        """Return the number of handled tasks and the sum of their times, for heartbeats."""
+        return {TASKS: self._num_tasks, TASKS_S: self._tasks_s} if self._num_tasks else {}
 
     def arrived(self, job: Job) -> None:
         metrics = self._metrics_of(job)
@@ -155,6 +161,8 @@ class StageCounters:
 
     def handled(self, job: Job) -> None:
         took_s = (self._bus.now_ms() - job.received_ms) / 1000
+        self._num_tasks += 1
+        self._tasks_s += took_s
         self._metrics_of(job).histogram("stage_handling_seconds").observe(took_s)
 
     def retried(self, job: Job, cause: PagemillError) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -265,7 +266,9 @@ class Context:
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            reported = load() | ({"refused": 1.0} if self.bus.queues.outages.is_open else {})
+            reported = load() | self.stage.counters.load()
+            if self.bus.queues.outages.is_open:
+                reported["refused"] = 1.0
             if self._blobs is not None:
                 reported |= self._blobs.load()
             beat = Heartbeat(
@@ -282,6 +285,7 @@ class Context:
                 reads=readable(),
                 host=host_id(),
                 pool=self.pool or "",
+                hostname=socket.gethostname(),
             )
             try:
                 await self.bus.heartbeats.publish(self.worker, to_json(beat))

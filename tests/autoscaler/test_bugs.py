@@ -61,9 +61,9 @@ async def a_missing_queue_stops_no_worker() -> None:
     missing = {key: queue for key, queue in busy.items() if key != ("engine", "demo", "batch")}
     memory: Memory = {}
     decision, memory = _decide(Look(busy, workers, {}), memory, 0.0)
-    assert (decision.target, decision.stop) == (1, 0)
+    assert decision.target == 1
     decision, _ = _decide(Look(missing, workers, {}), memory, LONG_S)
-    assert (decision.target, decision.stop, decision.reason) == (1, 0, "no_figures")
+    assert (decision.target, decision.reason) == (1, "no_figures")
 
 
 async def a_silent_worker_is_not_given_up() -> None:

@@ -32,11 +32,11 @@ def queues(stage: str, *lanes: Queue) -> dict[tuple[str, str, str], Queue]:
 
 def test_both_lanes_count_and_workers_are_those_that_are_ready() -> None:
     engines = Workers(
-        (WorkerLoad("1"), WorkerLoad("2", 0, 5)), {"3": 4.0}, 1, (WorkerLoad("engine-9"),)
+        (WorkerLoad("1"), WorkerLoad("2", 0, 5)), {"3": 4.0}, 1, (WorkerLoad("engine-9"),), (4.5,)
     )
     read = queues("engine", Queue(3, 1, 2.5), Queue(2, 4, 7.0)) | queues("encoder", EMPTY, EMPTY)
     assert figures_of(POOLS, look(read, engines), Counter()) == {
-        ENGINE: PoolFigures(5, 5, 7.0, 3, {"3": 4.0}, 1, 1, 0),
+        ENGINE: PoolFigures(5, 5, 7.0, 2, {"3": 4.0}, 1, 1, 0, num_others=1, cold_starts_s=(4.5,)),
         ENCODER: PoolFigures(0, 0, 0.0, 0),
     }
 

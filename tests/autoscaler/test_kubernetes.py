@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class ApiServer:
         self.answer: Response | None = None
         self.tokens = {TOKEN}
         self.patched: list[dict[str, Any]] = []
+        self.costs: dict[str, str] = {}
+        """Deletion cost of each pod, empty if it has none."""
         self.forbidden = ("", "")
         """Method and Deployment that the service account has no right to."""
 
@@ -72,10 +74,29 @@ class ApiServer:
             }
         )
 
+    async def list_pods(self, request: Request) -> Response:
+        if self.forbidden == ("LIST", "pods"):
+            return JSONResponse({"kind": "Status", "code": 403}, 403)
+        assert request.query_params["labelSelector"] == "app=a"
+        items = [{"metadata": {"name": name}} for name in self.costs]
+        return JSONResponse({"kind": "PodList", "items": items})
+
+    async def patch_pod(self, request: Request) -> Response:
+        annotations = (await request.json())["metadata"]["annotations"]
+        name = "controller.kubernetes.io/pod-deletion-cost"
+        self.costs[request.path_params["name"]] = annotations[name]
+        return JSONResponse({"kind": "Pod"})
+
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         path = "/apis/apps/v1/namespaces/{namespace}/deployments/{name}/scale"
-        app = Starlette(routes=[Route(path, self.handle, methods=["GET", "PATCH"])])
+        pods = "/api/v1/namespaces/here/pods"
+        routes = [
+            Route(path, self.handle, methods=["GET", "PATCH"]),
+            Route(pods, self.list_pods),
+            Route(f"{pods}/{{name}}", self.patch_pod, methods=["PATCH"]),
+        ]
+        app = Starlette(routes=routes)
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         listener = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.create_task(server.serve([listener]))
@@ -104,12 +125,52 @@ def pools() -> Pools:
     return pools_of(parse_config(CONFIG, {}, "test"))
 
 
+async def no_heartbeats() -> list[Heartbeat]:
+    return []
+
+
+async def shrink(
+    api: ScaleApi, there: ApiServer, read: Callable[[], Awaitable[list[Heartbeat]]]
+) -> None:
+    there.sizes["engine-a"] = there.pods["engine-a"] = 3
+    there.costs = dict.fromkeys(("engine-a-x", "engine-a-y", "engine-a-z"), "")
+    actuator = KubernetesPools(api, pools(), read)
+    await actuator.read()
+    actuator.wanted("engine/a", 1)
+    await actuator.read()
+    assert there.sizes["engine-a"] == 1
+
+
+async def test_the_least_loaded_pods_end_first(
+    api: ScaleApi, server: tuple[ApiServer, str]
+) -> None:
+    async def heartbeats() -> list[Heartbeat]:
+        loads = {"engine-a-x": {"held": 7.0}, "engine-a-y": {"held": 1.0, "arena_pinned": 2.0}}
+        return [
+            Heartbeat("engine", name, "1", 1, ["a"], load, hostname=name)
+            for name, load in loads.items()
+        ]
+
+    await shrink(api, server[0], heartbeats)
+    assert server[0].costs == {"engine-a-x": "7", "engine-a-y": "1000001", "engine-a-z": "0"}
+
+
+async def test_a_pool_shrinks_also_without_the_right_to_choose_pods(
+    api: ScaleApi, server: tuple[ApiServer, str]
+) -> None:
+    server[0].forbidden = ("LIST", "pods")
+    with structlog.testing.capture_logs() as lines:
+        await shrink(api, server[0], no_heartbeats)
+    (line,) = (line for line in lines if line["event"] == "pods_not_chosen")
+    assert "list pods in namespace 'here': the service account has no such right" in line["reason"]
+
+
 def slots(actuator: KubernetesPools, pool: str) -> list[tuple[int, bool]]:
     return [(slot.slot % MAX_SLOTS, slot.draining) for slot in actuator.running(pool)]
 
 
 async def test_sizes_are_read_and_set(api: ScaleApi, server: tuple[ApiServer, str]) -> None:
-    there, actuator = server[0], KubernetesPools(api, pools())
+    there, actuator = server[0], KubernetesPools(api, pools(), no_heartbeats)
     await actuator.read()
     assert actuator.pools() == ["engine/a", "encoder/a"]
     assert slots(actuator, "engine/a") == []
@@ -132,7 +193,7 @@ async def test_a_size_that_was_set_is_not_set_again_after_another_has_changed_it
     api: ScaleApi, server: tuple[ApiServer, str]
 ) -> None:
     """This actuator may have lost the broker, and another one acts."""
-    there, actuator = server[0], KubernetesPools(api, pools())
+    there, actuator = server[0], KubernetesPools(api, pools(), no_heartbeats)
     await actuator.read()
     actuator.wanted("engine/a", 3)
     await actuator.read()
@@ -207,7 +268,7 @@ async def test_answers_that_are_no_sizes(
 async def test_nothing_is_reported_while_the_sizes_are_not_known(
     api: ScaleApi, server: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actuator = KubernetesPools(api, pools())
+    actuator = KubernetesPools(api, pools(), no_heartbeats)
     with pytest.raises(Unavailable):
         actuator.running("engine/a")
     await actuator.read()
@@ -221,7 +282,7 @@ async def test_nothing_is_reported_while_the_sizes_are_not_known(
 async def test_a_missing_deployment_concerns_its_own_pool_and_is_logged_once_a_minute(
     api: ScaleApi, server: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, actuator = server[0], KubernetesPools(api, pools())
+    there, actuator = server[0], KubernetesPools(api, pools(), no_heartbeats)
     del there.sizes["engine-a"]
     with structlog.testing.capture_logs() as lines:
         await actuator.check()
@@ -246,7 +307,7 @@ async def test_a_missing_deployment_concerns_its_own_pool_and_is_logged_once_a_m
 async def test_a_missing_right_names_the_verb_and_the_pool(
     api: ScaleApi, server: tuple[ApiServer, str]
 ) -> None:
-    there, actuator = server[0], KubernetesPools(api, pools())
+    there, actuator = server[0], KubernetesPools(api, pools(), no_heartbeats)
     there.forbidden = ("PATCH", "engine-a")
     await actuator.check()
     for pool in actuator.pools():
@@ -269,7 +330,7 @@ async def test_an_api_server_that_is_away(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="get deployments/scale 'engine-a'"):
         await api.get("engine-a")
     with pytest.raises(Unavailable, match="get deployments/scale 'engine-a'"):
-        await KubernetesPools(api, pools()).check()
+        await KubernetesPools(api, pools(), no_heartbeats).check()
     await api.close()
 
 

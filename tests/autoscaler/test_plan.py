@@ -19,19 +19,13 @@ SEEN = PoolFigures(0, 0, 0.0, 3)
 
 def test_victims_are_the_least_loaded_without_payloads() -> None:
     ready = (WorkerLoad("1", 0, 2), WorkerLoad("2", 5), WorkerLoad("3", 1))
-    plan = plan_of(PoolDecision(1, 0, 2, (), "idle"), SEEN, Workers(ready, {"4": 1.0}), "a")
-    assert (plan.wanted, plan.drain) == (1, [3, 4])
-
-
-def test_workers_that_others_have_started_are_not_asked_for() -> None:
-    workers = Workers((WorkerLoad("1"),), others=(WorkerLoad("engine-9"),))
-    assert plan_of(PoolDecision(3, 1, 0, (), "demand"), SEEN, workers, "a").wanted == 2
-    assert plan_of(PoolDecision(0, 0, 2, (), "demand"), SEEN, workers, "a").wanted == 0
+    plan = plan_of(PoolDecision(2, (), "idle"), SEEN, Workers(ready, {"4": 1.0}), "a")
+    assert (plan.wanted, plan.drain) == (2, [3, 4])
 
 
 def test_a_start_that_is_given_up_is_no_victim_and_no_start() -> None:
     workers = Workers(starting={"4": 301.0, "5": 1.0})
-    plan = plan_of(PoolDecision(1, 0, 0, ("4",), "demand"), SEEN, workers, "a")
+    plan = plan_of(PoolDecision(1, ("4",), "demand"), SEEN, workers, "a")
     assert (plan.give_up, plan.drain, plan.starting, plan.starting_s) == ([4], [], 1, 1.0)
 
 

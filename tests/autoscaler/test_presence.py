@@ -71,6 +71,15 @@ def test_slots_without_processes_are_a_number_of_workers() -> None:
     assert [len(workers.ready), len(workers.starting), len(workers.others)] == [2, 1, 0]
 
 
+def test_a_worker_outside_of_the_pods_is_another() -> None:
+    pods = PoolReport(ENGINE, "kubernetes", "", [WorkerSlot(0), WorkerSlot(1)])
+    pod = msgspec.structs.replace(beat(7), hostname=f"{POOL.deployment}-5d4f-x2")
+    other = msgspec.structs.replace(beat(8), hostname="workstation")
+    workers = Presence(POOL).look(pods, [pod, other], 0.0)
+    assert [len(workers.ready), len(workers.starting)] == [1, 1]
+    assert [load.name for load in workers.others] == ["engine-8"]
+
+
 def test_workers_that_drain_or_were_started_by_hand_are_distinguished() -> None:
     slots = report([WorkerSlot(1, 10), WorkerSlot(2, 20, draining=True)])
     beats = [beat(10), beat(20), beat(30), beat(10, host="there"), beat(40, role="encoder")]

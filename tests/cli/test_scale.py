@@ -37,7 +37,9 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 async def led(bus: Bus) -> None:
     await bus.purge(subjects.SCALE_STREAM, ">")
-    plan = ScalePlan("autoscaler-1", {"engine/demo": PoolPlan(0, reason="demand")})
+    plan = ScalePlan(
+        "autoscaler-1", {"engine/demo": PoolPlan(0, reason="demand", why="0 workers for 0 tasks")}
+    )
     await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
 
 
@@ -68,7 +70,9 @@ async def test_orders_are_merged_until_they_are_released(
         options = {"pause": paused is True, "resume": paused is False}
         await scale(*sizes, **options, config=config, nats=broker.url)
         assert await scale_state.read_orders(bus) == expected
-    assert "at zero" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "at zero" in output
+    assert "\n  0 workers for 0 tasks\n" in output
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ops.simulate.engine import Cost, Engine, Request
-from ops.simulate.loads import LOADS, bursty_chat
+from ops.simulate.loads import LOADS, bursts, bursty_chat, recorded
 from ops.simulate.report import ROUTERS, SCALERS, run_router, run_scaler
 from ops.simulate.routers import SharedQueue, slot_of
 from ops.simulate.simulation import Figures, Simulation, quantile
@@ -15,8 +15,10 @@ EXPECTED: dict[str, tuple[float, float, float, int]] = {
     "slots": (0.023, 0.17, 0.6883, 502),
 }
 EXPECTED_SCALED: dict[str, tuple[float, float, int]] = {
-    "own policy": (30.687, 0.739, 32),
-    "KEDA": (42.257, 2.316, 32),
+    "own policy": (0.045, 1.671, 17),
+    "KEDA": (0.046, 2.323, 17),
+    "KEDA, 5 s and 120 s": (0.049, 1.443, 18),
+    "oracle": (0.042, 0.482, 19),
 }
 
 
@@ -34,9 +36,10 @@ def test_sixteen_engines_have_exactly_these_figures(router: str) -> None:
 
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_a_scaled_pool_has_exactly_these_figures(scaler: str) -> None:
-    figures = run_scaler(scaler, 5000, 16, seed=1)
-    assert figures.num_ended == 5000
-    values = quantile(figures.ttft_s, 0.5), round(figures.engine_s / 5000, 3), figures.num_started
+    requests = bursts(3000, 20.0, seed=1, gap_s=100.0)
+    figures = run_scaler(scaler, requests, 16)
+    assert figures.num_ended == 3000
+    values = quantile(figures.ttft_s, 0.5), round(figures.engine_s / 3000, 3), figures.num_started
     assert values == EXPECTED_SCALED[scaler]
 
 
@@ -52,6 +55,19 @@ def test_every_request_is_answered_and_nothing_is_left(router: str, load: str) -
     for engine in simulation.engines:
         assert (engine.context, engine.todo, engine.queued, engine.num_held) == (0, 0, 0, 0)
         assert engine.cached == sum(engine.cache.values()) <= engine.cost.kv_tokens
+
+
+def test_a_log_is_a_load() -> None:
+    lines = [
+        '{"event": "finished", "timestamp": "2026-11-28T03:00:09Z", "age_ms": 2000.0,'
+        ' "prompt_tokens": 700, "generated_tokens": 20}\n',
+        '{"event": "began", "timestamp": "2026-11-28T03:00:01Z", "prompt_tokens": 5}\n',
+        "ready\n",
+        '{"event": "finished", "timestamp": "2026-11-28T03:00:06.5Z", "age_ms": 4500.0,'
+        ' "prompt_tokens": 30, "generated_tokens": 0}\n',
+    ]
+    requests = recorded(lines)
+    assert [(r.arrived_s, r.prompt, r.answer) for r in requests] == [(0.0, 30, 1), (5.0, 700, 20)]
 
 
 def test_a_lone_request_takes_what_the_cost_says() -> None:

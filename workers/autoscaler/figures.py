@@ -45,6 +45,7 @@ class Look(Struct, frozen=True):
     """By pool, without the pools that no actuator has reported."""
     actuators: Mapping[str, str]
     """Name of the actuator by pool."""
+    beats: Sequence[Heartbeat] = ()
 
 
 class Reader:
@@ -75,7 +76,7 @@ class Reader:
             _log.warning("no_figures", reason="heartbeats are missing")
             return None
         actuators = {pool: report.actuator for pool, report in reports.items()}
-        return Look(queues, self._workers(reports, beats), actuators)
+        return Look(queues, self._workers(reports, beats), actuators, beats)
 
     async def _read_reports(self) -> dict[str, PoolReport]:
         """Return the reports by pool, without the pools that no actuator has reported lately."""
@@ -179,14 +180,15 @@ def _figures_of(pool: Pool, look: Look, before: Counter[str]) -> PoolFigures | N
         return None
     queues = [look.queues[key] for key in keys]
     workers = look.workers[pool.name]
-    ready = (*workers.ready, *workers.others)
     return PoolFigures(
         pending=sum(queue.pending for queue in queues),
         in_flight=sum(queue.in_flight for queue in queues),
         oldest_s=max(queue.oldest_s for queue in queues),
-        num_running=len(ready),
+        num_running=len(workers.ready),
         starting=workers.starting,
-        num_pinned=sum(worker.num_pinned > 0 for worker in ready),
+        num_pinned=sum(worker.num_pinned > 0 for worker in workers.ready),
         num_draining=workers.num_draining,
         num_arrived=sum(before[model] for model in pool.models),
+        num_others=len(workers.others),
+        cold_starts_s=workers.cold_starts_s,
     )

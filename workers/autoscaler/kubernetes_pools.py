@@ -1,24 +1,30 @@
 """Actuator for Kubernetes: pools are Deployments, whose pods the API server starts and stops.
 
-The cluster chooses the pod that ends when a pool shrinks. The pod drains, like any other.
+Before a pool shrinks, its pods get deletion costs, so that the cluster ends the least loaded ones.
+They drain, like any other worker.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
 from shared.errors import ConfigError, PagemillError, Unavailable
-from shared.protocol.messages import WorkerSlot
+from shared.protocol.messages import Heartbeat, WorkerSlot
 from shared.state.scale_state import REPORT_AGE_S
 from workers.actuator import REPORT_S, Actuator
 from workers.autoscaler.kubernetes_api import Scale, ScaleApi
+from workers.autoscaler.presence import HELD, PINNED
 from workers.pools import Pools
 
 # Slots of a pool are numbered from a multiple of this.
 MAX_SLOTS = 10_000
+# More than the tasks of any worker.
+PINNED_COST = 1_000_000
 # A failure that stays the same is logged once in this time.
 REPEAT_S = 60.0
+
+ReadHeartbeats = Callable[[], Awaitable[Sequence[Heartbeat]]]
 
 _log = structlog.get_logger()
 
@@ -32,8 +38,9 @@ class KubernetesPools(Actuator):
 
     host = ""
 
-    def __init__(self, api: ScaleApi, pools: Pools) -> None:
+    def __init__(self, api: ScaleApi, pools: Pools, heartbeats: ReadHeartbeats) -> None:
         self._api = api
+        self._read_heartbeats = heartbeats
         self._names = {name: pool.deployment for name, pool in pools.by_name.items()}
         self._first_slots = {name: n * MAX_SLOTS for n, name in enumerate(self._names)}
         self._scales: dict[str, Scale] = {}
@@ -117,12 +124,36 @@ class KubernetesPools(Actuator):
     async def _change(self, pool: str) -> None:
         name, scale = self._names[pool], self._scales[pool]
         count = self._wanted.pop(pool, scale.wanted)
+        if count < scale.wanted:
+            await self._set_costs(pool, scale)
         if count != scale.wanted:
             # None if another client has changed the size meanwhile. The next read gets it.
             changed = await self._api.set(name, scale, count)
             _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
             self._scales[pool] = changed or scale
 
+    async def _set_costs(self, pool: str, scale: Scale) -> None:
+        """Set the deletion costs of a pool's pods. A failure must not keep the pool large."""
+        try:
+            pods = await self._api.pods(scale)
+            for pod, cost in deletion_costs(pods, await self._read_heartbeats()).items():
+                await self._api.set_deletion_cost(pod, cost)
+        except PagemillError as error:
+            _log.warning("pods_not_chosen", pool=pool, code=error.code, reason=error.message)
+
     def _is_known(self, pool: str) -> bool:
         read_s = self._read_s.get(pool)
         return read_s is not None and asyncio.get_running_loop().time() - read_s <= REPORT_AGE_S
+
+
+def deletion_costs(pods: Sequence[str], heartbeats: Sequence[Heartbeat]) -> dict[str, int]:
+    """Return the cost of each pod: its tasks in flight, and more with payloads to fetch.
+
+    A pod without a heartbeat has not begun any task.
+    """
+    loads = {beat.hostname: beat.load for beat in heartbeats}
+    costs = {}
+    for pod in pods:
+        load = loads.get(pod, {})
+        costs[pod] = int(load.get(HELD, 0)) + PINNED_COST * bool(load.get(PINNED))
+    return costs

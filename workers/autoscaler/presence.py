@@ -48,7 +48,7 @@ class Presence:
         """Return the pool's workers."""
         slots = report.slots
         self._forget_all_but(slots)
-        own = [beat for beat in beats if _serves(beat, self._pool)]
+        own = [beat for beat in beats if serves(beat, self._pool)]
         processes = {slot.slot: (slot.slot, slot.pid) for slot in slots}
         living = {None, *processes.values()}
         current = [beat for beat in own if self._known.get(beat.worker) in living]
@@ -61,8 +61,10 @@ class Presence:
         if report.host:
             by_slot, others = certain, self._find_others(rest, slots)
         else:
-            # Without a host, the actuator's workers cannot be distinguished from others.
-            by_slot, others = _by_number(slots, rest), ()
+            # Slots of pods are only numbers, so any heartbeat of a pod fits any slot.
+            pods = [beat for beat in rest if _is_pod(beat, self._pool)]
+            by_slot = _by_number(slots, pods)
+            others = tuple(_load(beat.worker, beat) for beat in rest if beat not in pods)
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
             if slot.draining:
@@ -107,12 +109,18 @@ class Presence:
         return load or self._ready.get(key)
 
 
-def _serves(beat: Heartbeat, pool: Pool) -> bool:
+def serves(beat: Heartbeat, pool: Pool) -> bool:
+    """Return whether the worker belongs to the pool, by its stage and models."""
     stage = beat.stage or beat.role
     served = (pool.spec.role, pool.stage, pool.spec.pool or "")
     return (beat.role, stage, beat.pool) == served and (
         pool.spec.model is None or pool.spec.model in beat.models
     )
+
+
+def _is_pod(beat: Heartbeat, pool: Pool) -> bool:
+    """Return whether the worker runs in a pod of the pool's Deployment, by the name of the pod."""
+    return not beat.hostname or beat.hostname.startswith(f"{pool.deployment}-")
 
 
 def _by_process(
@@ -124,7 +132,7 @@ def _by_process(
 
 
 def _by_number(slots: Iterable[WorkerSlot], beats: Iterable[Heartbeat]) -> dict[int, Heartbeat]:
-    """Return heartbeats by slot, for slots that are only numbers: any heartbeat fits any slot."""
+    """Return heartbeats by slot, for slots that are only numbers."""
     return dict(zip((slot.slot for slot in slots), beats, strict=False))
 
 

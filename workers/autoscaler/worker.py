@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 
 from msgspec.structs import replace
 
@@ -16,8 +17,9 @@ from shared.errors import ConfigError, PagemillError
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
-from shared.scaling.budget import with_sizes
-from shared.scaling.memory import Memory
+from shared.scaling.budget import with_schedule, with_sizes
+from shared.scaling.explain import explain
+from shared.scaling.memory import Memory, PoolMemory
 from shared.scaling.policy import decide
 from shared.scaling.pools import PoolDecision, PoolFigures, WorkerLoad, choose_victims
 from shared.stage.runtime import Context
@@ -28,6 +30,7 @@ from workers.autoscaler.kubernetes_api import ScaleApi
 from workers.autoscaler.kubernetes_pools import KubernetesPools
 from workers.autoscaler.lease import LEASE_S, RENEW_S, Lease
 from workers.autoscaler.presence import Workers
+from workers.autoscaler.work_meter import WorkMeter
 from workers.pools import Pools, pools_of
 
 LOOK_S = 1.0
@@ -47,7 +50,7 @@ async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitSt
     """Start the actuator. Raises ConfigError if it is not permitted to read the pools' workers."""
     api = ScaleApi.in_cluster()
     stack.push_async_callback(api.close)
-    actuator = KubernetesPools(api, pools)
+    actuator = KubernetesPools(api, pools, context.bus.heartbeats.read)
     await actuator.check()
     tasks = TaskSet()
     for work in (actuator.serve(), follow_plan(context.bus, actuator)):
@@ -60,7 +63,9 @@ class Autoscaler:
         self._pools = pools
         self._lease = Lease(context.bus, context.worker)
         self._reader = Reader(context.bus, context.worker, pools)
-        self._memory: Memory = {}
+        self._meter = WorkMeter(pools)
+        self._memory: Memory | None = None
+        """None before the first look as the leader."""
         self._arrivals = Counter[str]()
         self._wakes = asyncio.Event()
         self._listening: dict[str, Callable[[], Awaitable[None]]] = {}
@@ -102,7 +107,7 @@ class Autoscaler:
         """Take the lead if it is free."""
         if not await self._lease.take():
             return False
-        self._memory = {}
+        self._memory, self._meter = None, WorkMeter(self._pools)
         self._reader = Reader(self._context.bus, self._context.worker, self._pools)
         self._context.log.info("leads")
         return True
@@ -137,16 +142,21 @@ class Autoscaler:
             await self._listen(self._models_at_zero(look))
 
     def _plan(self, look: Look, orders: ScaleOrders, arrivals: Counter[str]) -> ScalePlan:
-        figures = figures_of(self._pools, look, arrivals)
         now_s = asyncio.get_running_loop().time()
-        settings = with_sizes(self._pools.scaling, orders.workers)
-        decisions, self._memory = decide(settings, figures, self._memory, now_s)
+        figures = self._meter.look(figures_of(self._pools, look, arrivals), look.beats, now_s)
         before = self._lease.plan.pools
+        memory = restored(self._lease.plan, look) if self._memory is None else self._memory
+        now = datetime.fromtimestamp(self._context.bus.now_ms() / 1000, self._pools.timezone)
+        starts_s = {name: pool.learned.cold_start_s for name, pool in memory.items()}
+        settings = with_sizes(with_schedule(self._pools.scaling, now, starts_s), orders.workers)
+        decisions, self._memory = decide(settings, figures, memory, now_s)
         pools = {name: before[name] for name in self._pools.by_name if name in before}
         for name, decision in decisions.items():
             if (pool_figures := figures[name]) is not None:
-                workers = look.workers[name]
-                pools[name] = plan_of(decision, pool_figures, workers, look.actuators[name])
+                workers, learned = look.workers[name], self._memory[name].learned
+                plan = plan_of(decision, pool_figures, workers, look.actuators[name])
+                why = explain(settings.pools[name], pool_figures, decision, learned)
+                pools[name] = replace(plan, why=why, learned=learned)
                 self._record_decision(name, before.get(name), pools[name], workers)
         return ScalePlan(self._context.worker, pools)
 
@@ -210,17 +220,15 @@ def _is_empty(look: Look, pool: str) -> bool:
 def plan_of(
     decision: PoolDecision, figures: PoolFigures, workers: Workers, actuator: str
 ) -> PoolPlan:
-    """Return the plan for the pool's actuator, which may not have started all workers."""
+    """Return the plan for the pool's actuator, without its explanation."""
     starting = {name for name in workers.starting if name not in decision.give_up}
-    # An actuator fills the pool up to the target, so the target must not exceed what is to start.
-    target = min(decision.target, figures.num_running + len(starting) + decision.start)
     loads = [*workers.ready, *(WorkerLoad(name, is_ready=False) for name in starting)]
     return PoolPlan(
-        wanted=max(0, target - len(workers.others)),
-        drain=sorted(map(int, choose_victims(loads, decision.stop))),
+        wanted=decision.target,
+        drain=sorted(map(int, choose_victims(loads, len(loads) - decision.target))),
         give_up=sorted(map(int, decision.give_up)),
         reason=decision.reason,
-        running=figures.num_running,
+        running=figures.num_running + figures.num_others,
         starting=len(starting),
         starting_s=max((workers.starting[name] for name in starting), default=0.0),
         draining=figures.num_draining,
@@ -230,3 +238,17 @@ def plan_of(
         pinned=figures.num_pinned,
         actuator=actuator,
     )
+
+
+def restored(plan: ScalePlan, look: Look) -> dict[str, PoolMemory]:
+    """Return the memory of a new leader, from the plan of the last one.
+
+    The target is only known if the actuator still follows that plan.
+    """
+    return {
+        name: PoolMemory(
+            target=pool.wanted if pool.actuator == look.actuators.get(name) else None,
+            learned=pool.learned,
+        )
+        for name, pool in plan.pools.items()
+    }

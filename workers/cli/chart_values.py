@@ -64,6 +64,8 @@ def _workers(config: Config, source: str) -> Values:
             size = pool.settings
             entry |= {"min": size.min, "max": size.max, "scaled": True}
             entry |= {"perEngine": size.per_engine, "queues": queues_of(worker, pipelines)}
+            if size.schedule:
+                entry["scheduled"] = True
         else:
             number = numbers[worker]
             number = number if role_of(worker.role).one_model else max(2, number)

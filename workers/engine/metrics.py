@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from shared.bus.priorities import load_of
+from shared.protocol.messages import PROMPT_SPEED
 from shared.protocol.records import AnyRecord, TokenChunk
 from shared.telemetry.metrics import Metrics
 from workers.engine.core.engine_stats import EngineStats
@@ -23,6 +24,8 @@ class RequestTiming:
     finished_reason: str = ""
     """Finish reason of the choice that ended last."""
     prefilled: bool = False
+    num_generated: int = 0
+    """Tokens that this attempt has sampled, in all choices."""
     last_token_s: dict[int, float] = field(default_factory=dict)
     """Time of the last token of each choice."""
 
@@ -138,6 +141,7 @@ class EngineMetrics:
                 if not (num_new := len(delta.token_ids)):
                     continue
                 num_tokens += num_new
+                timing.num_generated += num_new
                 last_s = timing.last_token_s.get(delta.index)
                 timing.last_token_s[delta.index] = ended_s
                 if last_s is not None:
@@ -196,6 +200,7 @@ def heartbeat_figures(stats: EngineStats) -> dict[str, float]:
         "preemptions": stats.num_preemptions,
         "kv_waste": round(stats.kv_waste, 4),
         "encoded_items": stats.encoded_items,
+        PROMPT_SPEED: round(stats.prompt_tokens_per_s, 1),
     }
 
 

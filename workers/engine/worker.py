@@ -16,6 +16,7 @@ from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
+from shared.protocol.messages import PROMPT_TOKENS
 from shared.protocol.pipeline import ANSWER
 from shared.protocol.records import StageSpan
 from shared.protocol.task_messages import EngineBody, Task, TaskHeader
@@ -167,14 +168,19 @@ class EngineWorker:
 
     def _pull_load(self) -> float:
         """Return this engine's load, which sets the priority of its pulls from slots."""
-        num_ahead = sum(o.timing.num_prompt_tokens for o in self._requests.values() if not o.begun)
         used = self._loop.num_claimed / self._max_num_seqs
         step_tokens = self._context.config.engine.max_num_batched_tokens
-        return pull_load(self._stats, used, num_ahead, self._num_begun, step_tokens)
+        return pull_load(self._stats, used, self._num_ahead, self._num_begun, step_tokens)
+
+    @property
+    def _num_ahead(self) -> int:
+        """Prompt tokens of the requests that have no step yet."""
+        return sum(o.timing.num_prompt_tokens for o in self._requests.values() if not o.begun)
 
     def _load(self) -> dict[str, float]:
         held, opening = len(self._requests), len(self._preparing)
-        return {"held": held, "opening": opening, **heartbeat_figures(self._stats)}
+        figures = heartbeat_figures(self._stats)
+        return {"held": held, "opening": opening, PROMPT_TOKENS: self._num_ahead, **figures}
 
     # -- requests in ------------------------------------------------------------------------
 
@@ -379,6 +385,9 @@ class EngineWorker:
             request_id=opened.header.request_id,
             attempt=opened.job.delivery.attempt,
             ms=round(now_ms - opened.job.received_ms, 1),
+            age_ms=round(now_ms - opened.timing.accepted_ms, 1),
+            prompt_tokens=opened.timing.num_prompt_tokens,
+            generated_tokens=opened.timing.num_generated,
         )
 
     # -- ends from outside ------------------------------------------------------------------

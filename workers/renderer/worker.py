@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,6 +11,7 @@ from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.models.lazy_module import load_torch
 from shared.protocol import subjects
+from shared.protocol.messages import rendered_tasks, rendered_tokens
 from shared.protocol.multimodal import AUDIO, VIDEO
 from shared.protocol.pipeline import models_of
 from shared.protocol.requests import Prompt, TextPart
@@ -64,6 +66,8 @@ class RendererWorker:
         )
         models = models_of(context.pipelines, context.stage.name)
         self._detours = Detours(context, models)
+        self._rendered = Counter[str]()
+        """Counts for heartbeats: rendered tasks and their prompt tokens, by model."""
         self.preview_path = PreviewPath(
             context.bus, self._loader, limits, self._decoders, self._in_thread
         )
@@ -122,6 +126,7 @@ class RendererWorker:
                 "held": loop.num_claimed,
                 "mm_cache_hits": counters.hits,
                 "images_processed": counters.processed,
+                **self._rendered,
             },
         )
         async with asyncio.TaskGroup() as group:
@@ -145,6 +150,8 @@ class RendererWorker:
         if job.ended:
             return Ended()
         metrics.counter("rendered_requests_total").add()
+        self._rendered[rendered_tasks(header.model)] += 1
+        self._rendered[rendered_tokens(header.model)] += len(rendered.prompt_token_ids)
         self._context.log.info(
             "rendered",
             request_id=header.request_id,

@@ -15,10 +15,11 @@ from ops.simulate.autoscaling import OwnPolicy
 from ops.simulate.engine import Cost, Request
 from ops.simulate.routers import SharedQueue
 from ops.simulate.simulation import Figures, Simulation
+from shared.scaling.memory import Learned, delay_of
 from shared.scaling.pools import PoolSettings
 
 ROLE = "engine"
-# Beyond `idle_s`, from the last answer until no process is left.
+# Beyond the learned delay, from the last answer until no process is left.
 ZERO_S = 10.0
 # Figures are up to two seconds old, and a client sees an end a little later than the broker.
 MARGIN_S = 3.0
@@ -93,7 +94,7 @@ def _end_faults(run: RecordedRun, scaled: Scaled) -> Iterator[tuple[str, str]]:
     if alive := _alive(run):
         yield "pool", f"{len(alive)} workers are left"
     elif run.ended and (late_s := _last_exit(run) - max(run.ended.values())) > (
-        bound_s := scaled.idle_s + ZERO_S
+        bound_s := delay_of(_pool(scaled), _learned(run, scaled)).for_s + ZERO_S
     ):
         yield "pool", f"at zero {late_s:.1f} s after the last answer, {bound_s:.1f} s are allowed"
     if scaled.max_engine_s and run.ended:
@@ -157,6 +158,23 @@ def cold_start_s(run: RecordedRun) -> float:
     return median([event.after_s for event in _own(run) if isinstance(event, Ready)] or [0.0])
 
 
+def _pool(scaled: Scaled) -> PoolSettings:
+    return PoolSettings(
+        max=scaled.max,
+        per_engine=scaled.per_engine,
+        idle_s=scaled.idle_s,
+        start_timeout_s=scaled.start_timeout_s,
+    )
+
+
+def _learned(run: RecordedRun, scaled: Scaled) -> Learned:
+    """Return the measurements of the pool before the load, which a request has warmed up."""
+    began = _began(run)
+    times = [e.t for e in run.pool if isinstance(e, Drained) and e.role == ROLE and e.t < began]
+    gaps_s = (began - max(times) + scaled.idle_s,) if times else ()
+    return Learned(cold_start_s(run), gaps_s)
+
+
 def simulate(run: RecordedRun, scaled: Scaled) -> Figures:
     """Simulate the same requests at the same times, with the product's policy and no fault.
 
@@ -180,11 +198,6 @@ def simulate(run: RecordedRun, scaled: Scaled) -> Figures:
         chain = (((0, number), prompt), ((1, number), prompt + answer))
         requests.append(Request(sessions[0].opened.t - began, prompt, answer, chain))
     requests.sort(key=lambda request: request.arrived_s)
-    settings = PoolSettings(
-        max=scaled.max,
-        per_engine=scaled.per_engine,
-        idle_s=scaled.idle_s,
-        start_timeout_s=scaled.start_timeout_s,
-    )
-    policy = OwnPolicy(settings, cold_start_s(run), LOOK_S)
+    learned = _learned(run, scaled)
+    policy = OwnPolicy(_pool(scaled), cold_start_s(run), LOOK_S, learned)
     return Simulation(requests, SharedQueue(), 0, policy, cost).run()

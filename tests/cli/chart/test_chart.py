@@ -402,7 +402,8 @@ def test_without_scaling_a_pool_has_its_min_and_at_least_one() -> None:
 
 def test_the_autoscaler_may_change_the_sizes_of_the_pools_alone() -> None:
     manifests = make("pagemill", is_install=False)
-    (rule,) = of_kind(manifests, "Role")["pagemill-autoscaler"]["rules"]
+    rule, costs = of_kind(manifests, "Role")["pagemill-autoscaler"]["rules"]
+    assert costs == {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]}
     deployments = of_kind(manifests, "Deployment")
     pools = {deployment_name(pool.spec) for pool in pools_of(parse()).by_name.values()}
     assert set(rule.pop("resourceNames")) == pools

@@ -1,13 +1,14 @@
 """The command `pagemill scale`: look at the pools, set their sizes, pause the autoscaler."""
 
 from collections.abc import Mapping
+from datetime import datetime
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
-from shared.scaling.budget import with_sizes
+from shared.scaling.budget import with_schedule, with_sizes
 from shared.state import scale_state
 from workers import settings
 from workers.cli.audited import audited
@@ -20,7 +21,7 @@ from workers.roles import role_of
 AUTO = "auto"
 HEADER = (
     f"{'pool':<24} {'state':<18} {'wanted':>6} {'set':>4} {'running':>7} {'starting':>8}"
-    f" {'draining':>8} {'pending':>7} {'in flight':>9} reason"
+    f" {'draining':>8} {'pending':>7} {'in flight':>9}"
 )
 
 
@@ -72,7 +73,8 @@ async def scale(
                 )
         orders = await scale_state.read_orders(bus)
         plan = await scale_state.read_current_plan(bus)
-    _show(plan, orders, pools, as_json=json)
+        now = datetime.fromtimestamp(bus.now_ms() / 1000, pools.timezone)
+    _show(plan, orders, pools, now, as_json=json)
     return 0
 
 
@@ -101,10 +103,14 @@ def _changed(
     return replace(orders, workers=workers, paused=orders.paused if paused is None else paused)
 
 
-def _show(plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, *, as_json: bool) -> None:
+def _show(
+    plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, now: datetime, *, as_json: bool
+) -> None:
     if plan is None:
         raise Unavailable("no autoscaler leads: is one running, and are there scale.pools?")
-    limited = with_sizes(pools.scaling, orders.workers).pools
+    starts_s = {name: pool.learned.cold_start_s for name, pool in plan.pools.items()}
+    scaling = with_schedule(pools.scaling, now, starts_s)
+    limited = with_sizes(scaling, orders.workers).pools
     held = {n: limited[n].max if n in limited else size for n, size in orders.workers.items()}
     rows = [
         _PoolRow(name, pool.state, orders.workers.get(name), held.get(name), pool)
@@ -120,8 +126,9 @@ def _show(plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, *, as_json:
         print_line(
             f"{row.pool:<24} {row.state:<18} {pool.wanted:>6} {is_set:>4}"
             f" {pool.running:>7} {pool.starting:>8} {pool.draining:>8}"
-            f" {pool.pending:>7} {pool.in_flight:>9} {pool.reason}"
+            f" {pool.pending:>7} {pool.in_flight:>9}"
         )
+        print_line(f"  {pool.why}")
     for row in rows:
         if row.holds != row.set:
             limit = pools.by_name[row.pool].settings.max

@@ -145,6 +145,7 @@ class EngineCore:
             mm_cache_hits=self._runner.mm_cache_hits,
             num_steps=self._num_steps,
             num_batched_tokens=self._num_batched_tokens,
+            prompt_tokens_per_s=self._scheduler.prompt_tokens_per_s,
             first_scheduled=tuple(self._preparation.first_scheduled),
         )
 

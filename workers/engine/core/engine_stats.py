@@ -33,5 +33,7 @@ class EngineStats:
     num_steps: int
     num_batched_tokens: int
     """Tokens that went through the model in these steps."""
+    prompt_tokens_per_s: float
+    """Measured speed of whole steps of prompt tokens; 0 before the first step."""
     first_scheduled: tuple[str, ...]
     """Ids of requests whose first batch was the last step."""

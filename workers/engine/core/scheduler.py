@@ -273,6 +273,14 @@ class Scheduler:
             num_prompt_tokens = min(num_prompt_tokens, limit)
         return StepWork(num_decodes, num_prompt_tokens)
 
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Measured speed of whole steps of prompt tokens; 0 before the first step."""
+        if not self.step_cost.is_known:
+            return 0.0
+        num_tokens = self.max_num_batched_tokens
+        return num_tokens / self.step_cost.seconds(0, num_tokens)
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Record the time of the last step. The limits of later steps are derived from it."""
         self.step_cost.observe(work, seconds)
