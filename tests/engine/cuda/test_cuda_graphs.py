@@ -19,7 +19,7 @@ from workers.engine.cuda.kernels.plan import KernelPlan, plan_for_kernels
 from workers.engine.cuda.kernels.tiling import Tiling
 
 CPU = torch.device("cpu")
-TILING = Tiling(8, 2, 2, decode_slots=3, chunk_slots=3, windows=(None, 4))
+TILING = Tiling(8, 2, 2, decode_slots=8, chunk_slots=8, windows=(None, 4))
 
 
 @given(st.integers(1, 600))
