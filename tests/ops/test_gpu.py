@@ -174,10 +174,10 @@ def test_every_wheel_that_travels_has_a_pinned_version() -> None:
 @pytest.mark.parametrize(
     ("kind", "device_s", "most"),
     [
-        ("greedy", 0.0, 5200),
-        ("top_p", 0.0, 5200),
-        ("temperature", 1e-9, 5700),
-        ("penalties", 0.0, 6200),
+        ("greedy", 0.0, 5500),
+        ("top_p", 0.0, 5500),
+        ("temperature", 1e-9, 6000),
+        ("penalties", 0.0, 6500),
     ],
 )
 def test_a_step_of_256_sequences_has_few_python_calls(
