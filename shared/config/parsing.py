@@ -205,11 +205,11 @@ def _faults_of_sections(config: Config) -> Iterator[Fault]:
 
 def _faults_of_broker(config: Config) -> Iterator[Fault]:
     nats = config.nats
-    for name, what in (("password_file", "passwords"), ("domain", "domain")):
+    for name, noun in (("password_file", "passwords"), ("domain", "domain")):
         if getattr(nats, name) is not None and nats.url is None:
             yield Fault(
                 f"nats.{name}",
-                f"nats.url is missing, and the embedded server has no {what}: remove the setting,"
+                f"nats.url is missing, and the embedded server has no {noun}: remove the setting,"
                 " or set nats.url",
             )
     if (nats.tls_cert is None) != (nats.tls_key is None):

@@ -66,12 +66,12 @@ class WorkMeter:
         queues = Counter((pool.stage, pool.models) for pool in self._pools.values())
         measured = dict(figures)
         for name, pool in self._pools.items():
-            seen = figures[name]
-            if seen is not None and queues[pool.stage, pool.models] == 1:
+            reported = figures[name]
+            if reported is not None and queues[pool.stage, pool.models] == 1:
                 own = [beat for beat in beats if serves(beat, pool)]
                 ended = [increases[beat.worker] for beat in own]
-                self._add_sample(pool, seen, ended, [*increases.values()], now_s)
-                measured[name] = replace(seen, work=self._work(pool, seen, own, now_s))
+                self._add_sample(pool, reported, ended, [*increases.values()], now_s)
+                measured[name] = replace(reported, work=self._work(pool, reported, own, now_s))
         return measured
 
     def _increase(self, beat: Heartbeat) -> Counts:
@@ -81,7 +81,7 @@ class WorkMeter:
     def _add_sample(
         self,
         pool: Pool,
-        seen: PoolFigures,
+        reported: PoolFigures,
         ended: Sequence[Counts],
         rendered: Sequence[Counts],
         now_s: float,
@@ -93,7 +93,7 @@ class WorkMeter:
         samples.append(
             _Sample(
                 now_s,
-                num_ended + seen.pending + seen.in_flight,
+                num_ended + reported.pending + reported.in_flight,
                 num_ended,
                 last.ended_s + _total(ended, TASKS_S),
                 last.num_rendered + _total(rendered, *map(rendered_tasks, pool.models)),
@@ -104,7 +104,7 @@ class WorkMeter:
             samples.popleft()
 
     def _work(
-        self, pool: Pool, seen: PoolFigures, own: Sequence[Heartbeat], now_s: float
+        self, pool: Pool, reported: PoolFigures, own: Sequence[Heartbeat], now_s: float
     ) -> WorkFigures | None:
         samples = self._samples[pool.name]
         first, last = samples[0], samples[-1]
@@ -124,7 +124,7 @@ class WorkMeter:
         if speed := self._speeds.get(pool.name):
             claimed = sum(beat.load.get(PROMPT_TOKENS, 0.0) for beat in own)
             prompts = PromptFigures(
-                claimed + _tokens_of_last(samples, seen.pending),
+                claimed + _tokens_of_last(samples, reported.pending),
                 (last.num_tokens - start.num_tokens) / RATE_S,
                 speed,
             )

@@ -36,14 +36,14 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
         if file is not None:
             display.say(f"logs are appended to {file}; `pagemill logs` shows them")
         offset = log_file.size_of(file)
-        cluster.show, told = display, set[str]()
+        cluster.show, refused = display, set[str]()
 
         def tell(worker: WorkerSpec) -> None:
             place = " of ".join(filter(None, (worker.stage or worker.role, worker.model)))
-            if place not in told:
+            if place not in refused:
                 text = f"{place} refuses its configuration or model; `pagemill logs` says why"
                 display.say(text, "bold red")
-            told.add(place)
+            refused.add(place)
 
         cluster.when_refused = tell
         try:

@@ -70,12 +70,12 @@ def observe(
     for report in reports:
         for model in [report.model] if report.model else models:
             place = Place(report.stage or report.role, model)
-            known = now.get(place) or Refusal(report.refused, (), now_s, now_s)
-            if report.worker not in known.workers:
+            refusal = now.get(place) or Refusal(report.refused, (), now_s, now_s)
+            if report.worker not in refusal.workers:
                 now[place] = replace(
-                    known,
+                    refusal,
                     reason=report.refused,
-                    workers=(*known.workers[-7:], report.worker),
+                    workers=(*refusal.workers[-7:], report.worker),
                     latest_s=now_s,
                 )
     for beat in beats:
@@ -106,13 +106,13 @@ class RefusedStages:
                 _log.info("refusals_not_read", reason=error.message)
 
     async def _look(self) -> None:
-        known = self._certain
+        before = self._certain
         reports = [r for r in await self._bus.heartbeats.read_refusals() if r.pid]
         beats = await self._bus.heartbeats.read()
         now_s = asyncio.get_running_loop().time()
         self._refusals = observe(self._refusals, beats, reports, self._models, now_s)
         for place, refusal in self._certain.items():
-            if place not in known:
+            if place not in before:
                 _log.error("stage_refused", reason=refusal.reason, **place._asdict())
             # A later task may be served by the worker that starts for it.
             latest_ms = self._bus.now_ms() - 1000 * (now_s - refusal.latest_s)

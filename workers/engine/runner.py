@@ -297,15 +297,14 @@ class ModelRunner:
         if self._adapters:
             self._adapters.assign([s.sequence.request.adapter for s in scheduled], rows.starts)
         step_tokens = _gather_tokens(scheduled)
-        token_ids, positions, sampled_rows, pooled_rows = upload_parts(
-            [
-                step_tokens,
-                self._make_positions(scheduled, rows.starts),
-                np.array(rows.logits, np.int64),
-                np.array(rows.pooled_rows(), np.int64),
-            ],
-            self._model.device,
-        )
+        inputs = [
+            step_tokens,
+            self._make_positions(scheduled, rows.starts),
+            np.array(rows.logits, np.int64),
+            np.array(rows.pooled_rows(), np.int64),
+        ]
+        parts = upload_parts(inputs, self._model.device)
+        token_ids, positions, sampled_rows, pooled_rows = parts
         if step_tokens.min() < 0:
             # Tokens of the batch before. They may be known on the device alone.
             awaited = self._sampled[(-1 - token_ids).clamp(min=0)]

@@ -62,8 +62,8 @@ def manifests(
     if for_helm:
         yaml.dump(own, sys.stdout, Dumper=_Dumper, sort_keys=False, width=100)
         return 0
-    for given in values or ():
-        own = _merged(own, _read_values(given))
+    for path in values or ():
+        own = _merged(own, _read_values(path))
     sys.stdout.write(render({"createNamespace": True} | own, namespace, is_install=first))
     return 0
 

@@ -38,11 +38,11 @@ class TokenCounts:
         """Return the row of each sequence, which may be a new one that `apply` builds."""
         new = [sequence for sequence in sequences if sequence not in self._rows]
         if new:
-            taken = {self._rows[s].index for s in sequences if s in self._rows}
-            free = [i for i in range(len(self.table)) if i not in taken]
+            used = {self._rows[s].index for s in sequences if s in self._rows}
+            free = [i for i in range(len(self.table)) if i not in used]
             if len(free) < len(new):
-                free += self._add_rows(len(taken) + len(new), vocab_size)
-            for sequence in [s for s, row in self._rows.items() if row.index not in taken]:
+                free += self._add_rows(len(used) + len(new), vocab_size)
+            for sequence in [s for s, row in self._rows.items() if row.index not in used]:
                 del self._rows[sequence]
             for sequence, index in zip(new, free, strict=False):
                 self._rows[sequence] = _Row(index)
