@@ -10,7 +10,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
+from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan, StartReport
 from shared.state import scale_state
 from workers.cli.commands.scale import scale
 from workers.settings import DEMO_MODEL
@@ -22,6 +22,11 @@ scale:
   - {{role: engine, max: 4}}
   - {{role: renderer, min: 1, max: 2}}
 """
+
+# As coordinators publish it.
+REFUSAL = StartReport(
+    "engine", "engine_demo", "1", 0, "refused", "demo", "engine", refused="no weights"
+)
 
 
 def write(file: Path, before: str = "", after: str = "") -> Path:
@@ -67,12 +72,13 @@ async def test_orders_are_merged_until_they_are_released(
         (["engine/demo=auto"], None, ScaleOrders({"renderer": 2}, True)),
         ([], False, ScaleOrders({"renderer": 2}, False)),
     ):
+        await bus.heartbeats.publish_start("engine_demo", to_json(REFUSAL))
         options = {"pause": paused is True, "resume": paused is False}
         await scale(*sizes, **options, config=config, nats=broker.url)
         assert await scale_state.read_orders(bus) == expected
     output = capsys.readouterr().out
     assert "at zero" in output
-    assert "\n  0 workers for 0 tasks\n" in output
+    assert "\n  0 workers for 0 tasks\n  no worker starts: no weights\n" in output
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The command `pagemill scale`: look at the pools, set their sizes, pause the autoscaler."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from msgspec import Struct
@@ -32,6 +32,8 @@ class _PoolRow(Struct):
     """Size set by an operator."""
     holds: int | None
     """Size in effect, within the pool's max and the budget."""
+    refused: str | None
+    """Reason for which no worker of the pool can start."""
     plan: PoolPlan
 
 
@@ -74,7 +76,20 @@ async def scale(
         orders = await scale_state.read_orders(bus)
         plan = await scale_state.read_current_plan(bus)
         now = datetime.fromtimestamp(bus.now_ms() / 1000, pools.timezone)
-    _show(plan, orders, pools, now, as_json=json)
+        refused = {
+            (report.stage, report.model): report.refused
+            for report in await bus.heartbeats.read_refusals()
+            if not report.pid
+        }
+    if plan is None:
+        raise Unavailable("no autoscaler leads: is one running, and are there scale.pools?")
+    rows = _rows(plan, orders, pools, now, refused)
+    if json:
+        for row in rows:
+            print_json(row)
+        return 0
+    _show(rows, pools)
+    print_note(f"leader {plan.leader}" + "; paused" * orders.paused)
     return 0
 
 
@@ -103,23 +118,33 @@ def _changed(
     return replace(orders, workers=workers, paused=orders.paused if paused is None else paused)
 
 
-def _show(
-    plan: ScalePlan | None, orders: ScaleOrders, pools: Pools, now: datetime, *, as_json: bool
-) -> None:
-    if plan is None:
-        raise Unavailable("no autoscaler leads: is one running, and are there scale.pools?")
+def _rows(
+    plan: ScalePlan,
+    orders: ScaleOrders,
+    pools: Pools,
+    now: datetime,
+    refused: Mapping[tuple[str, str], str],
+) -> list[_PoolRow]:
+    """`refused` has the reasons for which the workers of a stage and a model do not start."""
     starts_s = {name: pool.learned.cold_start_s for name, pool in plan.pools.items()}
     scaling = with_schedule(pools.scaling, now, starts_s)
     limited = with_sizes(scaling, orders.workers).pools
     held = {n: limited[n].max if n in limited else size for n, size in orders.workers.items()}
-    rows = [
-        _PoolRow(name, pool.state, orders.workers.get(name), held.get(name), pool)
+    reasons = {
+        name: next(
+            (refused[pool.stage, m] for m in pool.models if (pool.stage, m) in refused), None
+        )
+        for name, pool in pools.by_name.items()
+    }
+    return [
+        _PoolRow(
+            name, pool.state, orders.workers.get(name), held.get(name), reasons.get(name), pool
+        )
         for name, pool in plan.pools.items()
     ]
-    if as_json:
-        for row in rows:
-            print_json(row)
-        return
+
+
+def _show(rows: Sequence[_PoolRow], pools: Pools) -> None:
     print_line(HEADER)
     for row in rows:
         pool, is_set = row.plan, "-" if row.holds is None else str(row.holds)
@@ -129,9 +154,10 @@ def _show(
             f" {pool.pending:>7} {pool.in_flight:>9}"
         )
         print_line(f"  {pool.why}")
+        if row.refused is not None:
+            print_line(f"  no worker starts: {row.refused}")
     for row in rows:
         if row.holds != row.set:
             limit = pools.by_name[row.pool].settings.max
             reason = f"its max is {limit}" if row.holds == limit else "the budget leaves no more"
             print_note(f"{row.pool} is set to {row.set}, and gets {row.holds}: {reason}")
-    print_note(f"leader {plan.leader}" + "; paused" * orders.paused)
