@@ -319,10 +319,14 @@ async def serve(
             task.add_done_callback(running.discard)
 
     pulling = asyncio.create_task(pull())
+    stop = asyncio.create_task(shutdown.asked.wait())
     try:
-        await shutdown.asked.wait()
+        await asyncio.wait({pulling, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if pulling.done():
+            pulling.result()
     finally:
         pulling.cancel()
+        stop.cancel()
     await consumer.stop()
     await shutdown.drained(running, drain_s)
     for task in running:
