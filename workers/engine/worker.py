@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar, Overloaded
@@ -34,7 +34,6 @@ from workers.engine.core.engine_stats import EngineStats
 from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.core.speech_pieces import has_next_piece
-from workers.engine.item_encoder import ItemEncoder
 from workers.engine.item_loader import ItemLoader
 from workers.engine.kv_transfer import KVReader
 from workers.engine.metrics import EngineMetrics, RequestTiming, heartbeat_figures, pull_load
@@ -43,6 +42,10 @@ from workers.engine.record_rate import RecordRate
 from workers.engine.sampling.grammar import Grammar, GrammarCompiler
 from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOutput
 from workers.engine.step_thread import StepThread
+
+if TYPE_CHECKING:
+    # Engines without a tower, such as those of tests, need no torch here.
+    from workers.engine.item_encoder import ItemEncoder
 
 WATCH_S = 0.5
 # Time after the deadline by which a coordinator has ended a late request.
@@ -66,7 +69,7 @@ class EngineWorker:
         kv: KVReader | None = None,
         output: StageOutput | None = None,
         lead: CodeLead | None = None,
-        encoder: ItemEncoder | None = None,
+        encoder: "ItemEncoder | None" = None,
     ) -> None:
         """Without `grammars`, requests with a grammar are refused. Without `kv`, all prompts are
         computed here. `output` is text by default. `lead` pauses speeches that are far ahead of the
