@@ -120,13 +120,18 @@ class Stage:
         self.claims.add(job)
         attempt, output = job.delivery.attempt, self._output_of(job)
         is_first = attempt == 1 and not self.claims.may_be_held(job)
-        if is_first:
-            # There are no earlier attempts to read first.
+        if is_first and self._writes_new_log(job):
             await self.claims.record_attempt(job, log_len=0)
-        if is_first and _is_new(job):
             job.log = LogWriter(self.bus, request_id, attempt, output, stored=())
             return job.log
-        job.log = log = await LogWriter.open(self.bus, request_id, attempt, output)
+        opening = asyncio.create_task(LogWriter.open(self.bus, request_id, attempt, output))
+        try:
+            if is_first:
+                # There are no earlier attempts to read first.
+                await self.claims.record_attempt(job, log_len=0)
+            job.log = log = await opening
+        finally:
+            opening.cancel()
         if log.closed or (log.output != TEXT and is_final(await last_record(self.bus, request_id))):
             await self._settle_ended(job, log)
             return None
@@ -146,6 +151,21 @@ class Stage:
         pipeline = self._pipeline_of(job)
         spec = None if pipeline is None else pipeline.stage(self.name)
         return TEXT if spec is None or spec.output is None else spec.output.name
+
+    def _writes_new_log(self, job: Job) -> bool:
+        """Return whether the log of a job that is delivered first need not be read.
+
+        The log is empty, unless the request has ended since the task was stored. Then the first
+        append of the stage that writes the text is refused. Stages without an output append
+        nothing, and would forward the task. The other outputs of a request may take long until
+        their first append.
+        """
+        header = job.header
+        if header is None or header.round or not _is_text_alone(header):
+            return False
+        pipeline = self.pipelines.get(header.model)
+        writer = None if pipeline is None else pipeline.outputs.get(TEXT)
+        return writer is not None and writer.name == self.name
 
     def _pipeline_of(self, job: Job) -> Pipeline | None:
         """Return the part of the model's pipeline that makes the outputs of the job's request."""
@@ -438,16 +458,6 @@ class Stage:
 def _not_none(value: T | None) -> T:
     assert value is not None
     return value
-
-
-def _is_new(job: Job) -> bool:
-    """Return whether the log of a job that is delivered first is empty, so it need not be read.
-
-    The request may have ended since the task was stored: then the first append is refused. The
-    other outputs of a request may take long until then.
-    """
-    header = job.header
-    return header is not None and header.round == 0 and _is_text_alone(header)
 
 
 def _is_text_alone(header: TaskHeader) -> bool:

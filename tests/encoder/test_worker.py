@@ -23,6 +23,7 @@ from shared.stage.runtime import Context
 from shared.state.token_log import last_record
 from shared.vision.embedding_store import EmbeddingStore
 from tests.support.waiting import until
+from tests.support.workers import Announcement
 from tests.tasks import encode_task
 from workers.encoder.worker import EncoderWorker
 
@@ -37,6 +38,7 @@ class Tower:
 
     def __init__(self) -> None:
         self.num_encoded = 0
+        self.memory_shortages = {"split": 0, "fail": 0}
         self.embedding = torch.ones(4, 8)
         self.go_on = asyncio.Event()
         self.go_on.set()
@@ -79,6 +81,7 @@ async def start(bus: Bus, model: str) -> AsyncIterator[Start]:
             blobs = await context.open_blobs()
             embeddings = EmbeddingStore(bus, blobs, config, model, "producer")
             tower: Any = Tower()
+            ready = asyncio.create_task(Announcement(context).wait())
             serving = asyncio.create_task(
                 EncoderWorker(context, model, tower, blobs, embeddings).serve()
             )
@@ -90,6 +93,10 @@ async def start(bus: Bus, model: str) -> AsyncIterator[Start]:
                 await context.close()
 
             stack.push_async_callback(stop)
+            await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                ready.cancel()
+                await serving
             return Encoder(worker, tower, embeddings, stop, serving)
 
         yield start

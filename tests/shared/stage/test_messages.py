@@ -33,13 +33,14 @@ MESSAGES = {
     "an attempt of a stage": 2,
     "a record of its log": 2,
     "a record for its reader": 2,
-    "a read of TOKENS": 2,
+    "a read of TOKENS": 3,
     "a read of STAGES": 1,
     "an answer to a delivery of REQUESTS": 2,
     "an answer to a delivery of STAGES": 2,
 }
 """The coordinator reads whether the request is queued twice, and before and after it publishes the
-task whether it has ended. The other workers read nothing."""
+task whether it has ended. The renderer reads that too. The engine, whose first append would be
+refused, reads nothing."""
 
 
 def name_of(msg: Msg) -> str | None:

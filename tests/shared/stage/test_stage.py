@@ -74,8 +74,10 @@ async def consume(
     )
 
 
-async def put(bus: Bus, model: str, request_id: str, data: bytes = b"task") -> None:
-    subject = subjects.stage("renderer", model, "interactive", request_id)
+async def put(
+    bus: Bus, model: str, request_id: str, data: bytes = b"task", stage: str = "renderer"
+) -> None:
+    subject = subjects.stage(stage, model, "interactive", request_id)
     await bus.publish(subject, data, f"{request_id}:{secrets.token_hex(4)}")
 
 
@@ -355,13 +357,28 @@ async def test_a_request_that_has_ended_is_not_claimed(
     assert await request_queue.queued_request(bus, accepted.place) is None
 
 
-async def test_a_request_that_ends_before_its_first_tokens_is_settled_by_the_first_append(
+async def test_a_new_task_of_an_ended_request_is_not_claimed_by_a_stage_without_an_output(
     bus: Bus, model: str, request_id: str
 ) -> None:
-    """The log of a new task is not read, and the server refuses records after the end."""
+    """It appends nothing, so nothing would be refused, and it would forward the task."""
     accepted, _ = await accept(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)
+    late = msgspec.structs.replace(accepted, accepted_ms=bus.now_ms())
+    job = await next_job(stage, inbox, late)
+    await end_request(bus, request_id, 1, Cancelled("no more"), [])
+    assert await stage.claim(job) is None
+    await assert_nothing_more(inbox)
+    assert await request_queue.queued_request(bus, accepted.place) is None
+
+
+async def test_a_request_that_ends_before_its_first_tokens_is_settled_by_the_first_append(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """The writer of a text does not read the log, and the server refuses records after the end."""
+    accepted, _ = await accept(bus, model, request_id)
+    inbox, stage = await consume(bus, "engine", model), make_stage(bus, name="engine")
+    await put(bus, model, request_id, stage="engine")
     late = msgspec.structs.replace(accepted, accepted_ms=bus.now_ms())
     job = await next_job(stage, inbox, late)
     await end_request(bus, request_id, 1, Cancelled("no more"), [])
