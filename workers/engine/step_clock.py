@@ -26,7 +26,7 @@ class Mark(Protocol):
 
 
 class ProcessorMark:
-    """A mark of a processor, which has done all launched work."""
+    """A mark of a device without a queue, such as a processor, which has done all launched work."""
 
     _at_s = 0.0
 
@@ -45,10 +45,10 @@ class StepClock:
 
     def __init__(self, device: torch.device, new_mark: Callable[[], Mark] | None = None) -> None:
         """`new_mark` makes the marks of the device, by default by its type."""
-        is_cpu = device.type == "cpu"
         # On a processor, the thread computes where it would wait for another device.
-        self._computes_itself = is_cpu
-        self._new_mark = new_mark or (ProcessorMark if is_cpu else _new_event)
+        self._computes_itself = device.type == "cpu"
+        # Tools run steps on torch's device `meta`, which has no events.
+        self._new_mark = new_mark or (_new_event if device.type == "cuda" else ProcessorMark)
         self._unread: deque[tuple[Mark, Mark]] = deque()
         self.device_s = 0.0
         """Time from the first to the last operation of each part of a step, on the device."""

@@ -6,12 +6,17 @@ The same model on the device `cpu` shows that a copy would be found.
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shared.errors import ConfigError
+from shared.vision.weights import load_weights
 from tests.preloaded import PYTHON, ROOT
 from tests.quantized_checkpoints import FORMS, quantize
 
@@ -89,3 +94,24 @@ def test_the_host_has_no_copy_of_a_model_that_goes_to_a_device(tmp_path: Path) -
         files = (tmp_path / name).glob("*.safetensors")
         limit = sum(file.stat().st_size for file in files) + ROOM_BYTES
         assert (int(peak) < limit) is (device == "meta"), (line, limit)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", "meta"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights, name: weights.pop(name), "lacks weights: {}$"),
+        (lambda weights, name: weights.update({name: torch.ones(9)}), r"has {} of shape \[9\]"),
+    ],
+)
+def test_weights_that_do_not_go_to_a_device_are_named(
+    tmp_path: Path, device: str, change: Callable[[dict[str, Any], str], object], message: str
+) -> None:
+    """Weights go to any device but `cpu` on one path, by the name that the device has."""
+    _write_llama(tmp_path, 1)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.k_proj.weight"
+    weights = load_file(file)
+    change(weights, name)
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=message.format(name)):
+        load_weights(LlamaForCausalLM, tmp_path, torch.float32, device)

@@ -1,7 +1,7 @@
 """Loading of the parts of a diffusers folder. Weights are read only from safetensors files."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,16 +152,38 @@ def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str)
     """Load a network of diffusers for inference, tensor by tensor. Raises ConfigError."""
     disable_progress_bar()
     with refusing(folder):
-        model, report = model_class.from_pretrained(
-            folder,
-            torch_dtype=dtype,
-            device_map={"": device},
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    # diffusers fills missing weights with random numbers, and ignores weights without a place.
+        try:
+            model, report = _read_module(model_class, folder, dtype, device)
+        except NotImplementedError:
+            # Weights that are missing, or have another shape, stay on `meta`, from where nothing
+            # can be moved. If the others are there too, diffusers returns its report.
+            _check_report(folder, _read_module(model_class, folder, dtype, "meta")[1])
+            raise
+    _check_report(folder, report)
+    if dtype == torch.float64:
+        # diffusers keeps some layers in float32, with results that depend on the batch.
+        model = model.to(dtype)
+    return model.eval().requires_grad_(False)
+
+
+def _read_module(
+    model_class: Any, folder: Path, dtype: torch.dtype, device: str
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return a network and the report of diffusers about its weights."""
+    model, report = model_class.from_pretrained(
+        folder,
+        torch_dtype=dtype,
+        device_map={"": device},
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    return model, report
+
+
+def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Raise ConfigError if diffusers lacks weights, or has ignored some."""
     for kind, names in (("lacks", "missing_keys"), ("has unknown", "unexpected_keys")):
         if report[names]:
             weights = ", ".join(sorted(report[names])[:3])
@@ -173,7 +195,3 @@ def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str)
             f" {list(required)}",
             field="models.path",
         )
-    if dtype == torch.float64:
-        # diffusers keeps some layers in float32, with results that depend on the batch.
-        model = model.to(dtype)
-    return model.eval().requires_grad_(False)
