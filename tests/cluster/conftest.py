@@ -172,6 +172,32 @@ def stop_cluster(cluster: Cluster) -> int:
     return cluster.process.wait(30)
 
 
+@contextlib.contextmanager
+def running_cluster(folder: Path, text: str = CONFIG) -> Iterator[Cluster]:
+    """Run a cluster that ends with the block, also after a failure."""
+    cluster = start_cluster(folder, text)
+    try:
+        yield cluster
+    finally:
+        try:
+            stop_cluster(cluster)
+        finally:
+            cluster.process.kill()  # Its children end with it.
+
+
+@contextlib.asynccontextmanager
+async def connected(cluster: Cluster) -> AsyncIterator[Bus]:
+    """Connect to a cluster until the end of the block.
+
+    A connection that is left open is reported much later, as the failure of an unrelated test.
+    """
+    bus = await Bus.connect(cluster.url, "test")
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = start_cluster(tmp_path_factory.mktemp("cluster"))
@@ -181,9 +207,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(cluster.url, "test")
-    yield bus
-    await bus.close()
+    async with connected(cluster) as bus:
+        yield bus
 
 
 @pytest.fixture

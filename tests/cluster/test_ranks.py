@@ -4,13 +4,13 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from shared.bus.bus import Bus
 from tests.cluster.conftest import (
     CONFIG,
     answer,
+    connected,
     parent_of,
     request_text,
-    start_cluster,
+    running_cluster,
     stop_cluster,
 )
 from tests.cluster.streams import attempts_of, read_amid_signal, tokens_of
@@ -28,21 +28,21 @@ def are_gone(pids: set[int]) -> bool:
 
 
 async def test_answers_continue_after_the_end_and_the_hang_of_a_rank(tmp_path: Path) -> None:
-    cluster = start_cluster(tmp_path, CONFIG + ENGINE)
-    bus = await Bus.connect(cluster.url, "test")
-    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=150)
-    expected = tokens_of(await answer(bus, request))
+    # Each rank gets its signal at the first record, hundreds of steps before the end.
+    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=400)
     faults = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-    for rank, fault in ((1, "killed"), (1, "stopped"), (0, "killed")):
-        leader = await cluster.pid(bus, "engine")
-        (follower,) = (pid for pid in processes() if parent_of(pid) == leader)
-        pid = follower if rank else leader
-        records = await read_amid_signal(bus, request, pid, faults[fault])
-        assert tokens_of(records) == expected
-        assert len(attempts_of(records)) == 2
-        await until(partial(are_gone, {leader, follower}), 30)
-    await bus.close()
-    assert stop_cluster(cluster) == 0
+    with running_cluster(tmp_path, CONFIG + ENGINE) as cluster:
+        async with connected(cluster) as bus:
+            expected = tokens_of(await answer(bus, request))
+            for rank, fault in ((1, "killed"), (1, "stopped"), (0, "killed")):
+                leader = await cluster.pid(bus, "engine")
+                (follower,) = (pid for pid in processes() if parent_of(pid) == leader)
+                pid = follower if rank else leader
+                records = await read_amid_signal(bus, request, pid, faults[fault])
+                assert tokens_of(records) == expected
+                assert len(attempts_of(records)) == 2
+                await until(partial(are_gone, {leader, follower}), 30)
+        assert stop_cluster(cluster) == 0
     # Neither the death of a leader nor a drain is a failure of the follower.
     log = cluster.log.read_text()
     assert [log.count(event) for event in ("rank_failed", "step_hangs")] == [1, 1]

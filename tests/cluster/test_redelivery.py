@@ -20,7 +20,7 @@ from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.client import new_request_id
 from shared.protocol import subjects
-from shared.protocol.records import Failure, Finish, TokenChunk
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.state import request_registry, request_status
 from tests import preloaded
@@ -33,6 +33,7 @@ from tests.cluster.conftest import (
     request_text,
     start_cluster,
     stop_cluster,
+    stopped,
 )
 from tests.cluster.streams import assert_gapless, attempts_of, read_amid_signal, text_of, tokens_of
 from tests.renderer.canary import Canary, send
@@ -231,12 +232,11 @@ async def test_a_renderer_killed_while_it_processes_a_request(
 async def test_a_renderer_killed_with_an_unread_payload(cluster: Cluster, client: Bus) -> None:
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     await wait_until_idle(cluster.url, "engine")
-    os.kill(engine, signal.SIGSTOP)
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
-    running = asyncio.create_task(answer(client, request))
-    await wait_until_queued(cluster.url, "engine")
-    kill(renderer)
-    os.kill(engine, signal.SIGCONT)
+    with stopped(engine):
+        running = asyncio.create_task(answer(client, request))
+        await wait_until_queued(cluster.url, "engine", running)
+        kill(renderer)
     records = await running
     assert_gapless(records)
     final = records[-1]
@@ -257,12 +257,11 @@ async def test_an_image_whose_url_has_changed_when_its_payload_is_lost(
     )
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     await wait_until_idle(cluster.url, "engine")
-    os.kill(engine, signal.SIGSTOP)
-    running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
-    await wait_until_queued(cluster.url, "engine")
-    canary.answers["/a.png"] = send((IMAGES / "blue.png").read_bytes())
-    kill(renderer)
-    os.kill(engine, signal.SIGCONT)
+    with stopped(engine):
+        running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
+        await wait_until_queued(cluster.url, "engine", running)
+        canary.answers["/a.png"] = send((IMAGES / "blue.png").read_bytes())
+        kill(renderer)
     records = await running
     canary.close()
     final = records[-1]
@@ -291,17 +290,25 @@ async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
     assert stop_cluster(cluster) == 0
 
 
-async def wait_until_queued(url: str, role: str) -> bool:
+async def wait_until_queued(
+    url: str, role: str, running: asyncio.Task[list[LogRecord]] | None = None
+) -> bool:
     """Wait until a stopped worker's queue has a request; return whether the worker has claimed it.
 
-    A worker whose last pull ends while it is stopped claims nothing.
+    A worker whose last pull ends while it is stopped claims nothing. The test fails at once if the
+    request `running` ends before.
     """
-    info = await _wait_for(url, role, lambda queue: has_claimed(queue) or bool(queue.num_pending))
-    return has_claimed(info)
+
+    def is_queued(lanes: list[ConsumerInfo]) -> bool:
+        if running is not None and running.done():
+            pytest.fail(f"the request has ended before it was queued: {running.result()}")
+        return has_claimed(lanes) or any(lane.num_pending for lane in lanes)
+
+    return has_claimed(await _wait_for(url, role, is_queued))
 
 
-def has_claimed(queue: ConsumerInfo) -> bool:
-    return bool(queue.num_ack_pending)
+def has_claimed(lanes: list[ConsumerInfo]) -> bool:
+    return any(lane.num_ack_pending for lane in lanes)
 
 
 async def wait_until_idle(url: str, role: str) -> None:
@@ -309,21 +316,27 @@ async def wait_until_idle(url: str, role: str) -> None:
 
     A stage acknowledges a request after its client has read the end.
     """
-    await _wait_for(url, role, lambda queue: not has_claimed(queue))
+    await _wait_for(url, role, lambda lanes: not has_claimed(lanes))
 
 
-async def _wait_for(url: str, role: str, condition: Callable[[ConsumerInfo], bool]) -> ConsumerInfo:
+async def _wait_for(
+    url: str, role: str, condition: Callable[[list[ConsumerInfo]], bool]
+) -> list[ConsumerInfo]:
+    """Wait for a state of the role's queues, one for each lane.
+
+    Tests that share the cluster may have sent requests of other tenants, or many at once. A request
+    may then come to the batch lane.
+    """
     nc = await nats.connect(url, nkeys_seed=str(Login.of_operator(url).seed_file))
-    deadline = time.monotonic() + 60
+    js, deadline = nc.jetstream(), time.monotonic() + 60
+    consumers = [subjects.stage_consumer(role, "demo", lane) for lane in subjects.LANES]
     try:
         while time.monotonic() < deadline:
-            info: ConsumerInfo = await nc.jetstream().consumer_info(
-                subjects.STAGES_STREAM, subjects.stage_consumer(role, "demo", "interactive")
-            )
-            if condition(info):
-                return info
+            lanes = [await js.consumer_info(subjects.STAGES_STREAM, name) for name in consumers]
+            if condition(lanes):
+                return lanes
             await asyncio.sleep(0.02)
-        pytest.fail(f"the queue of the {role} stayed the same: {info}")
+        pytest.fail(f"the queues of the {role} stayed the same: {lanes}")
     finally:
         await nc.close()
 

@@ -6,8 +6,6 @@ The answers equal transformers' forward for the same weights, frames and positio
 import asyncio
 import base64
 import io
-import os
-import signal
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -41,7 +39,7 @@ from shared.protocol.requests import (
     VideoURL,
 )
 from shared.protocol.sampling import SamplingParams
-from tests.cluster.conftest import IMAGE_HOST, Cluster, kill, living, run
+from tests.cluster.conftest import IMAGE_HOST, Cluster, kill, living, run, stopped
 from tests.cluster.streams import assert_gapless, read_amid_signal, tokens_of
 from tests.cluster.test_redelivery import wait_until_idle, wait_until_queued
 from tests.renderer.canary import Canary, send
@@ -284,13 +282,12 @@ async def test_a_renderer_killed_after_a_video_costs_no_second_fetch(
     video = VideoURL(canary.url("/clip.gif", IMAGE_HOST))
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     await wait_until_idle(cluster.url, "engine")
-    os.kill(engine, signal.SIGSTOP)
-    running = asyncio.create_task(answer(client, question(video)))
-    await wait_until_queued(cluster.url, "engine")
-    # The URL has another clip by now.
-    canary.answers["/clip.gif"] = send(clip(8, shift=9))
-    kill(renderer)
-    os.kill(engine, signal.SIGCONT)
+    with stopped(engine):
+        running = asyncio.create_task(answer(client, question(video)))
+        await wait_until_queued(cluster.url, "engine", running)
+        # The URL has another clip by now.
+        canary.answers["/clip.gif"] = send(clip(8, shift=9))
+        kill(renderer)
     records = await running
     canary.close()
     assert isinstance(records[-1], Finish)
