@@ -44,7 +44,7 @@ from workers.engine.stage_output import Progress, Rendered, StageOutput, TextOut
 from workers.engine.step_thread import StepThread
 
 if TYPE_CHECKING:
-    # Engines without a tower, such as those of tests, need no torch here.
+    # Tests run engines without a tower, and without torch.
     from workers.engine.item_encoder import ItemEncoder
 
 WATCH_S = 0.5
