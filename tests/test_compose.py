@@ -3,9 +3,9 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,11 +290,10 @@ def member(tmp_path: Path) -> Iterator[int]:
     log = (tmp_path / "log").open("wb")
     server = subprocess.Popen([find_binary(), "-c", str(file)], env=env, stdout=log, stderr=log)
     try:
-        while True:
+        # A probe of an unused port may get this port as its own, and would connect to itself.
+        while "Server is ready" not in (tmp_path / "log").read_text():
             assert server.poll() is None, (tmp_path / "log").read_text()
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
+            time.sleep(0.01)
         yield port
     finally:
         server.kill()
