@@ -30,7 +30,7 @@ from shared.models.tower import Tower
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import EngineRequest, SpokenText
 from workers.engine.cuda.model import GpuModel
-from workers.engine.model.qwen3_talker import Qwen3Talker
+from workers.engine.model.qwen3_talker import CODEC_TOKENS, Qwen3Talker
 from workers.engine.runner import ModelRunner
 from workers.generator.code2wav import Qwen3OmniVocoder
 from workers.generator.core.denoising import Condition, Step
@@ -72,14 +72,6 @@ EYES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 NUM_CODES, NUM_CODEBOOKS = 48, 4
-CODE_IDS = (
-    "codec_pad_id",
-    "codec_bos_id",
-    "codec_eos_token_id",
-    "codec_nothink_id",
-    "codec_think_bos_id",
-    "codec_think_eos_id",
-)
 START, USER, ASSISTANT = 1, 2, 3
 """Tokens of a chat: the start of a turn, and two roles."""
 MOST: Mapping[str, float] = {
@@ -156,7 +148,7 @@ def _build_qwen3_omni() -> Any:
 
 def _build_whole_omni() -> Any:
     """Return Qwen3-Omni with all of its parts."""
-    codes = {name: NUM_CODES + i for i, name in enumerate(CODE_IDS)}
+    codes = {name: NUM_CODES + i for i, name in enumerate(CODEC_TOKENS)}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
     config = transformers.Qwen3OmniMoeConfig(
         thinker_config=_build_qwen3_omni().config.to_dict(),
@@ -168,7 +160,7 @@ def _build_whole_omni() -> Any:
             "thinker_hidden_size": TEXT["hidden_size"],
             "accept_hidden_layer": 1,
             "spatial_merge_size": 2,
-            "speaker_id": {"anna": NUM_CODES + len(CODE_IDS)},
+            "speaker_id": {"anna": NUM_CODES + len(CODEC_TOKENS)},
             "code_predictor_config": {
                 "vocab_size": NUM_CODES,
                 "hidden_size": TEXT["hidden_size"],
