@@ -48,6 +48,14 @@ def commit() -> str:
     return "unknown"
 
 
+def has_ended(pid: int) -> bool:
+    """Say whether a process has ended; it stays in /proc until its exit code was read."""
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def available_bytes() -> int:
     return _kib(PROC / "meminfo", "MemAvailable")
 

@@ -21,6 +21,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from openai import AsyncOpenAI
 
+from ops.harness.machine import has_ended
 from shared.bus import request_queue
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
@@ -125,12 +126,8 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         # Other threads may end after the first one, and keep the files open until then.
-        while _state(pid) != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1:
+        while not has_ended(pid) or len(os.listdir(f"/proc/{pid}/task")) > 1:
             time.sleep(0.01)
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def run(cluster: Cluster, *arguments: str) -> str:
@@ -257,15 +254,8 @@ def request_text(text: str, **sampling: object) -> GenerateRequest:
 
 async def living(bus: Bus, role: str) -> list[Heartbeat]:
     """Return the heartbeats of a role. Heartbeats of dead workers linger for some seconds."""
-    return [beat for beat in await bus.heartbeats.read() if beat.role == role and _lives(beat.pid)]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    beats = await bus.heartbeats.read()
+    return [beat for beat in beats if beat.role == role and not has_ended(beat.pid)]
 
 
 def name_of_process(pid: int) -> str:

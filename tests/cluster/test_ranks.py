@@ -4,6 +4,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+from ops.harness.machine import has_ended
 from tests.cluster.conftest import (
     CONFIG,
     answer,
@@ -23,10 +24,6 @@ def processes() -> set[int]:
     return {int(file.name) for file in Path("/proc").iterdir() if file.name.isdigit()}
 
 
-def are_gone(pids: set[int]) -> bool:
-    return not pids & processes()
-
-
 async def test_answers_continue_after_the_end_and_the_hang_of_a_rank(tmp_path: Path) -> None:
     request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=400)
     faults = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
@@ -43,7 +40,8 @@ async def test_answers_continue_after_the_end_and_the_hang_of_a_rank(tmp_path: P
                     assert tokens_of(records) == expected
                     # A rank that hangs is noticed in the next step.
                     assert tokens_of(await answer(bus, request)) == expected
-                    await until(partial(are_gone, {leader, follower}), 30)
+                    for rank_pid in (leader, follower):
+                        await until(partial(has_ended, rank_pid), 30)
                     num_attempts = len(attempts_of(records))
                 assert num_attempts == 2
         assert stop_cluster(cluster) == 0
