@@ -44,13 +44,15 @@ async def ask(
     request_id: str,
     sampling: Mapping[str, Any] | None = None,
     *,
+    trace: Mapping[str, str] | None = None,
     is_repeated: bool = False,
 ) -> AsyncGenerator[LogRecord, None]:
     """Publish `request` and yield the records of its log in order, up to the final one.
 
     The id contains the tenant of the request, see `shared.protocol.names.scoped_id`. `sampling` has
     sampling parameters that replace the request's. They take precedence over the model's configured
-    defaults, even where they are equal to the defaults of SamplingParams.
+    defaults, even where they are equal to the defaults of SamplingParams. `trace` has the headers
+    `traceparent` and `tracestate`, if the request is part of a trace.
 
     A request id that was used before yields the log of the earlier request. With `is_repeated`,
     that log is read at once. Raises Overloaded when the queue is full. Raises Unavailable when the
@@ -58,7 +60,7 @@ async def ask(
     after that time.
     """
     async with LogReader(bus, request_id, 0) as reader:
-        await publish_request(bus, request, request_id, sampling)
+        await publish_request(bus, request, request_id, sampling, trace)
         async for record in reader.records(at_once=is_repeated, timeout_s=request.timeout_s):
             if isinstance(record, LogRecord):
                 yield record
@@ -69,12 +71,13 @@ async def publish_request(
     request: GenerateRequest,
     request_id: str,
     sampling: Mapping[str, Any] | None = None,
+    trace: Mapping[str, str] | None = None,
 ) -> None:
     """Publish `request`, unless a request with this id is in flight. Raises as `ask` does."""
     _check_request_id(request_id)
     _check_model(request.model)
     subject, data = subjects.request(request.model, request_id), encode_request(request, sampling)
-    headers = version_header(version_of_request(request, sampling))
+    headers = version_header(version_of_request(request, sampling)) | dict(trace or {})
     await bus.publish_without_id(subject, data, headers)
 
 
@@ -133,14 +136,15 @@ async def _open_log(
             raise
 
 
-async def cancel(bus: Bus, request_id: str) -> None:
+async def cancel(bus: Bus, request_id: str, trace: Mapping[str, str] | None = None) -> None:
     """Cancel a request in any stage. Returns when the broker has stored the cancellation.
 
-    The log then ends with the error `cancelled`, unless it has ended already.
+    The log then ends with the error `cancelled`, unless it has ended already. `trace` is as in
+    `ask`.
     """
     _check_request_id(request_id)
     # The stream stores one cancellation per request, so duplicates need no message id.
-    await bus.publish_without_id(subjects.cancel(request_id), b"")
+    await bus.publish_without_id(subjects.cancel(request_id), b"", dict(trace or {}))
 
 
 async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:

@@ -91,6 +91,7 @@ GROUPS = (
         "tests/cluster/test_read_again.py",
         "tests/cluster/test_request.py",
         "tests/cluster/test_tenant_ids.py",
+        "tests/cluster/test_traces.py",
     ),
 )
 

@@ -137,7 +137,10 @@ class Queues:
         A broker with a full disk may store an acknowledgement, and fail to remove the message. It
         does not deliver the message again, which would keep its place forever.
         """
-        state = (await self._js.stream_info(queue.stream)).state
+        info = await self._js.stream_info(queue.stream)
+        if info.config.retention != api.RetentionPolicy.WORK_QUEUE:
+            return  # The messages of other streams stay.
+        state = info.state
         is_permitted = not is_denied(self._nc, f"$JS.API.STREAM.PURGE.{queue.stream}")
         if state.messages and state.first_seq <= last_sequence and is_permitted:
             _log.warning("acknowledged_messages_removed", stream=queue.stream)

@@ -719,6 +719,22 @@ class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     selects any free port. Heartbeats contain the port."""
 
 
+class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Spans of requests, which coordinators send to a collector after the requests have ended."""
+
+    otlp_url: Annotated[str, Meta(pattern=patterns.HTTP_URL)] | None = None
+    """URL to which spans are posted over OTLP, such as `http://collector:4318/v1/traces`. It needs
+    the extra `pagemill[otel]`. By default there are no spans."""
+    ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of the requests without a `traceparent` that get a trace. For the other requests, the
+    flag of the `traceparent` decides."""
+
+    @property
+    def own_ratio(self) -> float:
+        """The share, which is 0 without a collector."""
+        return 0.0 if self.otlp_url is None else self.ratio
+
+
 class PoolConfig(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Workers of one role, or of one stage of a model, that the autoscaler scales."""
 
@@ -767,6 +783,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     batch: BatchConfig = BatchConfig()
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     scale: ScaleConfig = ScaleConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level of log events to write."""

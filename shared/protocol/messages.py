@@ -48,6 +48,7 @@ from msgspec import Meta, Struct
 from shared.helpers import patterns
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
+from shared.protocol.traces import Trace
 from shared.scaling.memory import Learned
 
 # A leading autoscaler writes its plan every second. An older plan has no leader any more.
@@ -76,6 +77,8 @@ class RequestRecord(Struct, frozen=True):
     digest: str = ""
     """SHA-256 of the request, if the client chose its id: a repeated id must have the same one."""
     version: int = 1
+    trace: dict[str, str] = {}
+    """Headers of the client's trace, see `shared.protocol.traces`."""
 
     def __post_init__(self) -> None:
         parts = self.options.get("parts", 1)
@@ -129,6 +132,8 @@ class AttemptRecord(Versioned, frozen=True):
     unread: str = ""
     """Reason why the worker could not read the task and left it to a newer worker. Such a record
     does not count as an attempt."""
+    trace: Trace | None = None
+    """Trace of a sampled request, in the record of the coordinator that accepted it."""
 
 
 class CachedImages(Struct, frozen=True):

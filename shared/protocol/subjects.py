@@ -337,6 +337,7 @@ def reading_filter(call: str) -> str:
 COORDINATORS_GROUP = "coordinators"
 
 REQUESTS_CONSUMER = "coordinator"
+TRACES_CONSUMER = "traces"
 CANCELS_CONSUMER = "coordinator"
 RESPONSES_CONSUMER = "agent"
 BATCHJOBS_CONSUMER = "batcher"

@@ -34,6 +34,9 @@ class RequestTicket(Struct, frozen=True, array_like=True):
     """Key from the client that determines the slot of the request's tasks; may be empty."""
     stream: Annotated[str, since(3)] = subjects.REQUESTS_STREAM
     """Queue of the request: REQUESTS, or `REQUESTS_<tenant>` for a client with a tenant's key."""
+    traceparent: Annotated[str, since(1)] = ""
+    """Header `traceparent` of W3C for spans below the request's root span; may be empty."""
+    tracestate: Annotated[str, since(1)] = ""
 
     @property
     def place(self) -> subjects.RequestPlace:

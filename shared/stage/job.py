@@ -27,6 +27,7 @@ from shared.protocol.task_messages import RequestTicket, TaskBody, TaskHeader
 from shared.stage import retry, tasks
 from shared.stage.retry import NO_HISTORY, History
 from shared.state.token_log import LogWriter
+from shared.telemetry import logs
 from shared.telemetry.metrics import Metrics
 
 # A worker sends a heartbeat every second. One with a heartbeat in this time is alive.
@@ -123,6 +124,8 @@ class Job:
         """Set the header, the body and the tensors of the decoded message."""
         self.header, self.body, self.tensors = header, body, tensors
         self.path = header.path
+        if header.ticket is not None and header.ticket.traceparent:
+            logs.bind_trace(header.ticket.traceparent.split("-")[1])
 
     def replace_ticket(self, data: bytes) -> None:
         """Take the ticket and the payloads of `data`, the same task, published again after a loss.

@@ -219,6 +219,10 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
     },
     ("counter", COORDINATOR, ()): {
         "requests_accepted_total": "Valid requests forwarded to renderers.",
+        "trace_spans_exported_total": "Spans that the collector of `tracing.otlp_url` accepted.",
+        "trace_spans_dropped_total": (
+            "Spans that were dropped, because the collector did not accept them or too many waited."
+        ),
     },
     ("counter", GATEWAY, ()): {
         "http_requests_total{endpoint,status}": (

@@ -46,6 +46,12 @@ def configure_logging(level: Level, fd: int = STDERR, **context: str) -> Logger:
     return logger
 
 
+def bind_trace(trace_id: str | None) -> None:
+    """Add `trace_id` to every further event of this task and of tasks that it starts."""
+    if trace_id is not None:
+        structlog.contextvars.bind_contextvars(trace_id=trace_id)
+
+
 def set_level(level: Level) -> None:
     """Set the least severe level of events that this process writes."""
     _threshold.level = getattr(logging, level.upper())

@@ -32,6 +32,7 @@ from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from tests import preloaded
+from tests.support.collector import Collector, running_collector
 from tests.support.waiting import until
 
 if TYPE_CHECKING:  # Its imports take seconds, which most tests with this file do not need.
@@ -196,8 +197,16 @@ async def connected(cluster: Cluster) -> AsyncIterator[Bus]:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    running = start_cluster(tmp_path_factory.mktemp("cluster"))
+def collector() -> Iterator[Collector]:
+    """Collector of the traces of the cluster: only requests with `traceparent` have spans."""
+    with running_collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
+    tracing = f"tracing: {{otlp_url: {collector.url}, ratio: 0.0}}\n"
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), CONFIG + tracing)
     yield running
     stop_cluster(running)
 

@@ -60,6 +60,7 @@ from workers.coordinator.stage_waits import StageWaits
 from workers.coordinator.storage_meter import StorageMeter
 from workers.coordinator.store_watch import StoreWatch
 from workers.coordinator.token_limits import TokenLimits
+from workers.coordinator.traces import Traces
 from workers.coordinator.turns import Turns
 
 ID_RULE = f"the id of a request, the last token of its subject, {names.REQUEST_ID_RULE}"
@@ -83,6 +84,7 @@ class Coordinator:
         self._room = StoreRoom(context.bus)
         self._batches = BatchOrders(context, self._room)
         self._precedence = Precedence()
+        self._traces = Traces(context)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id, held while a request is admitted."""
 
@@ -98,6 +100,7 @@ class Coordinator:
         loop.start(watch.run())
         reading = Reading(self._context.bus, self._delivery.tenant_reads, self._precedence)
         await reading.start()
+        loop.start(self._traces.run())
         loop.start(ReplicaWatch(self._context.bus, self._context.metrics).run())
         models = self._context.config.models
         loop.start(RefusedStages(self._context.bus, models, self._context.metrics).run())
@@ -165,6 +168,7 @@ class Coordinator:
         if await self._is_repeated(delivery, request_id):
             await delivery.ack()
             return
+        trace = await self._traces.begin(job)
         if await self._has_expired_unread(job):
             return
         models, pipelines = self._context.config.models, self._context.pipelines
@@ -183,6 +187,8 @@ class Coordinator:
             cache_salt=request.cache_salt or "",
             prompt_cache_key=request.prompt_cache_key or "",
             stream=delivery.place.stream,
+            traceparent="" if trace is None else trace.traceparent,
+            tracestate="" if trace is None else trace.state,
         )
         has_expired = await self._has_expired(job, ticket, request.on_late)
         if has_expired or await self._is_put_off(delivery, ticket):
@@ -324,6 +330,7 @@ class Coordinator:
         """
         bus, request_id = self._context.bus, _id_of(job)
         error = Cancelled("cancelled on request")
+        self._traces.bind(job)
         has_ended = is_final(await last_record(bus, request_id))
         if not has_ended:
             _check_id(request_id)

@@ -35,9 +35,11 @@ from shared.protocol.records import (
     OutputSummary,
     TokenChunk,
 )
+from shared.protocol.traces import trace_of
 from shared.state import request_registry, request_status
 from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
+from shared.telemetry import logs
 from workers.gateway.app import AppContext
 from workers.gateway.core.assembler import Answering
 from workers.gateway.core.ids import format_event_id, named_request_id, part_ids
@@ -83,6 +85,8 @@ class ActiveRequest:
         """Whether the events of the stream have ids."""
         self.parts = part_ids(self.bus_id, record)
         self.kind, self.options = kind, kind.read_options(record)
+        trace = trace_of(record.trace, self.bus_id, context.config.tracing.own_ratio)
+        logs.bind_trace(None if trace is None else trace.trace_id)
         self._context = context
         self._holder = holder
         self._began_s = time.monotonic()
@@ -278,7 +282,7 @@ class ActiveRequest:
     async def _cancel(self) -> None:
         try:
             for part in self.parts:
-                await client.cancel(self._context.bus, part)
+                await client.cancel(self._context.bus, part, self.record.trace)
         except Unavailable as error:
             _log.warning("cancel_failed", request_id=self.bus_id, reason=error.message)
 

@@ -30,6 +30,7 @@ from shared.protocol.messages import RequestRecord
 from shared.protocol.records import AnyRecord, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.text_length import check_text_len
+from shared.protocol.traces import trace_headers
 from shared.state import request_registry
 from shared.tenants.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext, Json, error_response
@@ -89,7 +90,9 @@ async def accept(
     await active.registration
     for part in await _missing_parts(context, active, is_named=_is_named(request)):
         try:
-            await client.publish_request(context.bus, requests[part], active.parts[part])
+            await client.publish_request(
+                context.bus, requests[part], active.parts[part], trace=active.record.trace
+            )
         except PagemillError:
             active.withdraw()
             raise
@@ -127,6 +130,7 @@ async def _register(
     if request.scope.get("body_bytes", 0) > LARGE_BYTES:
         await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
+    record = structs.replace(record, trace=trace_headers(request.headers.items()))
     if plan.delivery is Delivery.WHOLE:
         await _reserve_answer(context, request, kind, plan, record)
     requests = await asyncio.gather(
@@ -241,7 +245,8 @@ async def _publish(
     This generator lives as long as the answer, so it must not refer to the received body.
     """
     # A request with its text given has no sampling parameters. It is refused with empty ones, too.
-    records = client.ask(context.bus, request, active.parts[part], sampling or None)
+    trace = active.record.trace
+    records = client.ask(context.bus, request, active.parts[part], sampling or None, trace=trace)
     with active.kind.fields_of(active.options, part).translated(checks=True):
         async for record in records:
             yield record
