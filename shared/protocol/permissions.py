@@ -238,6 +238,7 @@ def _coordinator(base: Permissions) -> Permissions:
             _NAMES,
             *_consumes("*", subjects.REQUESTS_CONSUMER),
             *_consumes(subjects.ATTEMPTS_STREAM, subjects.TRACES_CONSUMER),
+            *_consumes(subjects.BATCHES_STREAM, subjects.TRACES_CONSUMER),
             # The probe of a stream is a purge of a subject that no message has.
             *_purges("*"),
             # All requests must be delivered again when their tasks are lost.

@@ -142,6 +142,8 @@ class Begun(Struct, frozen=True, tag="begun", omit_defaults=True):
     painter: PaintTool | None = None
     asks: bool = False
     """Whether the request of the first turn may be published from now on, as after an Asked."""
+    trace: dict[str, str] = {}
+    """Headers of the client's trace, see `shared.protocol.traces`."""
 
 
 class Listed(Struct, frozen=True, tag="listed", omit_defaults=True):

@@ -82,8 +82,12 @@ def trace_of(
         state = given.get(TRACESTATE, "")
         return Trace(trace_id, root, accepted_ms, parent_id, state, is_sampled=flags == "01")
     trace_id = trace_id_of(_whole_of(request_id))
-    is_sampled = int(trace_id[16:], 16) < ratio * _RATIO_BASE
-    return Trace(trace_id, root, accepted_ms, is_sampled=True) if is_sampled else None
+    return Trace(trace_id, root, accepted_ms, is_sampled=True) if is_in(trace_id, ratio) else None
+
+
+def is_in(trace_id: str, ratio: float) -> bool:
+    """Return whether a ratio from 0 to 1 includes a trace."""
+    return int(trace_id[16:], 16) < ratio * _RATIO_BASE
 
 
 def batch_of(request_id: str) -> str | None:

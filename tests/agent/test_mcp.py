@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import nats
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -84,6 +85,24 @@ async def test_the_model_calls_a_tool_and_answers_from_its_result(
     assert [item.model_copy(update={"id": ""}) for item in final.output] == items
     again = await openai_client.responses.retrieve(final.id, stream=True, starting_after=5)
     assert [event async for event in again] == stream[6:]
+
+
+async def test_all_turns_of_a_response_have_the_trace_of_its_client(
+    rig: AgentRig, openai_client: AsyncOpenAI
+) -> None:
+    rig.scripts["traced?"] = [call("free__add", a=2, b=3), "It is 5."]
+    headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "a=1"}
+    client = await nats.connect(rig.broker.url)
+    try:
+        requests = await client.subscribe("pm.request.>")
+        await client.flush()
+        whole = await respond(openai_client, "traced?", mcp(), extra_headers=headers)
+        for turn in range(2):
+            message = await requests.next_msg(10)
+            assert message.subject.endswith(f".{whole.id}~t{turn}")
+            assert headers.items() <= (message.headers or {}).items()
+    finally:
+        await client.close()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from shared import client
 from shared.bus.bus import Bus
@@ -61,7 +61,7 @@ class Painter:
             tool.model, prompt=prompt, image=params, outputs=[tool.output], lane=begun.lane
         )
         try:
-            error = await self._await_end(request, name)
+            error = await self._await_end(request, name, begun.trace)
             image = error or await self._image(call, name, tool)
         except asyncio.CancelledError:
             # If the response has not ended, another agent waits for the same image.
@@ -82,14 +82,16 @@ class Painter:
             return tuple(tool.input_images)
         return (media_url(await hash_media(base64.b64decode(painted))),)
 
-    async def _await_end(self, request: GenerateRequest, name: str) -> ErrorInfo | None:
+    async def _await_end(
+        self, request: GenerateRequest, name: str, trace: Mapping[str, str]
+    ) -> ErrorInfo | None:
         """Wait for the end of the request. Return its error; None if it has succeeded."""
         records: AsyncIterator[LogRecord]
         if await last_record(self._bus, name) is not None:
             records = client.follow(self._bus, name, timeout_s=self._timeout_s)
         else:
             # An earlier agent may have published the request.
-            records = client.ask(self._bus, request, name, is_repeated=True)
+            records = client.ask(self._bus, request, name, trace=trace, is_repeated=True)
         async for record in records:
             if isinstance(record, Failure):
                 return record.error

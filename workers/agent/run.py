@@ -256,6 +256,7 @@ class ResponseRun:
 
     async def _read_answer(self, turn: int) -> None:
         state = self._log.state
+        assert state.begun is not None
         async with self._conversation() as entries:
             request, sampling, syntax = turn_request(state, state.turns[turn], entries)
         name = turn_id(self.task.tenant, self.task.response_id, turn)
@@ -266,8 +267,9 @@ class ResponseRun:
         else:
             # The gateway or an earlier agent may have published the request.
             is_repeated = turn not in self._own_turns
+            trace = state.begun.trace
             records = client.ask(
-                self._bus, request, name, sampling or None, is_repeated=is_repeated
+                self._bus, request, name, sampling or None, trace=trace, is_repeated=is_repeated
             )
         try:
             end = await _collect(records, turn, syntax, keeps_logprobs=_wants_logprobs(sampling))

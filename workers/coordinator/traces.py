@@ -5,7 +5,8 @@ attempts. All coordinators share one durable consumer of this stream, and a mess
 until the request has ended and its spans were exported or counted as dropped. So a request has
 spans however it ends and whichever workers and coordinators are killed, the spans are made by one
 process at a time, and the cost depends on the sampled requests alone. If a coordinator is killed
-between an export and its acknowledgement, the spans are exported again with the same ids.
+between an export and its acknowledgement, the spans are exported again with the same ids. A second
+consumer does the same for the orders of batches.
 
 Spans are made after the end of a request, and sent from a thread. Neither a slow collector nor an
 absent one delays a request: the queue of spans has a limit, beyond which they are dropped.
@@ -18,19 +19,21 @@ import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
-from shared.errors import ConfigError, PagemillError, Unavailable
-from shared.protocol import subjects
+from shared.errors import ConfigError, PagemillError
+from shared.protocol import names, subjects
+from shared.protocol.batch_log import decode_batch_begun
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.records import Failure, Finish, TokenChunk
-from shared.protocol.traces import Trace, trace_of
+from shared.protocol.traces import Trace, is_in, trace_of
 from shared.stage.job import Job
 from shared.stage.runtime import VERSION, Context
-from shared.stage.worker_loop import serve
+from shared.stage.worker_loop import HandleDelivery, serve
+from shared.state.batch_log import open_batch
 from shared.state.log_records import decode_record
 from shared.state.token_log import last_record
 from shared.telemetry import logs
-from workers.coordinator.trace_spans import Ended, Span, spans_of
+from workers.coordinator.trace_spans import Ended, Span, batch_context, batch_root, spans_of
 
 CAPACITY = 1024
 """Limit on the messages in flight of one coordinator."""
@@ -106,38 +109,44 @@ class Traces:
             return
         exporting = asyncio.create_task(self._export_forever())
         try:
-            while True:
-                try:
-                    consumer = await self._bus.queues.consume(
-                        subjects.ATTEMPTS_STREAM,
-                        subjects.TRACES_CONSUMER,
-                        subjects.ATTEMPTS_FILTER,
-                        CAPACITY,
-                        ACK_WAIT_S,
-                    )
-                    break
-                except PagemillError as error:
-                    _log.warning("traces_not_read", reason=str(error))
-                    await asyncio.sleep(RETRY_S)
-            await serve(consumer, self._handle, self._context.shutdown, drain_s=0.0)
+            await asyncio.gather(
+                self._serve(
+                    subjects.ATTEMPTS_STREAM, subjects.ATTEMPTS_FILTER, self._handle_attempt
+                ),
+                self._serve(subjects.BATCHES_STREAM, subjects.BATCHES_BEGUN, self._handle_batch),
+            )
         finally:
             exporting.cancel()
 
-    async def _handle(self, delivery: Delivery) -> None:
+    async def _serve(self, stream: str, subject: str, handle: HandleDelivery) -> None:
+        while True:
+            try:
+                consumer = await self._bus.queues.consume(
+                    stream, subjects.TRACES_CONSUMER, subject, CAPACITY, ACK_WAIT_S
+                )
+                break
+            except PagemillError as error:
+                _log.warning("traces_not_read", stream=stream, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+
+        async def try_to_handle(delivery: Delivery) -> None:
+            try:
+                await handle(delivery)
+            except PagemillError:
+                await delivery.retry(RETRY_S)
+
+        await serve(consumer, try_to_handle, self._context.shutdown, drain_s=0.0)
+
+    async def _handle_attempt(self, delivery: Delivery) -> None:
         """Queue the spans of a message's request, or return the message if it has not ended."""
         record = decode_attempt(delivery.data)
         if record is None or record.trace is None:
             await delivery.ack()
             return
-        request_id = subjects.last_token(delivery.subject)
-        try:
-            ended = await read_ended(self._bus, request_id, record.trace)
-        except Unavailable:
-            await delivery.retry(RETRY_S)
-            return
+        ended = await read_ended(self._bus, subjects.last_token(delivery.subject), record.trace)
         age_s = (self._bus.now_ms() - record.trace.accepted_ms) / 1000
         if ended is None and age_s < self._context.config.delivery.max_timeout_s + GRACE_S:
-            await delivery.retry(min(max(FIRST_LOOK_S, age_s / 2), MAX_LOOK_S))
+            await delivery.retry(_pause_s(age_s))
         elif ended is None:
             self._drop(1, "the log of a request has been removed")
             await delivery.ack()
@@ -147,6 +156,23 @@ class Traces:
             await delivery.retry(SETTLE_S)
         else:
             await self._enqueue(_Exportable(delivery, spans_of(ended)))
+
+    async def _handle_batch(self, delivery: Delivery) -> None:
+        """Queue the span of a batch, or return the message if the batch has not ended."""
+        begun = decode_batch_begun(delivery.data)
+        batch_id = "" if begun is None else names.scoped_id(begun.batch_id, begun.tenant)
+        if begun is None or not is_in(batch_context(batch_id)[0], self._ratio):
+            await delivery.ack()
+            return
+        log = await open_batch(self._bus, begun.tenant, begun.batch_id)
+        if log is None:
+            await delivery.ack()  # It is not stored any more.
+        elif (end := log.state.ended) is None:
+            await delivery.retry(_pause_s((self._bus.now_ms() - delivery.stored_ms) / 1000))
+        else:
+            end_ms = max(1000.0 * end.at_s, delivery.stored_ms)
+            span = batch_root(batch_id, delivery.stored_ms, end_ms, end.status)
+            await self._enqueue(_Exportable(delivery, [span]))
 
     async def _enqueue(self, exportable: "_Exportable") -> None:
         try:
@@ -177,10 +203,15 @@ class Traces:
 
 
 class _Exportable(NamedTuple):
-    """Spans of a request, and the message about it that is settled after their export."""
+    """Spans of a request or a batch, and the message that is settled after their export."""
 
     delivery: Delivery
     spans: list[Span]
+
+
+def _pause_s(age_s: float) -> float:
+    """Return the pause before the next look at a request or a batch of this age."""
+    return min(max(FIRST_LOOK_S, age_s / 2), MAX_LOOK_S)
 
 
 async def read_ended(bus: Bus, request_id: str, trace: Trace) -> Ended | None:

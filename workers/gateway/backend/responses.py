@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -179,7 +180,9 @@ async def begin(
     publishing_turn: asyncio.Task[None] | None = None
     if first is not None:
         # This is not awaited. If it fails, an agent publishes the turn again, or reports the error.
-        publishing_turn = context.background.start(_publish_turn(context.bus, log, first))
+        publishing_turn = context.background.start(
+            _publish_turn(context.bus, log, first, begun.trace)
+        )
     try:
         await _append_first(context, log, begun, is_named=False)
     finally:
@@ -204,7 +207,7 @@ async def _append_first(context: AppContext, log: StepLog, begun: Begun, *, is_n
         if stored is None:
             raise ApprovalUsed("another response has decided on these approval requests") from None
         times = {"created_s": begun.created_s, "deadline_s": begun.deadline_s}
-        if not is_named or replace(stored, **times) != begun:
+        if not is_named or replace(stored, trace=begun.trace, **times) != begun:
             raise ReusedId(
                 "this id belongs to an earlier response with a different request",
                 field="X-Request-Id",
@@ -213,10 +216,10 @@ async def _append_first(context: AppContext, log: StepLog, begun: Begun, *, is_n
         raise StoreFull("the store of responses is full") from None
 
 
-async def _publish_turn(bus: Bus, log: StepLog, turn: FirstTurn) -> None:
+async def _publish_turn(bus: Bus, log: StepLog, turn: FirstTurn, trace: Mapping[str, str]) -> None:
     with contextlib.suppress(PagemillError):
         name = turn_id(log.tenant, log.response_id, 0)
-        await client.publish_request(bus, turn.request, name, turn.sampling or None)
+        await client.publish_request(bus, turn.request, name, turn.sampling or None, trace)
 
 
 async def publish_task(bus: Bus, begun: Begun, response_id: str) -> None:

@@ -25,6 +25,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.items import ImageCallItem, Item, ListToolsItem, OutputItem
 from shared.protocol.renderer_rpc import TokenizeRequest
 from shared.protocol.steps import Begun, PaintTool
+from shared.protocol.traces import trace_headers
 from shared.responses.conversation import Entry, check_outputs, entries_of, messages_of
 from shared.responses.state import state_of
 from shared.responses.turns import turn_request
@@ -173,7 +174,8 @@ async def _begin(
     now_s, config = context.now_s, context.config.agent
     begun = begun_of(body, tenant, now_s, items, before, card, config, painter)
     begun = replace(begun, input=await store_large_item_media(context, items, tenant))
-    begun = replace(begun, lane=context.lane or begun.lane)
+    trace = trace_headers(request.headers.items())
+    begun = replace(begun, lane=context.lane or begun.lane, trace=trace)
     await responses.check_room(context, tenant)
     approved_calls = await approvals.decide(context.bus, caller, items, logs, response_id)
     begun = replace(begun, approved=approved_calls)
