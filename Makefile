@@ -47,7 +47,7 @@ wheel-kernels: .venv/installed  ## the wheel with kernels for KERNELS, whose fir
 image-wheels: .venv/installed  ## compose/wheels: what an image needs that is built without an index
 	sed -n 's/^\([a-z][^ ]*==[^ ]*\).*/\1/p' requirements.lock > compose/wheels/constraints.txt
 	$(BIN)/pip download --quiet --dest compose/wheels --constraint compose/wheels/constraints.txt \
-		. hatchling uv
+		'.[otel]' hatchling uv
 
 image:  ## the image `pagemill`, by Docker
 	docker build --file compose/Dockerfile --tag pagemill .

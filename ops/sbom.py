@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "requirements.lock"
 PACKAGE = "pagemill"
-EXTRAS = ("gpu", "video")
+EXTRAS = ("gpu", "otel", "video")
 SPEC_VERSION = "1.6"
 # torch's builds for CUDA bring these, with versions of torch's own metadata and NVIDIA's licence.
 CUDA_PACKAGES = ("nvidia-", "cuda-")
@@ -37,6 +37,7 @@ ALLOWED = frozenset(
 
 # Names of licences that are no SPDX identifiers.
 _SPDX = {
+    "3-clause bsd license": "BSD-3-Clause",
     "apache 2 license": "Apache-2.0",
     "apache 2.0 license": "Apache-2.0",
     "apache software license": "Apache-2.0",

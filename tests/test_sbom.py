@@ -27,7 +27,11 @@ def test_the_bill_has_all_that_is_needed_and_nothing_of_development(
     assert not {"pytest", "mypy", "hypothesis", "pagemill"} & components.keys()
     # torch for CUDA brings triton by itself.
     optional = {c.name for c in components.values() if c.is_optional}
-    assert {"av", "accelerate"} <= optional <= {"av", "accelerate", "psutil", "triton"}
+    assert {"av", "accelerate", "opentelemetry-sdk"} <= optional
+    optional -= {name for name in optional if name.startswith("opentelemetry-")}
+    of_otel = {"certifi", "charset-normalizer", "googleapis-common-protos", "protobuf"}
+    of_otel |= {"requests", "urllib3"}
+    assert optional <= of_otel | {"av", "accelerate", "psutil", "triton"}
     # Only torch has builds whose hashes the lock does not have.
     assert [c.name for c in components.values() if not c.hashes] == ["torch"]
 

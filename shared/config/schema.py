@@ -729,11 +729,6 @@ class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the requests without a `traceparent` that get a trace. For the other requests, the
     flag of the `traceparent` decides."""
 
-    @property
-    def own_ratio(self) -> float:
-        """The share, which is 0 without a collector."""
-        return 0.0 if self.otlp_url is None else self.ratio
-
 
 class PoolConfig(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Workers of one role, or of one stage of a model, that the autoscaler scales."""

@@ -65,6 +65,7 @@ async def test_an_answer_over_http_is_one_trace_with_its_stages(
     logged = [line for line in cluster.log.read_text().splitlines() if '"accepted"' in line]
     assert [f'"trace_id": "{trace_id}"' in line for line in logged].count(True) == 1
     assert not collector.of_trace("0" * 32)
+    assert '"traces_not_read"' not in cluster.log.read_text()
 
 
 async def test_an_engine_and_coordinators_are_killed(

@@ -65,7 +65,7 @@ async def test_a_request_that_was_accepted_twice_and_a_batch_have_one_root_span_
 
 async def all_settled(jetstream: JetStreamContext) -> bool:
     info = await jetstream.consumer_info(subjects.ATTEMPTS_STREAM, subjects.TRACES_CONSUMER)
-    return info.num_pending == info.num_ack_pending == 0
+    return not info.num_pending and not info.num_ack_pending
 
 
 def test_an_exporter_that_is_not_installed_is_named(

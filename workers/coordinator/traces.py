@@ -61,7 +61,8 @@ class Traces:
         """Raises ConfigError if spans are to be exported and the extra is not installed."""
         self._context, self._bus = context, context.bus
         settings = context.config.tracing
-        self._ratio, self._is_exporting = settings.own_ratio, settings.otlp_url is not None
+        self._is_exporting = settings.otlp_url is not None
+        self._ratio = settings.ratio if self._is_exporting else 0.0
         if settings.otlp_url is None:
             return
         try:

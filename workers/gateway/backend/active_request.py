@@ -85,7 +85,8 @@ class ActiveRequest:
         """Whether the events of the stream have ids."""
         self.parts = part_ids(self.bus_id, record)
         self.kind, self.options = kind, kind.read_options(record)
-        trace = trace_of(record.trace, self.bus_id, context.config.tracing.own_ratio)
+        tracing = context.config.tracing
+        trace = trace_of(record.trace, self.bus_id, tracing.ratio if tracing.otlp_url else 0.0)
         logs.bind_trace(None if trace is None else trace.trace_id)
         self._context = context
         self._holder = holder
