@@ -112,7 +112,8 @@ def _identities() -> list[str]:
 
 
 def _write_seed(file: Path) -> None:
-    _replace(file, nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER) + b"\n")
+    # Without a newline, because NATS clients such as the one for JavaScript refuse it.
+    _replace(file, nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER))
 
 
 def _public(file: Path) -> str:
