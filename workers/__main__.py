@@ -32,6 +32,7 @@ COMMANDS = (
     "workers.cli.commands.observe:top",
     "workers.cli.commands.observe:metrics",
     "workers.cli.commands.health:health",
+    "workers.cli.commands.doctor:doctor",
     "workers.cli.commands.scale:scale",
     "workers.cli.commands.migrate:migrate",
     "workers.cli.commands.dead:dead",
