@@ -34,6 +34,7 @@ COMMANDS = (
     "workers.cli.commands.health:health",
     "workers.cli.commands.doctor:doctor",
     "workers.cli.commands.scale:scale",
+    "workers.cli.commands.upgrade:upgrade",
     "workers.cli.commands.migrate:migrate",
     "workers.cli.commands.dead:dead",
     "workers.cli.commands.audit:audit",

@@ -100,11 +100,20 @@ class Keyring:
     def file_of_tenant(self, name: str) -> Path:
         return seed_file(self.folder / TENANTS, name)
 
+    def has_current_accounts(self) -> bool:
+        """Return whether the server's accounts permit what the roles of this version need."""
+        try:
+            return self.accounts_file.read_bytes() == self._accounts()
+        except OSError:
+            return False
+
     def _write_accounts(self) -> None:
+        _replace(self.accounts_file, self._accounts())
+
+    def _accounts(self) -> bytes:
         workers = {name: _public(seed_file(self.folder, name)) for name in _identities()}
         tenants = {name: _public(self.file_of_tenant(name)) for name in self.tenants}
-        config = accounts_config(workers, tenants, self._settings)
-        _replace(self.accounts_file, config.encode())
+        return accounts_config(workers, tenants, self._settings).encode()
 
 
 def _identities() -> list[str]:

@@ -27,7 +27,7 @@ from shared.telemetry.metrics import Metrics
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import Gateway, Start, free_port
 from tests.tasks import engine_task
-from workers.cli.doctor import examine
+from workers.cli.commands.doctor import examine
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.auth import Caller
 from workers.gateway.openapi.document import KINDS
