@@ -114,7 +114,8 @@ ALLOWED = {
     # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
     "workers.kubernetes": {"httpx2", ".read_bytes", ".read_text"},
     "workers.cli.key_secrets": {".read_bytes"},  # keys that it has just made
-    # The metrics listeners of this machine.
+    # The gateway and the metrics listeners of this machine.
+    "workers.cli.commands.doctor": {"http.client"},
     "workers.cli.commands.health": {"http.client"},
     "workers.supervisor.log_file": {".open", "os.open"},
     "workers.supervisor.process_usage": {".read_text"},  # of /proc

@@ -100,11 +100,20 @@ class Keyring:
     def file_of_tenant(self, name: str) -> Path:
         return seed_file(self.folder / TENANTS, name)
 
+    def has_current_accounts(self) -> bool:
+        """Return whether the server's accounts permit what the roles of this version need."""
+        try:
+            return self.accounts_file.read_bytes() == self._accounts()
+        except OSError:
+            return False
+
     def _write_accounts(self) -> None:
+        _replace(self.accounts_file, self._accounts())
+
+    def _accounts(self) -> bytes:
         workers = {name: _public(seed_file(self.folder, name)) for name in _identities()}
         tenants = {name: _public(self.file_of_tenant(name)) for name in self.tenants}
-        config = accounts_config(workers, tenants, self._settings)
-        _replace(self.accounts_file, config.encode())
+        return accounts_config(workers, tenants, self._settings).encode()
 
 
 def _identities() -> list[str]:
@@ -112,7 +121,8 @@ def _identities() -> list[str]:
 
 
 def _write_seed(file: Path) -> None:
-    _replace(file, nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER) + b"\n")
+    # Without a newline, because NATS clients such as the one for JavaScript refuse it.
+    _replace(file, nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER))
 
 
 def _public(file: Path) -> str:

@@ -43,6 +43,9 @@ EMBEDDED = f"""\
 models:
   demo:
     path: {DEMO_MODEL}
+    description: >-
+      A toy of 2.6 million parameters to try Pagemill with. It answers one question about a simple
+      picture or clip. A second question in the same conversation confuses it.
     sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
     stages:
       talker:

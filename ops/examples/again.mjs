@@ -8,7 +8,7 @@ import { connect, nkeyAuthenticator } from "@nats-io/transport-node";
 const key = process.env.NATS_NKEY ?? "data/nats/keys/tenants/local.nk";
 const open = () => connect({
   servers: process.env.NATS_URL ?? "nats://127.0.0.1:4222",
-  authenticator: key ? nkeyAuthenticator(readFileSync(key).subarray(0, 58)) : undefined,
+  authenticator: key ? nkeyAuthenticator(readFileSync(key)) : undefined,
 });
 
 async function publish(question) {

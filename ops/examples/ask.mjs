@@ -8,7 +8,7 @@ const [question, ...images] = process.argv.slice(2);
 const key = process.env.NATS_NKEY ?? "data/nats/keys/tenants/local.nk";
 const nc = await connect({
   servers: process.env.NATS_URL ?? "nats://127.0.0.1:4222",
-  authenticator: key ? nkeyAuthenticator(readFileSync(key).subarray(0, 58)) : undefined,
+  authenticator: key ? nkeyAuthenticator(readFileSync(key)) : undefined,
 });
 const requestId = randomUUID();
 // Subscribed before the request is published, so that no record is missed.

@@ -220,6 +220,11 @@ class Connection:
         """JetStream domain of the broker, by default the domain of the connected server."""
         return self.nc.domain or self.nc._server_info.get("domain")
 
+    @property
+    def server_version(self) -> str:
+        version = self.nc.connected_server_version
+        return f"{version.major}.{version.minor}.{version.patch}"
+
     async def check_jetstream(self) -> None:
         """Raise Unavailable if the server is a leaf node, and no server with JetStream answers."""
         server = self.nc._server_info

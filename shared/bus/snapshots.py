@@ -115,11 +115,6 @@ class StreamSnapshots:
         except NatsError as error:
             raise Unavailable(f"the broker did not remove stream {stream}: {error}") from error
 
-    @property
-    def server_version(self) -> str:
-        version = self._nc.connected_server_version
-        return f"{version.major}.{version.minor}.{version.patch}"
-
     async def _ask(self, subject: str, query: dict[str, Any], stream: str) -> dict[str, Any]:
         return await self._send(subject, json.dumps(query).encode(), stream)
 

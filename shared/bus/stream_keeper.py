@@ -112,6 +112,13 @@ class StreamKeeper:
         if self.creates_streams and not nats.unchecked:
             await check_limits(self._connection, nats)
 
+    async def check_server(self, nats: NatsConfig) -> None:
+        """Check the server's settings once. Raises ConfigError and Unavailable."""
+        try:
+            await check_server(self._connection, nats)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not report its settings: {error}") from error
+
     def configure(
         self, nats: NatsConfig, delivery: DeliveryConfig, agent: AgentConfig, batch: BatchConfig
     ) -> None:

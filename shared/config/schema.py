@@ -109,6 +109,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     """Folder in Hugging Face format, relative to the configuration file."""
+    description: str = ""
+    """Sentence for users about what the model can do, in `/v1/models` and in `pagemill up`."""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. `auto` is `float32` on a CPU. On a GPU it is the type in which the
     weights were saved, and `bfloat16` for weights of more than 16 bits; `pagemill check` prints
@@ -704,6 +706,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Private key in PEM format, relative to the configuration file."""
     page: bool = True
     """Serve the web page at `/`."""
+    access_log: bool = False
+    """Log a line for each HTTP request when it has ended: the event `http_request` with the
+    client's address, tenant, method, path, status, seconds, bytes, tokens and id."""
     scale_out: bool = True
     """Serve the render routes and the token-in, token-out routes."""
 

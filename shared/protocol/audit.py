@@ -10,6 +10,7 @@ Action = Literal[
     "approval",
     "backup",
     "cancel",
+    "dead.drop",
     "dead.requeue",
     "keys.add-tenant",
     "keys.make",

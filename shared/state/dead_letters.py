@@ -1,8 +1,11 @@
 """Dead letters: reading them, and queueing their requests again."""
 
+import re
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 from shared.bus.bus import Bus
+from shared.bus.reading import StoredMessage
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
@@ -12,31 +15,53 @@ from shared.protocol.steps import decode_response_task
 from shared.protocol.versions import version_header
 from shared.state.response_status import find_any_tenants
 
+_KEY = re.compile(r"dead:(\d{1,18})")
 
-async def read_newest(bus: Bus, limit: int) -> AsyncIterator[tuple[str, DeadLetter]]:
-    """Yield the latest `limit` letters, the newest first, each with its name for `find`.
 
-    The name is the id of the job, see `subjects.attempts`, or `unnamed-` and a number for a
-    message without a valid id.
-    """
+class StoredLetter(NamedTuple):
+    key: str
+    """Address of this letter: `dead:` and its number in the stream."""
+    name: str
+    """Id of the job, see `subjects.attempts`, or `unnamed-` and a number for a message without a
+    valid id. A job may have several letters."""
+    letter: DeadLetter
+
+
+async def read_newest(bus: Bus, limit: int) -> AsyncIterator[StoredLetter]:
+    """Yield the latest `limit` letters, the newest first."""
     first, sequence = await bus.figures.sequence_range(subjects.DEAD_STREAM)
     while limit > 0 and sequence >= first:
         stored = await bus.read_next(subjects.DEAD_STREAM, sequence)
         if stored is not None and stored.sequence == sequence:
-            yield subjects.last_token(stored.subject), decode_dead_letter(stored.data)
+            yield _decode(stored)
             limit -= 1
         sequence -= 1
 
 
-async def find(bus: Bus, name: str) -> DeadLetter:
-    """Return the latest dead letter with a name of `read_newest`. Raises NotFound."""
-    if not (names.is_task_id(name) or names.is_job_id(name)):
-        raise InvalidRequest("not the name of a dead letter", field="name")
-    stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(name))
+async def find(bus: Bus, address: str) -> StoredLetter:
+    """Return the letter with a key, or the latest one with a name. Raises NotFound."""
+    if match := _KEY.fullmatch(address):
+        stored = await bus.read_next(subjects.DEAD_STREAM, int(match[1]))
+        if stored is not None and stored.sequence != int(match[1]):
+            stored = None
+    elif names.is_task_id(address) or names.is_job_id(address):
+        stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(address))
+    else:
+        raise InvalidRequest("not the key or the name of a dead letter", field="letter")
     if stored is None:
-        hint = "`pagemill dead list` shows the names of all letters"
-        raise NotFound(f"no dead letter has the name {name}: {hint}", field="name")
-    return decode_dead_letter(stored.data)
+        hint = "`pagemill dead list` shows all letters"
+        raise NotFound(f"there is no dead letter {address}: {hint}", field="letter")
+    return _decode(stored)
+
+
+async def drop(bus: Bus, key: str) -> None:
+    """Delete the letter with this key. Raises Unavailable."""
+    await bus.delete(subjects.DEAD_STREAM, int(key.removeprefix("dead:")))
+
+
+def _decode(stored: StoredMessage) -> StoredLetter:
+    name = subjects.last_token(stored.subject)
+    return StoredLetter(f"dead:{stored.sequence}", name, decode_dead_letter(stored.data))
 
 
 async def requeue(bus: Bus, request_id: str, request: GenerateRequest) -> None:

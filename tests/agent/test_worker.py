@@ -303,7 +303,7 @@ async def test_a_response_of_which_agents_die_is_given_up(
     assert error is not None
     assert error.code == code
     if code == "poison":
-        letter = await dead_letters.find(bus, job_of(log))
+        letter = (await dead_letters.find(bus, job_of(log))).letter
         assert (letter.role, len(letter.history)) == ("agent", len(num_steps))
 
 
@@ -430,7 +430,7 @@ async def test_a_request_with_the_id_of_a_response_has_other_records(
         await dead_letters.find(bus, log.response_id)
     await dead_letters.requeue(bus, log.response_id, GenerateRequest("m", prompt="?"))
     assert await bus.has_messages(subjects.ATTEMPTS_STREAM, subjects.attempts(job_of(log)))
-    assert (await dead_letters.find(bus, job_of(log))).role == "agent"
+    assert (await dead_letters.find(bus, job_of(log))).letter.role == "agent"
     await bus.purge(subjects.REQUESTS_STREAM, subjects.request("m", log.response_id))
 
 

@@ -19,14 +19,14 @@ from shared.protocol.encoding import to_json, to_msgpack
 from shared.protocol.messages import DeadLetter
 from shared.protocol.permissions import OPERATOR
 from shared.protocol.records import ErrorInfo
-from shared.state import audit_log
+from shared.state import audit_log, dead_letters
 from tests.cluster.conftest import ROOT
 from tests.support.broker import running_broker
 from workers.cli.audited import audited
 from workers.cli.commands import keys, scale
 from workers.cli.commands.audit import audit
 from workers.cli.commands.backup import backup, restore
-from workers.cli.commands.dead import requeue_letter
+from workers.cli.commands.dead import drop_letter, requeue_letter
 from workers.cli.commands.requests import cancel
 from workers.keyring import Keyring
 
@@ -68,13 +68,27 @@ async def cancel_one(site: Site) -> None:
     await cancel("r1@acme", config=site.config)
 
 
-async def requeue_one(site: Site) -> None:
+async def write_letter(site: Site, name: str) -> None:
     request = to_json({"model": "demo", "prompt": "?"})
     error = ErrorInfo("poison", "for the test", None, "server", False)
-    letter = DeadLetter("engine", "e-1", "0", "s", "r2", 2, error, "", [], request, b"", 0, 0.0)
-    dead = to_msgpack(letter)
-    await site.bus.publish_without_id(subjects.dead("engine", "r2"), dead)
+    letter = DeadLetter("engine", "e-1", "0", "s", name, 2, error, "", [], request, b"", 0, 0.0)
+    await site.bus.publish_without_id(subjects.dead("engine", name), to_msgpack(letter))
+
+
+async def requeue_one(site: Site) -> None:
+    await write_letter(site, "r2")
     await requeue_letter("r2", config=site.config)
+
+
+async def drop_one(site: Site) -> None:
+    await write_letter(site, "r3")
+    await write_letter(site, "r3")
+    later, earlier = [each async for each in dead_letters.read_newest(site.bus, 2)]
+    await drop_letter(earlier.key, config=site.config)
+    assert [each.key async for each in dead_letters.read_newest(site.bus, 2)] == [later.key]
+    assert (await dead_letters.find(site.bus, "r3")).key == later.key
+    with pytest.raises(NotFound):
+        await dead_letters.find(site.bus, earlier.key)
 
 
 async def restore_one(site: Site) -> None:
@@ -86,6 +100,7 @@ async def restore_one(site: Site) -> None:
 ACTS: list[tuple[str, str, str, Callable[[Site], Awaitable[object]]]] = [
     ("cancel", "r1@acme", "done", cancel_one),
     ("dead.requeue", "r2", "done", requeue_one),
+    ("dead.drop", "r3", "done", drop_one),
     ("scale", "pause", "done", lambda s: scale.scale(pause=True, config=s.config)),
     ("keys.add-tenant", "new", "done", lambda s: keys.add_tenant("new", config=s.config)),
     (

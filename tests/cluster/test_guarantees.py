@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -276,14 +277,18 @@ async def test_dead_letters_from_the_command_line(cluster: Cluster, client: Bus)
     await client.publish(subject, b"\xc1garbage", request_id)
     records = [record async for record in follow(client, request_id)]
     assert code_of(records) == "undecodable_message"
-    assert request_id in run(cluster, "dead", "list").stdout
+    listed = run(cluster, "dead", "list", "--json").stdout.splitlines()
+    (key,) = [row["key"] for row in map(json.loads, listed) if row["name"] == request_id]
+    assert f"{key} " in run(cluster, "dead", "list").stdout
     letter = run(cluster, "dead", "show", request_id)
     assert "undecodable_message" in letter.stdout
     assert "Traceback" in letter.stdout
-    refused = run(cluster, "dead", "requeue", request_id)
+    refused = run(cluster, "dead", "requeue", key)
     assert refused.returncode == 1
     assert "does not contain a request" in refused.stderr
-    assert run(cluster, "dead", "show", "nobody").returncode == 1
+    assert run(cluster, "dead", "drop", key).returncode == 0
+    assert "there is no dead letter" in run(cluster, "dead", "show", key).stderr
+    assert run(cluster, "dead", "show", request_id).returncode == 1
 
 
 def run(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:

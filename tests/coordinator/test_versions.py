@@ -164,7 +164,7 @@ async def test_a_queued_request_of_a_version_without_ids_in_subjects_becomes_a_d
     running = asyncio.create_task(coordinator.main(context))
 
     async def letters() -> list[DeadLetter]:
-        return [letter async for _, letter in dead_letters.read_newest(own_bus, 2)]
+        return [letter async for _, _, letter in dead_letters.read_newest(own_bus, 2)]
 
     (letter,) = await until(letters)
     assert (letter.request_id, letter.subject, letter.request) == (None, subject, REQUEST)

@@ -376,7 +376,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
         assert isinstance(record, Failure)
         assert record.error.code == "undecodable_message"
         assert await request_queue.queued_request(bus, accepted.place) is None
-        letter = await dead_letters.find(bus, request_id)
+        letter = (await dead_letters.find(bus, request_id)).letter
         assert letter.request == b"what the client wrote"
         assert all(consumer.num_in_flight == 0 for consumer in rig.loop.consumers.values())
     await requests.stop()

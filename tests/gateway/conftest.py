@@ -97,7 +97,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway without keys, for all tests that do not stop it."""
-    running = start_gateway(cluster, tmp_path_factory.mktemp("gateway"))
+    running = start_gateway(cluster, tmp_path_factory.mktemp("gateway"), access_log=True)
     yield running
     running.stop()
 

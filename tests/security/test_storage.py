@@ -238,7 +238,7 @@ async def test_dead_letters_of_a_flood_lose_their_content(bus: Bus) -> None:
         delivery: Any = SimpleNamespace(data=b"input", sequence=1, attempt=1, subject="pm.stage")
         job = Job(delivery, 0, name, TaskHeader(name, "demo", "batch", ticket))
         await stage.write_dead_letter(job, WorkerFailure("failed"), ValueError("failed"))
-    letters = [await dead_letters.find(bus, name) for name in ("flood", "small")]
+    letters = [(await dead_letters.find(bus, name)).letter for name in ("flood", "small")]
     assert [letter.input for letter in letters] == [b"", b"input"]
     assert [letter.input_len for letter in letters] == [5, 5]
 

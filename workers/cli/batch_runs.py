@@ -121,7 +121,7 @@ async def _find_or_begin(bus: Bus, order: Order, config: Config) -> BatchState:
     state = None if order.again else await _find_earlier(bus, order)
     if state is not None:
         return state
-    batch_id = f"batch_{secrets.token_hex(16)}" if order.again else await _free_id(bus, order)
+    batch_id = f"batch_{secrets.token_hex(8)}" if order.again else await _free_id(bus, order)
     return await batches.begin(
         bus, batch_id, order.file, order.endpoint, order.window, order.tenant, config
     )

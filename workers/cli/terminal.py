@@ -133,12 +133,28 @@ def print_rows(rows: Mapping[str, object]) -> None:
             print_line(f"{name:<8} {value}")
 
 
-def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print the cells of rows in columns, also if they are wider than the terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def print_columns(
+    rows: Sequence[Sequence[str]], above: Sequence[Sequence[str]] = (), *, cuts: bool = False
+) -> None:
+    """Print the cells of rows in columns, also if they are wider than the terminal.
+
+    `above` are rows that were printed before. With `cuts`, the last cells are cut to the width of a
+    terminal.
+    """
+    widths = [max(map(len, column)) for column in zip(*above, *rows, strict=True)]
     for *cells, last in rows:
         padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)]
-        print_line("  ".join([*padded, last]))
+        line = "  ".join([*padded, last])
+        is_cut = cuts and out.is_terminal and len(line) > out.width
+        print_line(line[: out.width - 1] + "…" if is_cut else line)
+
+
+def format_age(age_s: float) -> str:
+    """Return a number of seconds in at most six characters."""
+    for limit_s, unit, unit_s in ((100, "s", 1), (6000, "min", 60), (360_000, "h", 3600)):
+        if age_s < limit_s:
+            return f"{max(0.0, age_s) / unit_s:.0f} {unit}"
+    return f"{age_s / 86_400:.0f} d"
 
 
 def format_time(ms: float) -> str:

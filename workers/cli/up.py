@@ -47,7 +47,7 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
 
         cluster.when_refused = tell
         try:
-            return await _run(cluster, display, work)
+            return await _run(cluster, display, config, work)
         except PagemillError:
             for event in log_file.errors_since(file, offset)[-NUM_REASONS:]:
                 display.say(event)
@@ -56,7 +56,9 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
             display.close()
 
 
-async def _run(cluster: LocalCluster, display: StartDisplay, work: Work | None) -> int:
+async def _run(
+    cluster: LocalCluster, display: StartDisplay, config: Config, work: Work | None
+) -> int:
     stopping, code = asyncio.Event(), 0 if work is None else EXIT_INTERRUPTED
 
     def stop_or_requeue() -> None:
@@ -79,6 +81,9 @@ async def _run(cluster: LocalCluster, display: StartDisplay, work: Work | None) 
             start.result()
             addresses = (without_credentials(cluster.url), cluster.gateway_url)
             where = " and ".join(filter(None, addresses))
+            for name, model in config.models.items():
+                if model.description:
+                    display.say(f"{name}: {model.description}")
             display.say(f"ready at {where}; Ctrl-C drains and stops", "bold green")
             code = await _until(stop, work)
         display.say("draining …")

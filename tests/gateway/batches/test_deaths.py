@@ -27,7 +27,7 @@ async def test_a_batch_whose_batcher_dies_is_given_up_and_a_request_with_its_id_
     assert batch.errors is not None
     assert batch.errors.data is not None
     assert [error.code for error in batch.errors.data] == ["poison"]
-    letter = await dead_letters.find(batch_bus, names.job_id("batch", batch.id, ""))
+    letter = (await dead_letters.find(batch_bus, names.job_id("batch", batch.id, ""))).letter
     assert (letter.role, letter.error.code, len(letter.history)) == ("batcher", "poison", 1)
     with pytest.raises(NotFound):
         await dead_letters.find(batch_bus, batch.id)

@@ -167,6 +167,23 @@ async def test_urls_methods_and_types(http: httpx.AsyncClient) -> None:
     check_error(text.content, "unsupported_content_type")
 
 
+async def test_the_access_log_has_a_line_for_each_request(
+    gateway: Gateway, http: httpx.AsyncClient
+) -> None:
+    start = gateway.log.stat().st_size
+    answer = await http.post(f"{PATH}?secret=1", json=ask(max_tokens=3))
+    refused = await http.get("/nothing")
+    lines = gateway.log.read_bytes()[start:].splitlines()
+    first, second = [each for each in map(json.loads, lines) if each["event"] == "http_request"]
+    usage = answer.json()["usage"]
+    assert (first["method"], first["path"], first["status"]) == ("POST", PATH, 200)
+    assert first["request_id"] == answer.headers["x-request-id"]
+    assert first["prompt_tokens"] == usage["prompt_tokens"]
+    assert first["completion_tokens"] == usage["completion_tokens"]
+    assert (second["status"], second["request_id"]) == (404, refused.headers["x-request-id"])
+    assert second["completion_tokens"] is None
+
+
 async def test_bodies_have_a_limit(another: Start) -> None:
     gateway = another(max_body_mib=1, body_timeout_s=0.5, upload_timeout_s=1.0)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False) as http:

@@ -24,8 +24,10 @@ from shared.stage.runtime import VERSION
 from shared.state import request_registry
 from shared.state.step_log import StepLog
 from shared.telemetry.metrics import Metrics
-from tests.gateway.conftest import Start, free_port
+from tests.cluster.conftest import Cluster
+from tests.gateway.conftest import Gateway, Start, free_port
 from tests.tasks import engine_task
+from workers.cli.commands.doctor import examine
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.auth import Caller
 from workers.gateway.openapi.document import KINDS
@@ -39,6 +41,13 @@ async def test_health_readiness_and_version(http: httpx.AsyncClient) -> None:
     assert ready.status_code == 200
     assert ready.json() == {"status": "ok", "models": {"demo": "ok"}}
     assert (await http.get("/version")).json() == {"version": VERSION}
+
+
+async def test_the_doctor_finds_a_running_pagemill(gateway: Gateway, cluster: Cluster) -> None:
+    findings = [finding async for finding in examine(cluster.config, cluster.url)]
+    found = {(finding.check, finding.state) for finding in findings}
+    assert {("models", "ok"), ("broker", "ok"), ("gateway", "ok"), ("page", "ok")} < found
+    assert "failed" not in {state for _, state in found}
 
 
 CONFIG = Config({"demo": ModelConfig("nowhere")})

@@ -282,5 +282,5 @@ async def test_a_client_cannot_take_the_id_of_a_prompt(
 
 
 async def letter_at(bus: Bus, subject: str) -> DeadLetter | None:
-    letters = [letter async for _, letter in dead_letters.read_newest(bus, 20)]
+    letters = [letter async for _, _, letter in dead_letters.read_newest(bus, 20)]
     return next((letter for letter in letters if letter.subject == subject), None)

@@ -45,7 +45,7 @@ async def take_backup(bus: Bus, archive: Archive, progress: Progress) -> Manifes
         name: (await bus.figures.sequence_range(name))[1] for name in LOGS if name in streams
     }
     parts = [await _take(snapshots, archive, stream, progress) for stream in streams]
-    manifest = Manifest(FORMAT, VERSION, snapshots.server_version, began_s, log_ends, parts)
+    manifest = Manifest(FORMAT, VERSION, bus.connection.server_version, began_s, log_ends, parts)
     with archive.write(MANIFEST_FILE) as file:
         file.write(to_json(manifest))
     return manifest

@@ -11,12 +11,9 @@ from shared.state import audit_log
 from shared.state.audit_log import AuditEntry
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, find_login
-from workers.cli.terminal import format_time, print_json, print_line
+from workers.cli.terminal import format_time, print_columns, print_json
 
-HEADER = (
-    f"{'time (UTC)':<19}  {'action':<18} {'outcome':<20} {'identity':<9} {'by':<24}"
-    f" {'tenant':<16} target"
-)
+HEADER = ("time (UTC)", "action", "outcome", "identity", "by", "tenant", "target")
 
 
 async def audit(
@@ -56,25 +53,31 @@ async def audit(
             and tenant in (None, record.tenant)
         )
 
-    num_shown = 0
+    shown: list[AuditEntry] = []
     async with connected(find_login(config, nats), "audit") as bus:
         async for entry in audit_log.read_newest(bus):
             if since is not None and entry.at_ms < 1000 * since.timestamp():
                 break
-            if not is_wanted(entry):
-                continue
-            if not json and not num_shown:
-                print_line(HEADER)
-            print_json(entry._asdict()) if json else print_line(_line(entry))
-            num_shown += 1
-            if num_shown == limit:
+            if is_wanted(entry):
+                shown.append(entry)
+            if len(shown) == limit:
                 break
+    if json:
+        for entry in shown:
+            print_json(entry._asdict())
+    elif shown:
+        print_columns([HEADER, *map(_cells, shown)])
     return 0
 
 
-def _line(entry: AuditEntry) -> str:
+def _cells(entry: AuditEntry) -> tuple[str, ...]:
     record = entry.record
     return (
-        f"{format_time(entry.at_ms)}  {record.action:<18} {record.outcome:<20}"
-        f" {entry.identity:<9} {record.by:<24} {record.tenant or '-':<16} {record.target}"
+        format_time(entry.at_ms),
+        record.action,
+        record.outcome,
+        entry.identity,
+        record.by,
+        record.tenant or "-",
+        record.target,
     )

@@ -21,6 +21,7 @@ from workers.cli.broker import connected
 from workers.cli.commands.requests import SamplingOptions
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, find_writer, load
 from workers.cli.terminal import (
+    format_age,
     format_time,
     print_columns,
     print_json,
@@ -188,7 +189,7 @@ async def create(
     loaded = load(config)
     batches.check_file(file, endpoint, loaded)
     async with connected(settings.login_of(loaded, given_url=nats), "batch") as bus:
-        batch_id = f"batch_{secrets.token_hex(16)}"
+        batch_id = f"batch_{secrets.token_hex(8)}"
         await batches.begin(bus, batch_id, file, endpoint, window, tenant, loaded)
     print_line(batch_id)
     return 0
@@ -209,14 +210,14 @@ async def list_batches(
     limit
         Maximum number of batches.
     """
-    rows: list[tuple[str, ...]] = [("created", "status", "lines", "answers", "errors", "batch")]
+    rows: list[tuple[str, ...]] = [("age", "status", "lines", "answers", "errors", "batch")]
     async with connected(find_login(config, nats), "batch") as bus:
         orders = await batch_log.list_begun(bus, tenant, limit)
         for state in await batch_log.open_batches(bus, orders):
             now = state.checkpoint
             counts = (str(n) for n in (now.num_lines, now.num_answered, now.num_refused))
-            created = format_time(1000 * state.begun.created_s)
-            rows.append((created, state.status, *counts, state.begun.batch_id))
+            age = format_age(bus.now_ms() / 1000 - state.begun.created_s)
+            rows.append((age, state.status, *counts, state.begun.batch_id))
     print_columns(rows) if len(rows) > 1 else print_line("no batches")
     return 0
 

@@ -1,7 +1,7 @@
 """Commands about the configuration: `pagemill key` and `pagemill check`."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -26,6 +26,7 @@ from shared.vision.rank_plan import FIELD
 from workers import settings
 from workers.cli.models import reports
 from workers.cli.models.cache_sizes import describe_caches
+from workers.cli.models.local import has_model
 from workers.cli.models.stage_weights import (
     can_keep_numbers,
     count_codec,
@@ -125,20 +126,36 @@ def _folders_of(config: Config) -> Iterator[_Folder]:
                 yield _Folder(name, field, path, pooling, section, engine)
 
 
+def _check_folders(folders: Sequence[_Folder]) -> list[tuple[_Folder, reports.Report]]:
+    checked = reports.check_folders(
+        [folder.path for folder in folders],
+        [folder.pooling for folder in folders],
+        [folder.engine.tensor_parallel for folder in folders],
+    )
+    return list(zip(folders, checked, strict=True))
+
+
+def describe_folders(config: Config) -> Iterator[tuple[str, str | None]]:
+    """Yield a description of each folder that is loaded, and the reason if it is refused."""
+    existing = []
+    for folder in _folders_of(config):
+        if has_model(folder.path):
+            existing.append(folder)
+        else:
+            yield f"{folder.field}: {folder.path}", "it has no config.json or model_index.json"
+    for folder, report in _check_folders(existing):
+        yield f"{folder.field}: {report.family} ({report.source})", report.reason
+
+
 def _check_models(config: Config) -> list[str]:
     """Return a line about the family and the weights of each folder that an engine loads, and of
     each folder of diffusers.
 
     Raises ConfigError for a folder that is refused.
     """
-    folders = list(_folders_of(config))
-    checked = reports.check_folders(
-        [folder.path for folder in folders],
-        [folder.pooling for folder in folders],
-        [folder.engine.tensor_parallel for folder in folders],
-    )
+    checked = _check_folders(list(_folders_of(config)))
     lines = []
-    for folder, report in zip(folders, checked, strict=True):
+    for folder, report in checked:
         field, model, section = folder.field, config.models[folder.model], folder.section
         if report.reason is not None:
             reason = report.reason.replace(FIELD, f"{section}.tensor_parallel")
@@ -154,7 +171,7 @@ def _check_models(config: Config) -> list[str]:
     # Several stages may load one folder.
     caches = [
         line
-        for folder, report in zip(folders, checked, strict=True)
+        for folder, report in checked
         if report.source != reports.DIFFUSERS and folder.field == f"models.{folder.model}.path"
         for line in describe_caches(config, folder.model, folder.section, folder.engine, report)
     ]

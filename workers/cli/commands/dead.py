@@ -1,67 +1,89 @@
-"""Commands about dead letters: `pagemill dead list`, `show` and `requeue`."""
+"""Commands about dead letters: `pagemill dead list`, `show`, `requeue` and `drop`."""
 
 import contextlib
 import os
 import shlex
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
-from rich.markup import escape
-from rich.table import Table
 
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol.encoding import is_packed
-from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
 from shared.state import dead_letters
+from shared.state.dead_letters import StoredLetter
 from workers.cli.audited import audited
 from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, find_login
-from workers.cli.terminal import format_time, harmless, out, print_json, print_line, print_rows
+from workers.cli.terminal import (
+    format_age,
+    format_time,
+    out,
+    print_columns,
+    print_json,
+    print_line,
+    print_rows,
+)
 from workers.roles import AGENT
 
-LetterName = Annotated[
+Letter = Annotated[
     str,
     Parameter(
-        help="Name of the dead letter, as `pagemill dead list` shows it: the id of a request, or"
-        " `batch:` or `response:` and an id, with `@` and the tenant if it has one."
+        help="Key of the dead letter, as `pagemill dead list` shows it, or its name for the latest"
+        " one: the id of a request, or `batch:` or `response:` and an id, with `@` and the tenant"
+        " if it has one."
     ),
 ]
+COLUMNS = ("key", "age", "tries", "code", "name", "message")
 
-dead = App(name="dead", help="Inspect and requeue requests that no attempt could answer.")
+dead = App(name="dead", help="Inspect, requeue and drop requests that no attempt could answer.")
 
 
 @dead.command(name="list")
-async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+async def list_letters(
+    *, limit: int = 50, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
     """List dead letters, the newest first.
 
     Parameters
     ----------
     limit
         Maximum number of letters.
+    json
+        Print one JSON object per line.
     """
-    table = Table("failed", "name", "role", "attempts", "code", "message", box=None)
+    rows = [COLUMNS]
     async with connected(find_login(config, nats), "dead") as bus:
-        async for name, letter in dead_letters.read_newest(bus, limit):
-            table.add_row(
-                format_time(letter.failed_ms),
-                escape(harmless(name)),
-                letter.role,
-                str(letter.attempts),
-                letter.error.code,
-                escape(harmless(letter.error.message)),
-            )
-    out.print(table if table.row_count else "no dead letters")
+        async for key, name, letter in dead_letters.read_newest(bus, limit):
+            if json:
+                summary = {
+                    "key": key,
+                    "name": name,
+                    "failed_ms": letter.failed_ms,
+                    "role": letter.role,
+                    "attempts": letter.attempts,
+                    "code": letter.error.code,
+                    "message": letter.error.message,
+                    "tenant": letter.tenant,
+                }
+                print_json(summary)
+            age, tries = format_age(time.time() - letter.failed_ms / 1000), str(letter.attempts)
+            message = " ".join(letter.error.message.split())
+            rows.append((key, age, tries, letter.error.code, name, message))
+    if json:
+        return 0
+    print_columns(rows, cuts=True) if len(rows) > 1 else print_line("no dead letters")
     return 0
 
 
 @dead.command(name="show")
 async def show_letter(
-    name: LetterName, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    letter: Letter, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Print one dead letter: cause, attempts, traceback, and the request itself.
 
@@ -71,14 +93,25 @@ async def show_letter(
         Print one JSON object.
     """
     async with connected(find_login(config, nats), "dead") as bus:
-        letter = await dead_letters.find(bus, name)
-    print_json(letter) if json else _print_letter(letter)
+        found = await dead_letters.find(bus, letter)
+    print_json(found.letter) if json else _print_letter(found)
+    return 0
+
+
+@dead.command(name="drop")
+async def drop_letter(letter: Letter, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+    """Delete one dead letter. The answer of its request, which is the error, stays."""
+    async with connected(find_login(config, nats), "dead") as bus:
+        key, name, content = await dead_letters.find(bus, letter)
+        async with audited(bus, "dead.drop", name, content.tenant):
+            await dead_letters.drop(bus, key)
+    print_line(f"dropped {key}, a letter of {name}")
     return 0
 
 
 @dead.command(name="requeue")
 async def requeue_letter(
-    name: LetterName, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    letter: Letter, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Publish the request of a dead letter again, under the same id, or continue a response.
 
@@ -88,17 +121,17 @@ async def requeue_letter(
         Open the request in $EDITOR first.
     """
     async with connected(find_login(config, nats), "dead") as bus:
-        letter = await dead_letters.find(bus, name)
-        recorded = audited(bus, "dead.requeue", name, letter.tenant)
-        if letter.role == AGENT:
+        _, name, content = await dead_letters.find(bus, letter)
+        recorded = audited(bus, "dead.requeue", name, content.tenant)
+        if content.role == AGENT:
             async with recorded:
-                response_id = await dead_letters.requeue_response(bus, letter)
+                response_id = await dead_letters.requeue_response(bus, content)
             out.print(f"queued again: pagemill where {response_id}", highlight=False)
             return 0
-        if not letter.request:
+        if not content.request:
             raise NotFound(f"the dead letter of {name} does not contain a request to send again")
         try:
-            request = decode_request(_edit(letter.request) if edit else letter.request)
+            request = decode_request(_edit(content.request) if edit else content.request)
         except msgspec.MsgspecError as error:
             hint = f"{error}: use --edit to correct it"
             message = f"the edited request is not valid: {error}" if edit else hint
@@ -109,8 +142,10 @@ async def requeue_letter(
     return 0
 
 
-def _print_letter(letter: DeadLetter) -> None:
+def _print_letter(stored: StoredLetter) -> None:
+    letter = stored.letter
     rows = {
+        "key": stored.key,
         "request": letter.request_id,
         "failed": format_time(letter.failed_ms),
         "stage": f"{letter.role} {letter.worker}, version {letter.version}",

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -13,10 +13,10 @@ from shared.state.request_list import ListedRequest, Listing, RequestLister
 from workers.cli.broker import connected
 from workers.cli.commands.requests import where
 from workers.cli.options import ConfigFile, NatsUrl, find_login
-from workers.cli.terminal import call_on_signals, print_json, print_line, print_note
+from workers.cli.terminal import call_on_signals, format_age, print_columns, print_json, print_note
 
 FOLLOW_S = 1.0
-HEADER = f"{'age':>8}  {'state':<18} {'tokens':>11}  {'end':<18} {'model':<16} request"
+HEADER = ("age", "state", "tokens", "end", "model", "request")
 
 IsWanted = Callable[[ListedRequest], bool]
 
@@ -61,15 +61,19 @@ async def requests(
         listing = await lister.update()
         rows = [row for row in listing.requests if is_wanted(row)]
         newest = rows[:limit]
-        if newest and not json:
-            print_line(HEADER)
         # The newest request is printed last, because new ones follow it.
-        for row in reversed(newest):
-            print_json(row) if json else print_line(_line(row))
+        table = [HEADER, *map(_cells, reversed(newest))]
+        if json:
+            for row in reversed(newest):
+                print_json(row)
+        elif newest:
+            print_columns(table)
         if note := _note(listing, len(rows), limit):
             print_note(note)
         if follow:
-            following = asyncio.create_task(_follow(lister, listing, is_wanted, as_json=json))
+            following = asyncio.create_task(
+                _follow(lister, listing, is_wanted, None if json else table)
+            )
             call_on_signals(following.cancel)
             with contextlib.suppress(asyncio.CancelledError):
                 await following
@@ -77,16 +81,22 @@ async def requests(
 
 
 async def _follow(
-    lister: RequestLister, listing: Listing, is_wanted: IsWanted, *, as_json: bool
+    lister: RequestLister,
+    listing: Listing,
+    is_wanted: IsWanted,
+    table: Sequence[Sequence[str]] | None,
 ) -> None:
-    """Print requests whenever their state, stage or end has changed."""
+    """Print requests whenever their state, stage or end has changed.
+
+    They have the columns of `table`, or are JSON.
+    """
     before = {row.request_id: _what_changes(row) for row in listing.requests}
     while True:
         await asyncio.sleep(FOLLOW_S)
         now = (await lister.update()).requests
         for row in reversed(now):
             if before.get(row.request_id) != _what_changes(row) and is_wanted(row):
-                print_json(row) if as_json else print_line(_line(row))
+                print_columns([_cells(row)], table) if table else print_json(row)
         before = {row.request_id: _what_changes(row) for row in now}
 
 
@@ -94,12 +104,11 @@ def _what_changes(row: ListedRequest) -> tuple[object, ...]:
     return row.state, row.stage, row.end
 
 
-def _line(row: ListedRequest) -> str:
-    age = "-" if row.age_s is None else f"{row.age_s:.0f} s"
+def _cells(row: ListedRequest) -> tuple[str, ...]:
+    age = "-" if row.age_s is None else format_age(row.age_s)
     tokens = f"{_or_dash(row.prompt_tokens)}+{_or_dash(row.completion_tokens)}"
     state = row.state if row.stage is None else f"{row.state} {row.stage}"
-    model, end = _or_dash(row.model), _or_dash(row.end)
-    return f"{age:>8}  {state:<18} {tokens:>11}  {end:<18} {model:<16} {row.request_id}"
+    return age, state, tokens, _or_dash(row.end), _or_dash(row.model), row.request_id
 
 
 def _or_dash(value: object) -> str:

@@ -34,6 +34,7 @@ from shared.protocol.records import (
     LogRecord,
     OutputSummary,
     TokenChunk,
+    Usage,
 )
 from shared.protocol.traces import trace_of
 from shared.state import request_registry, request_status
@@ -61,11 +62,11 @@ class ActiveRequest:
         context: AppContext,
         request_id: str,
         record: RequestRecord,
-        endpoint: str,
+        scope: MutableMapping[str, Any],
         holder: str = "",
         registration: asyncio.Task[RequestRecord] | None = None,
     ) -> None:
-        """`request_id` has no tenant. `endpoint` is the path for metrics. `holder` is this
+        """`request_id` has no tenant. `scope` is the scope of the HTTP request. `holder` is this
         gateway's name at the registry; "" for a client whose disconnect must not end the request.
 
         Raises DecodeError for a record that another version of the gateway has written.
@@ -91,6 +92,8 @@ class ActiveRequest:
         self._context = context
         self._holder = holder
         self._began_s = time.monotonic()
+        self._usages: list[Usage] = []
+        scope["usages"], endpoint = self._usages, scope["endpoint_path"]
         metrics, token_bytes = context.metrics, context.token_bytes.of(record.model)
         self._num_tokens = metrics.counter("http_tokens_total", endpoint=endpoint)
         self._first_token_s = metrics.histogram(
@@ -191,6 +194,7 @@ class ActiveRequest:
             case AudioChunk() if record.first_sample == 0 and start == 0:
                 self._first_audio_s.observe(time.monotonic() - self._began_s)
             case Finish():
+                self._usages.append(record.usage)
                 record = replace(record, outputs=self._client_outputs(record.outputs))
             case Failure():
                 is_cancelled = record.error.code == Cancelled.code
@@ -337,13 +341,13 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
         if record is not None and record.tenant == caller.tenant:
             request.scope["request_id"], is_recorded = (request_id, True), True
             with suppress(DecodeError):
-                return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
+                return ActiveRequest(context, request_id, record, request.scope)
     if is_own and not is_recorded:
         status = await request_status.find(context.bus, names.scoped_id(name, caller.tenant))
         if status.state != "unknown":
             request.scope["request_id"] = name, True
             record = _record_of(context, status, caller.tenant)
-            return ActiveRequest(context, name, record, request.scope["endpoint_path"])
+            return ActiveRequest(context, name, record, request.scope)
     raise NotFound("there is no such request, or it has been removed", field="id")
 
 

@@ -29,7 +29,6 @@ from workers.gateway.schemas.batches import (
 )
 
 FILE_PREFIX = "file-"
-ID_BYTES = 16
 POLL_S = 5.0
 """Interval in which the log is read, in case a live record was lost."""
 Kind = Literal["output", "errors"]
@@ -135,7 +134,7 @@ async def begin(
     The same `Idempotency-Key` from the same tenant means the same batch.
     """
     bus, tenant, name = context.bus, caller.tenant, request.headers.get("idempotency-key")
-    batch_id = f"batch_{secrets.token_hex(ID_BYTES)}" if name is None else _id_of(name, tenant)
+    batch_id = f"batch_{secrets.token_hex(8)}" if name is None else _id_of(name, tenant)
     if name is not None:
         # A repeated request gets its batch also when no further one may begin.
         log = await batch_log.open_batch(bus, tenant, batch_id)
@@ -152,7 +151,7 @@ async def begin(
 
 
 def _id_of(name: str, tenant: str) -> str:
-    digest = hashlib.blake2b(f"{tenant}:{name}".encode(), digest_size=ID_BYTES)
+    digest = hashlib.blake2b(f"{tenant}:{name}".encode(), digest_size=16)
     return f"batch_{digest.hexdigest()}"
 
 

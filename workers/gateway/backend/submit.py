@@ -149,9 +149,9 @@ async def _register(
     # not report the exception as never retrieved.
     registration.add_done_callback(lambda done: done.cancelled() or done.exception())
     stored_record = await registration if is_named else record
-    endpoint = request.scope["endpoint_path"]
+    scope = request.scope
     try:
-        active = ActiveRequest(context, request_id, stored_record, endpoint, holder, registration)
+        active = ActiveRequest(context, request_id, stored_record, scope, holder, registration)
     except DecodeError as error:
         raise Unavailable(error.message, field="X-Request-Id") from error
     if (stored_record.kind, stored_record.digest) != (record.kind, record.digest):

@@ -43,7 +43,7 @@ def read_request_id(request: Request, kind: AnswerKind[Any]) -> tuple[str, bool]
 def _find_request_id(request: Request, kind: AnswerKind[Any]) -> tuple[str, bool]:
     name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
     if name is None:
-        return f"{kind.id_prefix}-{secrets.token_hex(16)}", False
+        return f"{kind.id_prefix}-{secrets.token_hex(8)}", False
     if _CLIENT_ID.fullmatch(name) is None:
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"

@@ -1,4 +1,4 @@
-"""ASGI middleware: header limits and checks, security headers, CORS, metrics, errors.
+"""ASGI middleware: header limits and checks, security headers, CORS, metrics, access log, errors.
 
 Each response to a request for an answer, and each error, has a header with a request id.
 
@@ -11,18 +11,22 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+import structlog
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.config.schema import GatewayConfig
 from shared.errors import InvalidRequest, RequestError
+from shared.protocol.records import Usage
 from shared.telemetry.metrics import Metrics
 from workers.gateway.http.errors import HeadersTooLarge
 from workers.gateway.http.origins import OriginPolicy
 from workers.gateway.http.sse import ErrorResponder
 
 MAX_HEADERS = 128
+
+_log = structlog.get_logger()
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -132,8 +136,28 @@ class EdgeMiddleware:
         metrics = self._metrics
         metrics.counter("http_requests_total", endpoint=endpoint, status=status).add()
         metrics.counter("http_answer_bytes_total", endpoint=endpoint).add(response.num_bytes)
-        seconds = metrics.histogram("http_request_seconds", endpoint=endpoint)
-        seconds.observe(time.monotonic() - response.began_s)
+        seconds = time.monotonic() - response.began_s
+        metrics.histogram("http_request_seconds", endpoint=endpoint).observe(seconds)
+        if self._limits.access_log:
+            _write_access(scope, response, seconds)
+
+
+def _write_access(scope: Scope, response: "_ResponseSender", seconds: float) -> None:
+    """Log a request that has ended. Its query and its headers may have secrets."""
+    usages: list[Usage] = scope.get("usages", [])
+    _log.info(
+        "http_request",
+        client=None if scope.get("client") is None else scope["client"][0],
+        tenant=scope.get("tenant"),
+        method=scope["method"],
+        path=scope["path"],
+        status=response.status,
+        seconds=round(seconds, 3),
+        num_bytes=response.num_bytes,
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
+        completion_tokens=sum(usage.completion_tokens for usage in usages) if usages else None,
+        request_id=None if response.request_id is None else response.request_id.decode(),
+    )
 
 
 @dataclass(slots=True)
@@ -146,6 +170,7 @@ class _ResponseSender:
     began_s: float = field(default_factory=time.monotonic)
     status: int | None = None
     num_bytes: int = 0
+    request_id: bytes | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -153,8 +178,9 @@ class _ResponseSender:
             headers = list(message["headers"])
             names = {name for name, _ in headers}
             added = [header for header in DEFAULTS if header[0] not in names]
-            if REQUEST_ID not in names:
-                added += self._request_id(message["status"])
+            self.request_id = _header(headers, REQUEST_ID) or self._find_id(message["status"])
+            if REQUEST_ID not in names and self.request_id is not None:
+                added.append((REQUEST_ID, self.request_id))
             message = {**message, "headers": [*headers, *added, *SECURITY, *self.cors]}
         else:
             self.num_bytes += len(message.get("body", b""))
@@ -163,12 +189,12 @@ class _ResponseSender:
                 self.release_slot()
         await self.forward(message)
 
-    def _request_id(self, status: int) -> Headers:
-        """Return the header with the id of the request. An error without a request has one, too."""
+    def _find_id(self, status: int) -> bytes | None:
+        """Return the id of the request. An error without a request has one, too."""
         identity: tuple[str, bool] | None = self.scope.get("request_id")
         if identity is not None:
-            return [(REQUEST_ID, identity[0].encode())]
-        return [(REQUEST_ID, f"none-{secrets.token_hex(16)}".encode())] if status >= 400 else []
+            return identity[0].encode()
+        return f"none-{secrets.token_hex(8)}".encode() if status >= 400 else None
 
     def release_slot(self) -> None:
         """Stop counting the request for its key's limits. A second call has no effect."""

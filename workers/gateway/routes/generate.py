@@ -76,7 +76,7 @@ async def generate(call: Call, parsed: ParsedRequest) -> SubmitPlan[GenerateShap
         cache_salt=body.cache_salt,
     )
     header = call.request.headers.get("x-request-id")
-    name = header or body.request_id or secrets.token_hex(16)
+    name = header or body.request_id or secrets.token_hex(8)
     if header is None:
         request_id, _ = read_request_id(call.request, GENERATE)
         await _record_alias(context, name, request_id, model, tenant)

@@ -25,6 +25,8 @@ class ModelEntry(Struct, frozen=True):
     """Whether `/v1/embeddings` takes the model."""
     scores: bool = True
     """Whether `/v1/score` and `/v1/rerank` take the model."""
+    description: str | UnsetType = UNSET
+    """The model's `description` in the configuration."""
 
 
 class ModelList(Struct, frozen=True):
@@ -58,4 +60,5 @@ def _entry(context: AppContext, name: str) -> ModelEntry:
         max_model_len=max_len,
         embeddings=embeds,
         scores=embeds,
+        description=model.description or UNSET,
     )

@@ -1,0 +1,54 @@
+"""`pagemill doctor`: a line for each finding, with the remedy."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shared.bus.embedded_server import EmbeddedServer
+from workers.cli.commands.doctor import doctor
+
+Row = dict[str, str]
+
+
+async def examine(
+    folder: Path, capsys: pytest.CaptureFixture[str], url: str | None = None, **tree: object
+) -> tuple[int, dict[str, Row]]:
+    """Return the exit code of the command, and its first finding of each check."""
+    file = folder / "pagemill.yaml"
+    file.write_text(yaml.safe_dump({"models": {"a": {"path": "nowhere"}}} | tree))
+    code = await doctor(json=True, config=file, nats=url)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return code, {row["check"]: row for row in reversed(rows)}
+
+
+async def test_each_fault_of_a_machine_has_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "engine.nk").write_text("SU")
+    (keys / "engine.nk").chmod(0o644)
+    nats = {"port": 1, "store_dir": str(tmp_path / "store"), "keys": str(keys)}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gateway = {"port": taken.getsockname()[1]}
+        code, found = await examine(tmp_path, capsys, gateway=gateway, nats=nats)
+    assert code == 1
+    assert found["keys"]["remedy"].startswith(f"run `chmod 600 {keys}/engine.nk`")
+    assert "nowhere: it has no config.json" in found["models"]["text"]
+    assert "gateway.port" in found["ports"]["text"]
+    assert (found["broker"]["state"], found["broker"]["text"]) == (
+        "note",
+        "nothing listens on port 1",
+    )
+
+
+async def test_a_broker_without_workers_is_described(
+    tmp_path: Path, own_broker: EmbeddedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = await examine(tmp_path, capsys, own_broker.url, gateway={"port": 0})
+    assert found["streams"]["remedy"] == "the first coordinator creates them"
+    assert found["workers"]["text"] == "none runs"
+    assert found["ports"]["state"] == "ok"
