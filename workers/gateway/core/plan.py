@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.errors import InvalidRequest
+from shared.helpers.closed_schemas import closed
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, MAX_SEED
 from workers.gateway.core.assembler import AnswerOptions, Options
@@ -120,8 +121,9 @@ def _constraints_of(request: CommonRequest) -> Iterator[Constraint]:
     match request.response_format:
         case JsonObjectFormat() | JsonSchemaFormat(json_schema=NamedSchema(schema=None)):
             yield Constraint("response_format", {"json_object": True})
-        case JsonSchemaFormat(json_schema=named):
-            yield Constraint("response_format", {"json_schema": named.schema})
+        case JsonSchemaFormat(json_schema=NamedSchema(schema=dict(schema), strict=strict)):
+            schema = closed(schema, "response_format", strict=bool(strict))
+            yield Constraint("response_format", {"json_schema": schema})
     guided = {name: getattr(request, f"guided_{name}") for name in _GUIDED}
     outputs = request.structured_outputs
     for prefix, fields in (
