@@ -195,7 +195,7 @@ class ResponseRun:
             async with asyncio.timeout(CHECK_S):
                 await client.tokenize(self._bus, begun.model, question, self.task.tenant)
         except InvalidRequest as error:
-            # Other fields are those of a template that refuses a conversation of one message.
+            # Another field names a fault of this conversation, not of the result.
             return error.field == "messages[0].content"
         except (PagemillError, TimeoutError):
             pass
