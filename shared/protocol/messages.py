@@ -53,8 +53,9 @@ from shared.scaling.memory import Learned
 
 # A leading autoscaler writes its plan every second. An older plan has no leader any more.
 PLAN_AGE_S = 10.0
-MAX_PARTS = 64
-"""Limit on the prompts of a request. Each prompt is a separate request on the bus."""
+MAX_PARTS = 4096
+"""Limit on the prompts of a request, such as the texts of a score. Each prompt is a separate
+request on the bus."""
 
 
 class RequestRecord(Struct, frozen=True):
@@ -69,7 +70,7 @@ class RequestRecord(Struct, frozen=True):
     durable: bool
     """Whether the request continues when the client's connection closes."""
     options: dict[str, Any] = {}
-    """Options of the answer's form. `parts` is the number of prompts, from 1 to 64."""
+    """Options of the answer's form. `parts` is the number of prompts, from 1 to 4096."""
     timeout_s: float = 0.0
     """Time after which an accepted request has ended."""
     holders: list[str] = []

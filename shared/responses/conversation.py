@@ -1,7 +1,7 @@
 """Conversion of a response's conversation into the messages of a request. Pure."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shared.errors import InvalidRequest
 from shared.protocol.items import (
@@ -136,9 +136,13 @@ class _Writer:
 
 def result_text(call: McpCallItem) -> str:
     """Return the result of a call as a text for the model."""
-    if call.output is not None:
-        return call.output
-    error = call.error
+    return output_text(call.output, call.error)
+
+
+def output_text(output: str | None, error: dict[str, Any] | str | None) -> str:
+    """Return the output of a call, or its error, as a text for the model."""
+    if output is not None:
+        return output
     if isinstance(error, dict):
         parts = error.get("content") or [{"text": error.get("message")}]
         texts = [part.get("text") for part in parts if isinstance(part, dict)]

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from shared.helpers.closed_schemas import closed
 from shared.protocol.requests import Tool
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
@@ -70,7 +71,7 @@ def _calls_grammar(opening: str, end: int | None, schemas: Sequence[dict[str, An
 
 def _call_schema(tool: Tool, *, is_strict: bool) -> dict[str, Any]:
     """Return the schema of a call. Definitions are moved to its top, so that `$ref` resolves."""
-    arguments = dict(tool.function.parameters or {}) if is_strict else {}
+    arguments = dict(arguments_schema(tool)) if is_strict else {}
     definitions = arguments.pop("$defs", None)
     schema = call_schema(tool, "arguments", {"type": "object"} | arguments)
     return schema | _SPACING | ({"$defs": definitions} if definitions else {})
@@ -87,7 +88,13 @@ def call_schema(tool: Tool, key: str, arguments: dict[str, Any]) -> dict[str, An
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
+    """Return the schema of the arguments, with closed objects.
+
+    Raises InvalidRequest for a strict function with an object that cannot be closed.
+    """
+    schema = tool.function.parameters or {"type": "object", "properties": {}}
+    field = f"the parameters of {tool.function.name}"
+    return closed(schema, "tools", f"tools: {field}", strict=bool(tool.function.strict))
 
 
 def calls_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:

@@ -12,8 +12,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from shared.bus.bus import Bus
+from shared.errors import InvalidRequest
 from shared.net.targets import Target
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.records import error_info
+from shared.protocol.renderer_rpc import ErrorReply, Tokenized
 from tests.agent.conftest import TOKEN, AgentRig, call
 from tests.gateway.conftest import start_gateway_at
 from workers.agent.mcp_client import Server
@@ -103,6 +107,25 @@ async def test_all_turns_of_a_response_have_the_trace_of_its_client(
             assert headers.items() <= (message.headers or {}).items()
     finally:
         await client.close()
+
+
+async def test_control_tokens_end_the_call_and_not_the_response(
+    rig: AgentRig, openai_client: AsyncOpenAI, agent_bus: Bus
+) -> None:
+    def tokenize(data: bytes) -> bytes:
+        if b"<|im_end|>" not in data:
+            return to_json(Tokenized(1, 100, [1]))
+        refusal = InvalidRequest("a control token", field="messages[0].content")
+        return to_json(ErrorReply(error_info(refusal)))
+
+    rig.scripts["Hello"] = [call("free__book", title="x"), "I am sorry."]
+    await agent_bus.add_responder(subjects.renderer("tokenize", "scripted"), tokenize)
+    done = await respond(openai_client, "Hello", mcp())
+    (booking,) = [item for item in done.output if item.type == "mcp_call"]
+    assert (done.status, booking.status, booking.output) == ("completed", "failed", None)
+    assert "control tokens" in booking.error.message
+    result = (rig.model.requests[f"{done.id}~t1"].messages or [])[-1]
+    assert result.content == booking.error.message
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,30 @@ def test_events_are_found_however_their_bytes_arrive(end: str) -> None:
     assert events.count(None) == len(events) - 1
 
 
+TEXT = {"uri": "file:///a.txt", "mimeType": "text/plain", "text": "Hello"}
+BLOB = {"uri": "file:///b.bin", "mimeType": "application/zip", "blob": "A" * 8192}
+LINK = {"type": "resource_link", "uri": "s3://c", "name": "c", "description": "a file", "size": 5}
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({"type": "text", "text": "Hi"}, "Hi"),
+        ({"type": "resource", "resource": TEXT}, "file:///a.txt\nHello"),
+        ({"type": "resource", "resource": BLOB}, "[file:///b.bin, application/zip, 6 KB]"),
+        (LINK, "[s3://c, c, a file, resource_link]"),
+        ({"type": "image", "data": "A" * 4096, "mimeType": "image/png"}, "[image/png, 3 KB]"),
+        ({"type": "audio", "data": "A" * 4096}, "[audio, 3 KB]"),
+        ({"type": "hologram"}, "[hologram]"),
+        ({"type": "resource", "resource": 5}, "[resource]"),
+    ],
+)
+def test_each_part_of_a_result_is_a_text_or_what_identifies_it(
+    part: dict[str, Any], text: str
+) -> None:
+    assert output_of({"content": [part, "no part"]}) == text
+
+
 def test_content_that_is_no_list_is_no_content() -> None:
     assert output_of({"content": 5, "structuredContent": {"a": 1}}) == '{"a":1}'
 

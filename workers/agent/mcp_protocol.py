@@ -25,6 +25,8 @@ MAX_LISTING_BYTES = 256 * 1024
 """Limit on all tools of a server. They are stored in one step, which has at most 1 MiB."""
 MAX_NAME_LEN = 128
 MAX_STREAM_EVENTS = 1024
+_IDENTITY = ("uri", "name", "title", "description")
+"""Fields that identify a resource."""
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _CLIENT = {"name": "pagemill", "version": "1"}
 _META = {
@@ -278,19 +280,29 @@ def output_of(result: Mapping[str, Any]) -> str:
     """Return the result of a call as a text for the model."""
     if result.get("resultType") == "input_required" or "inputRequests" in result:
         return "the tool asks for further input, which is not supported"
-    texts, content = [], result.get("content")
-    for part in content if isinstance(content, list) else []:
-        if not isinstance(part, dict):
-            continue
-        if isinstance(text := part.get("text"), str):
-            texts.append(text)
-        else:
-            data = part.get("data")
-            size = len(data) * 3 // 4096 if isinstance(data, str) else 0
-            texts.append(f"[{part.get('mimeType') or part.get('type')}, {size} KB]")
+    content = result.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [_part_text(part) for part in parts if isinstance(part, dict)]
     if not texts and "structuredContent" in result:
         return to_json(result["structuredContent"]).decode()
     return "\n".join(texts)
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    """Return the text of a part of a result, and what else identifies the part.
+
+    An embedded resource has its content in a separate object. A link has no content.
+    """
+    resource = part.get("resource")
+    inner = resource if isinstance(resource, dict) else part
+    names = [inner[name] for name in _IDENTITY if isinstance(inner.get(name), str)]
+    data = inner.get("data", inner.get("blob"))
+    if isinstance(text := inner.get("text"), str):
+        return "\n".join([*names, text])
+    names.append(str(inner.get("mimeType") or part.get("type")))
+    if isinstance(data, str):
+        names.append(f"{len(data) * 3 // 4096} KB")
+    return f"[{', '.join(names)}]"
 
 
 def cut_output(text: str, max_bytes: int) -> str:

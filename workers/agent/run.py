@@ -30,8 +30,9 @@ from shared.protocol.records import (
     error_info,
 )
 from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.protocol.requests import Message
 from shared.protocol.steps import Answered, Asked, Ended, ResponseTask, Result, Step, turn_id
-from shared.responses.conversation import Entry, entries_of
+from shared.responses.conversation import Entry, entries_of, output_text
 from shared.responses.state import UNKNOWN_OUTCOME
 from shared.responses.turns import TurnFormat, oldest_group, turn_request
 from shared.stage.runtime import Context
@@ -41,10 +42,12 @@ from workers.agent import plan
 from workers.agent.mcp_client import McpClient
 from workers.agent.painting import Painter
 from workers.agent.plan import Action, next_action
-from workers.agent.tools import ToolRunner, inherited_listing, refused
+from workers.agent.tools import ToolRunner, inherited_listing, refused, without_content
 
 MAX_KEPT_BYTES = 256 * 2**10
 """Longer conversations are not kept in memory, and are read again for each turn."""
+CHECK_S = 5.0
+"""Limit on the check of a result. An agent that dies meanwhile leaves an unknown outcome."""
 
 
 class ResponseRun:
@@ -177,7 +180,26 @@ class ResponseRun:
         """Make a call, and return its result, or the error that ends the response."""
         if action.call.paints:
             return await self._painter.paint(action.call)
-        return await self._tools.call(action.call, action.attempt)
+        result = await self._tools.call(action.call, action.attempt)
+        return without_content(result) if await self._has_control_tokens(result) else result
+
+    async def _has_control_tokens(self, result: Result) -> bool:
+        """Return whether the result has control tokens, which would end the next turn as an error.
+
+        A result that cannot be checked now is stored as it is, because its call was carried out.
+        """
+        begun = self._log.state.begun
+        assert begun is not None
+        question = TokenizeRequest([Message("user", output_text(result.output, result.error))])
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await client.tokenize(self._bus, begun.model, question, self.task.tenant)
+        except InvalidRequest as error:
+            # Another field names a fault of this conversation, not of the result.
+            return error.field == "messages[0].content"
+        except (PagemillError, TimeoutError):
+            pass
+        return False
 
     async def _conclude(self, end: plan.Conclude) -> None:
         error = None

@@ -163,11 +163,22 @@ def refused(call: ServerCall, why: Literal["limit", "gone", "changed"]) -> Resul
     return _failed(call, "not called: the server has no such tool, or it may not be called")
 
 
+def without_content(result: Result) -> Result:
+    """Return the result of a call that was carried out, without a text that no model may get."""
+    error = _protocol_error("the result of the tool has control tokens of the model in its text")
+    outcome = "failed" if result.outcome == "result" else result.outcome
+    return msgspec.structs.replace(result, outcome=outcome, output=None, error=error)
+
+
 def _failed(call: ServerCall, message: str) -> Result:
-    error: dict[str, Any] = {"type": "mcp_protocol_error", "code": 0, "message": message}
+    error = _protocol_error(message)
     if call.paints:
         error = {"type": "image_generation_error", "message": message}
     return Result(0, call.turn, call.number, "failed", error=error)
+
+
+def _protocol_error(message: str) -> dict[str, Any]:
+    return {"type": "mcp_protocol_error", "code": 0, "message": message}
 
 
 def _arguments_of(call: ServerCall) -> dict[str, Any] | None:

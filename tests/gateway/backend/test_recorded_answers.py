@@ -466,7 +466,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("images", {"model": "demo", "prompt": "a star"}),
     ("images", {"model": "painter", "prompt": "a star", "size": "1x1"}),
-    ("rerank", {"model": "demo", "query": "Hi", "documents": [str(i) for i in range(70)]}),
+    (
+        "rerank",
+        {"model": "demo", "query": "Hi", "documents": [*map(str, range(70))], "durable": True},
+    ),
     ("score", {"model": "demo", "text_1": "Hi"}),
     ("score", {"model": "unknown", "text_1": "Hi"}),
     ("speech", {"model": "demo", "input": "One"}),

@@ -15,7 +15,7 @@ from shared.errors import LogTruncated
 from shared.protocol.records import ChoiceDelta, ErrorInfo, Finish, TokenChunk, TokenLogprobs, Usage
 from tests.support.waiting import until
 from workers.gateway.app import error_response
-from workers.gateway.backend.active_request import merge_logs
+from workers.gateway.backend.active_request import MAX_OPEN_LOGS, merge_logs
 from workers.gateway.core.assembler import Answering
 from workers.gateway.http import sse
 from workers.gateway.http.errors import RequestFailed
@@ -141,6 +141,21 @@ async def test_several_logs_are_merged() -> None:
     merged = [item async for item in merge_logs([log("a", "b"), log(), log("c")])]
     assert sorted(merged) == [(0, "a"), (0, "b"), (2, "c")]
     assert [text for part, text in merged if part == 0] == ["a", "b"]
+
+
+async def test_a_log_is_opened_when_another_has_ended() -> None:
+    open_logs: set[int] = set()
+
+    async def log(number: int) -> AsyncGenerator[int, None]:
+        open_logs.add(number)
+        assert len(open_logs) <= MAX_OPEN_LOGS
+        await asyncio.sleep(0)
+        yield number
+        open_logs.remove(number)
+
+    num_logs = 3 * MAX_OPEN_LOGS
+    merged = [item async for item in merge_logs([log(number) for number in range(num_logs)])]
+    assert sorted(merged) == [(number, number) for number in range(num_logs)]
 
 
 async def test_a_failing_log_raises_its_error_and_stops_the_others() -> None:

@@ -110,7 +110,7 @@ def test_a_text_of_several_pairs_is_embedded_once() -> None:
         ({"text_1": "x", "text_2": "y", "data_1": "x"}, "data_1", "two fields"),
         ({"text_1": ["x", "y"], "text_2": "x"}, "text_1", "2 texts and text_2 has 1"),
         ({"queries": ["x", "y"], "items": ["x"] * 3}, "queries", "as many as in items"),
-        ({"text_1": "x", "text_2": [str(i) for i in range(64)]}, "text_2", "65 .*limit is 64"),
+        ({"text_1": "x", "text_2": [str(i) for i in range(64)], "durable": True}, "durable", "64"),
     ],
 )
 def test_refusals_of_scores_name_the_field(fields: dict[str, Any], field: str, words: str) -> None:
@@ -152,9 +152,10 @@ def test_documents_that_are_returned_have_a_limit() -> None:
     # A control character takes six bytes of JSON.
     for documents in (["y" * MAX_RETURNED_BYTES, "x"], ["\x01" * (MAX_RETURNED_BYTES // 6), "x"]):
         with pytest.raises(InvalidRequest, match=str(MAX_RETURNED_BYTES)) as refused:
-            rerank_plan(documents=documents)
+            rerank_plan(documents=documents, durable=True)
         assert refused.value.field == "return_documents"
-        assert len(rerank_plan(documents=documents, return_documents=False).requests) == 2
+        for fields in ({"return_documents": False, "durable": True}, {"durable": False}):
+            assert len(rerank_plan(documents=documents, **fields).requests) == 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

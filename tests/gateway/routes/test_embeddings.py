@@ -1,6 +1,7 @@
 """`/v1/embeddings` against a gateway: both formats, batches, refusals, repeated ids."""
 
 import base64
+import json
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from shared.errors import WorkerFailure
+from shared.protocol.encoding import to_json
 from shared.protocol.records import Finish, TokenChunk, Usage
 from tests.gateway.conftest import Gateway
 from tests.gateway.routes.test_chat import ROOT
@@ -60,6 +62,16 @@ async def test_the_client_reads_embeddings(
             assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
 
 
+async def test_many_inputs_are_embedded_in_turns(gateway: Gateway) -> None:
+    texts = [f"{number % 7}" for number in range(150)]
+    async with client_of(gateway) as client:
+        answer = await client.embeddings.create(model="demo", input=texts)
+        few = await client.embeddings.create(model="demo", input=texts[:7])
+    assert [entry.index for entry in answer.data] == list(range(150))
+    for entry in answer.data:
+        assert np.allclose(entry.embedding, few.data[entry.index % 7].embedding, atol=1e-5)
+
+
 async def test_dimensions_are_cut_and_normalized_again(gateway: Gateway) -> None:
     async with client_of(gateway) as client:
         whole = (await client.embeddings.create(model="demo", input="Hello")).data[0].embedding
@@ -86,7 +98,8 @@ async def test_a_prompt_may_fill_the_context(gateway: Gateway, http: httpx.Async
     ("changed", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": ["x"] * 65}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": ["x"] * 65, "durable": True}, "durable"),
         ({"input": 5}, "input"),
         ({"input": [999_999]}, "input"),
         ({"encoding_format": "hex"}, "encoding_format"),
@@ -121,7 +134,8 @@ def test_an_answer_has_an_embedding_of_each_input() -> None:
     with pytest.raises(WorkerFailure, match="1 of 2 inputs have an embedding"):
         assembler.answer()
     assembler.add(1, TokenChunk(1, 1, [], embedding="AAAAQA=="))
-    assert [entry.embedding for entry in assembler.answer().data] == [[1.0], [2.0]]
+    entries = json.loads(to_json(assembler.answer()))["data"]
+    assert [entry["embedding"] for entry in entries] == [[1.0], [2.0]]
 
 
 async def test_a_repeated_id_has_the_same_embedding(gateway: Gateway) -> None:

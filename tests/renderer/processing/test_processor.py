@@ -156,6 +156,18 @@ def test_a_text_model_takes_parts_and_refuses_images(text_processor: Processor) 
     assert caught.value.field == "messages[0].content[1].image_url.url"
 
 
+def test_an_image_model_may_have_a_template_for_texts(tmp_path: Path) -> None:
+    for template in (TEXT_TEMPLATE, TEXT_TEMPLATE.replace("'' + m.content", "m.content")):
+        processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, template))))
+        rendered = render(processor, [user("a", image(), "b")], [loaded()])
+        (item,) = rendered.items
+        range_ = item.placeholder
+        text = text_of(processor, rendered.prompt_token_ids)
+        assert text.count("<|image_pad|>") == range_.length
+        assert "user\na\n<|image_pad|>" in text
+        assert "<|image_pad|>\nb<|end|>" in text
+
+
 @pytest.mark.parametrize("token", SPECIALS)
 @pytest.mark.parametrize("place", ["{}", "see {}?", "{}{}"])
 def test_control_tokens_in_text_are_refused(processor: Processor, token: str, place: str) -> None:

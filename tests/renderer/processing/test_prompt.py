@@ -161,7 +161,8 @@ def test_messages_take_the_shape_of_the_template() -> None:
             ],
         },
     ]
-    assert template_messages(messages, parts=False)[1] == {"role": "user", "content": "a\nb"}
+    in_text = template_messages(messages, parts=False, placeholders={"image": "<img>"})
+    assert in_text[1] == {"role": "user", "content": "a\n<img>\nb"}
     assert template_messages(messages[:1], parts=True, strings=False, text=str.upper) == [
         {"role": "system", "content": [{"type": "text", "text": "S"}]}
     ]

@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from shared.errors import InvalidGrammar, WorkerFailure
+from shared.helpers.closed_schemas import closed
 from shared.helpers.lru import ByteLRU
 from shared.protocol.multimodal import content_hash
 from shared.protocol.sampling import StructuredOutputs
@@ -191,7 +192,7 @@ def to_llguidance(outputs: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(outputs.grammar)
     if outputs.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quote, outputs.choice)))
-    schema = {"type": "object"} if outputs.json_object else outputs.json_schema or {}
+    schema = {"type": "object"} if outputs.json_object else closed(outputs.json_schema or {})
     text = msgspec.json.encode(schema).decode()
     # A default would override the schema's own setting of white space.
     has_own_options = "x-guidance" in schema

@@ -12,6 +12,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
+from itertools import islice
 from typing import Any, TypeVar
 
 import structlog
@@ -50,6 +51,10 @@ from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
 
 T = TypeVar("T")
+
+MAX_OPEN_LOGS = 64
+"""Limit on the logs that an answer reads at one time. A part is published when its log is opened,
+so a request with many parts takes turns with other requests."""
 
 _log = structlog.get_logger()
 
@@ -225,7 +230,7 @@ class ActiveRequest:
 
         The last one is the log of the output besides the text, if there is one.
         """
-        bus, rest_s = self._context.bus, max(0.0, self._rest_s)
+        bus, rest_s = self._context.bus, max(0.0, self.rest_s)
         logs: list[AsyncGenerator[AnyRecord, None]] = [
             client.follow(bus, part, timeout_s=rest_s) for part in self.parts
         ]
@@ -242,10 +247,11 @@ class ActiveRequest:
     @property
     def is_overdue(self) -> bool:
         """Whether the request must have ended by now, if a coordinator has claimed it."""
-        return self._rest_s < -GRACE_S
+        return self.rest_s < -GRACE_S
 
     @property
-    def _rest_s(self) -> float:
+    def rest_s(self) -> float:
+        """Seconds until the request must have ended; negative afterwards."""
         age_s = self._context.bus.now_ms() / 1000 - self.record.created_s
         return self.record.timeout_s - age_s
 
@@ -300,15 +306,17 @@ async def merge_logs(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yield records as they arrive, each with the number of its log. Raises the errors of the logs.
 
-    No log is read ahead by more than one record. All readers end with the generator.
+    At most MAX_OPEN_LOGS are open, and none is read ahead by more than one record. All readers end
+    with the generator.
     """
     waiting: dict[asyncio.Future[T | None], int] = {}
+    unopened = iter(range(len(logs)))
 
     def read_next(part: int) -> None:
         waiting[asyncio.ensure_future(anext(logs[part], None))] = part
 
     try:
-        for part in range(len(logs)):
+        for part in islice(unopened, MAX_OPEN_LOGS):
             read_next(part)
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -318,6 +326,8 @@ async def merge_logs(
                 if record is not None:
                     yield part, record
                     read_next(part)
+                elif (following := next(unopened, None)) is not None:
+                    read_next(following)
     finally:
         for task in waiting:
             task.cancel()

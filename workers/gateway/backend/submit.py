@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import (
+    DeadlineExceeded,
     DecodeError,
     DiskFull,
     Overloaded,
@@ -34,7 +35,7 @@ from shared.protocol.traces import trace_headers
 from shared.state import request_registry
 from shared.tenants.storage_quotas import LOG_STREAMS
 from workers.gateway.app import AppContext, Json, error_response
-from workers.gateway.backend.active_request import ActiveRequest
+from workers.gateway.backend.active_request import MAX_OPEN_LOGS, ActiveRequest
 from workers.gateway.backend.sound import SoundStream
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.assembler import Options
@@ -136,7 +137,8 @@ async def _register(
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
-    context.bodies.release(request)
+    if len(requests) <= MAX_OPEN_LOGS and not plan.unrecorded:
+        context.bodies.release(request)
     bus_id = names.scoped_id(request_id, caller.tenant)
     if is_named:
         record = structs.replace(record, digest=_digest(requests, plan))
@@ -242,8 +244,13 @@ async def _publish(
 ) -> AsyncGenerator[LogRecord, None]:
     """Publish one part and yield its log.
 
-    This generator lives as long as the answer, so it must not refer to the received body.
+    This generator lives as long as the answer, so it must not refer to the received body. A part
+    that waits for others to end gets the time that the whole request has left.
     """
+    if part >= MAX_OPEN_LOGS:
+        if active.rest_s <= 0:
+            raise DeadlineExceeded("the request did not end before its deadline")
+        request = structs.replace(request, timeout_s=active.rest_s)
     # A request with its text given has no sampling parameters. It is refused with empty ones, too.
     trace = active.record.trace
     records = client.ask(context.bus, request, active.parts[part], sampling or None, trace=trace)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import MAX_PARTS
+from shared.helpers.closed_schemas import closed
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, MAX_SEED
 from workers.gateway.core.assembler import AnswerOptions, Options
@@ -27,7 +27,7 @@ from workers.gateway.schemas.openai_request import (
 )
 from workers.gateway.schemas.sampling_fields import SAME_FORM
 
-MAX_PROMPTS = MAX_PARTS
+MAX_PROMPTS = 64
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 
@@ -121,8 +121,9 @@ def _constraints_of(request: CommonRequest) -> Iterator[Constraint]:
     match request.response_format:
         case JsonObjectFormat() | JsonSchemaFormat(json_schema=NamedSchema(schema=None)):
             yield Constraint("response_format", {"json_object": True})
-        case JsonSchemaFormat(json_schema=named):
-            yield Constraint("response_format", {"json_schema": named.schema})
+        case JsonSchemaFormat(json_schema=NamedSchema(schema=dict(schema), strict=strict)):
+            schema = closed(schema, "response_format", strict=bool(strict))
+            yield Constraint("response_format", {"json_schema": schema})
     guided = {name: getattr(request, f"guided_{name}") for name in _GUIDED}
     outputs = request.structured_outputs
     for prefix, fields in (
@@ -208,7 +209,7 @@ def usage_options(request: CommonRequest) -> UsageFields:
     return {"include_usage": bool(options.include_usage), "continuous_usage": continuous}
 
 
-def prompts_of(value: Any, field: str) -> list[str] | list[list[int]]:
+def prompts_of(value: Any, field: str, limit: int) -> list[str] | list[list[int]]:
     """Return the prompts. Raises InvalidRequest for a value that is neither a prompt nor a list."""
     if isinstance(value, str):
         return [value]
@@ -218,11 +219,9 @@ def prompts_of(value: Any, field: str) -> list[str] | list[list[int]]:
         except msgspec.ValidationError:
             continue
         prompts = [converted] if kind is TokenIds else converted
-        if 0 < len(prompts) <= MAX_PROMPTS:
+        if 0 < len(prompts) <= limit:
             return prompts
-    raise InvalidRequest(
-        f"{field} must be text, token ids, or 1 to {MAX_PROMPTS} of either", field=field
-    )
+    raise InvalidRequest(f"{field} must be text, token ids, or 1 to {limit} of either", field=field)
 
 
 def check_choice(field: str, value: str, available: Iterable[str]) -> None:

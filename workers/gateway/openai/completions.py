@@ -17,6 +17,7 @@ from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, openai_logprobs, token_text
 from workers.gateway.core.plan import (
+    MAX_PROMPTS,
     SubmitPlan,
     UsageOptions,
     client_fields_of,
@@ -63,7 +64,7 @@ def plan_completion(request: CompletionRequest) -> SubmitPlan[CompletionOptions]
 
     The texts and token ids of an echo are not in it: the route adds them to the options.
     """
-    prompts = prompts_of(request.prompt, "prompt")
+    prompts = prompts_of(request.prompt, "prompt", MAX_PROMPTS)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
     echo_only = request.max_tokens == 0
     if echo_only and not request.echo:

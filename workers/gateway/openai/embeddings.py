@@ -1,26 +1,33 @@
 """Embeddings: the plan of a request, and the assembler of its answer. Pure.
 
-Each input is a separate request on the bus.
+Each input is a separate request on the bus. An embedding is brought into its form in the answer
+when it arrives, so that the end of a large answer does not occupy the event loop.
 """
 
 import array
 import base64
 import sys
+from abc import abstractmethod
 from typing import Any, TypeVar
 
-from shared.errors import WorkerFailure
+import msgspec
+
+from shared.errors import InvalidRequest, WorkerFailure
+from shared.protocol.encoding import to_json
 from shared.protocol.records import AnyRecord, Finish, TokenChunk
 from shared.protocol.requests import EmbeddingParams
 from workers.gateway.core.assembler import PROMPT_FIELDS, Answering, AnswerOptions, Assembler
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind, Budget, Refusal
-from workers.gateway.core.plan import SubmitPlan, generate_request, prompts_of
+from workers.gateway.core.plan import MAX_PROMPTS, SubmitPlan, generate_request, prompts_of
 from workers.gateway.schemas.embeddings import (
+    MAX_INPUTS,
     EmbeddingEntry,
     EmbeddingList,
     EmbeddingRequest,
     EmbeddingUsage,
     EncodingFormat,
+    PooledRequest,
 )
 
 
@@ -41,12 +48,26 @@ def plan_embedding(request: EmbeddingRequest) -> SubmitPlan[EmbeddingOptions]:
         else generate_request(
             request, embedding=params, prompt_token_ids=prompt, add_special_tokens=None
         )
-        for prompt in prompts_of(request.input, "input")
+        for prompt in prompts_of(request.input, "input", MAX_INPUTS)
     ]
+    check_durable(request, len(requests))
     options = EmbeddingOptions(
         parts=len(requests), encoding_format=request.encoding_format or "float"
     )
     return SubmitPlan(requests, {}, options, durable=bool(request.durable))
+
+
+def check_durable(request: PooledRequest, num_inputs: int) -> None:
+    """Raise InvalidRequest if the inputs are too many to be published without their client.
+
+    The gateway publishes some of them when others have ended, as long as it answers the request.
+    """
+    if request.durable and num_inputs > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"durable: a request that continues without its client has at most {MAX_PROMPTS}"
+            f" inputs, not {num_inputs}: use /v1/batches, or leave durable out",
+            field="durable",
+        )
 
 
 class EmbeddingCollector(Assembler[Options]):
@@ -54,15 +75,20 @@ class EmbeddingCollector(Assembler[Options]):
 
     def __init__(self, request: Answering[Options]) -> None:
         super().__init__(request)
-        self.embeddings: dict[int, str] = {}
+        self.embeddings: dict[int, Any] = {}
+        """Result of `read` for each part."""
         self.num_tokens = 0
 
     def add(self, part: int, record: AnyRecord, file: str = "") -> list[Any]:
         if isinstance(record, TokenChunk) and record.embedding is not None:
-            self.embeddings[part] = record.embedding
+            self.embeddings[part] = self.read(record.embedding)
         elif isinstance(record, Finish):
             self.num_tokens += record.usage.prompt_tokens
         return []
+
+    @abstractmethod
+    def read(self, data: str) -> Any:
+        """Return an embedding as the answer needs it, from base64 of 32-bit floats."""
 
     @property
     def usage(self) -> EmbeddingUsage:
@@ -78,14 +104,17 @@ class EmbeddingCollector(Assembler[Options]):
 class EmbeddingAssembler(EmbeddingCollector[EmbeddingOptions]):
     """Assembler of embeddings."""
 
+    def __init__(self, request: Answering[EmbeddingOptions]) -> None:
+        super().__init__(request)
+        self._has_floats = self.options.encoding_format == "float"
+
+    def read(self, data: str) -> Any:
+        return msgspec.Raw(to_json(floats_of(data))) if self._has_floats else data
+
     def answer(self) -> EmbeddingList:
         """Raises WorkerFailure if a log has ended without an embedding."""
         self.check_all()
-        as_floats = self.options.encoding_format == "float"
-        entries = [
-            EmbeddingEntry(part, floats_of(data) if as_floats else data)
-            for part, data in sorted(self.embeddings.items())
-        ]
+        entries = [EmbeddingEntry(*entry) for entry in sorted(self.embeddings.items())]
         return EmbeddingList(entries, self.request.model, self.usage)
 
 

@@ -9,6 +9,7 @@ from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.steps import Approval, Choice, ServerUse, ToolFilter, ToolRef
 from shared.responses.tools import PAINT
+from shared.tool_calls.grammars import arguments_schema
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.responses import (
     AllowedChoice,
@@ -24,7 +25,11 @@ from workers.gateway.schemas.responses import (
 
 
 def functions_of(request: ResponseFields) -> list[Tool]:
-    """Return the client's functions. Raises InvalidRequest if two have the same name."""
+    """Return the client's functions.
+
+    Raises InvalidRequest if two have the same name, or if the arguments of a strict function cannot
+    be constrained.
+    """
     functions: list[Tool] = []
     for i, tool in enumerate(request.tools or []):
         if isinstance(tool, FunctionTool) and tool.name == PAINT and has_painter(request):
@@ -36,6 +41,7 @@ def functions_of(request: ResponseFields) -> list[Tool]:
                 tool.name, tool.description, tool.parameters, tool.strict
             )
             functions.append(Tool(definition))
+            arguments_schema(functions[-1])
     return functions
 
 

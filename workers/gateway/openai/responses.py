@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from shared.config.schema import AgentConfig
 from shared.errors import InvalidRequest
+from shared.helpers.closed_schemas import closed
 from shared.protocol.items import (
     FunctionCallItem,
     FunctionOutputItem,
@@ -205,8 +206,8 @@ def _structure_of(request: ResponseFields) -> Mapping[str, object] | None:
     match None if request.text is None else request.text.format:
         case JsonObjectFormat():
             return {"json_object": True}
-        case SchemaFormat(schema=schema):
-            return {"json_schema": schema}
+        case SchemaFormat(schema=schema, strict=strict):
+            return {"json_schema": closed(schema, "text.format", strict=bool(strict))}
         case _:
             return None
 

@@ -20,8 +20,8 @@ from shared.protocol.requests import EmbeddingParams
 from workers.gateway.core.assembler import PROMPT_FIELDS, AnswerOptions
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.kinds import AnswerKind
-from workers.gateway.core.plan import MAX_PROMPTS, SubmitPlan, generate_request
-from workers.gateway.openai.embeddings import EmbeddingCollector, embeddings_budget
+from workers.gateway.core.plan import SubmitPlan, generate_request
+from workers.gateway.openai.embeddings import EmbeddingCollector, check_durable, embeddings_budget
 from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.scores import (
     RerankDocument,
@@ -42,7 +42,7 @@ PAIRS = (
 """Pairs of names for the two fields of a score."""
 
 MAX_RETURNED_BYTES = 256 * 1024
-"""Limit on the JSON of returned documents, because the stored record of a request may have them."""
+"""Limit on the JSON of returned documents in the stored record of a durable request."""
 
 
 class ScoreOptions(AnswerOptions, frozen=True, kw_only=True):
@@ -73,11 +73,10 @@ def plan_rerank(request: RerankRequest) -> SubmitPlan[ScoreOptions]:
     documents = [text if isinstance(text, str) else text.text for text in request.documents]
     returned: list[str] | UnsetType = UNSET
     if request.return_documents is not False:
-        num_bytes = len(to_json(documents))
-        if num_bytes > MAX_RETURNED_BYTES:
+        if request.durable and (num_bytes := len(to_json(documents))) > MAX_RETURNED_BYTES:
             raise InvalidRequest(
                 f"return_documents: the documents have {num_bytes} bytes as JSON, over the limit of"
-                f" {MAX_RETURNED_BYTES} for documents in an answer: set it to false",
+                f" {MAX_RETURNED_BYTES} in the answer to a durable request: set it to false",
                 field="return_documents",
             )
         returned = documents
@@ -119,12 +118,7 @@ def _plan(
             if text not in part_of:
                 part_of[text] = len(part_of)
                 part_fields.append(field)
-    if len(part_of) > MAX_PROMPTS:
-        raise InvalidRequest(
-            f"{fields[0]} and {fields[1]} have {len(part_of)} different texts together, and the"
-            f" limit is {MAX_PROMPTS}",
-            field=fields[1],
-        )
+    check_durable(request, len(part_of))
     params = EmbeddingParams(normalize=True)
     requests = [generate_request(request, embedding=params, prompt=text) for text in part_of]
     firsts = first if len(first) == len(second) else [*first] * len(second)
@@ -142,20 +136,23 @@ def _plan(
 class _PairAssembler(EmbeddingCollector[ScoreOptions]):
     """Base class of assemblers that compare embeddings."""
 
+    def read(self, data: str) -> tuple[NDArray[np.float64], float]:
+        """Return the embedding and its squared length."""
+        vector = np.frombuffer(base64.b64decode(data), "<f4").astype(np.float64)
+        return vector, _dot(vector, vector)
+
     def scores(self) -> list[float]:
         """Return the similarity of each pair.
 
         Raises WorkerFailure for embeddings that are missing, or that cannot be compared.
         """
         self.check_all()
-        vectors = {part: _vector_of(data) for part, data in self.embeddings.items()}
-        if len({len(vector) for vector in vectors.values()}) != 1:
+        if len({len(vector) for vector, _ in self.embeddings.values()}) != 1:
             raise WorkerFailure("the embeddings of the inputs have different lengths")
-        squares = {part: _dot(vector, vector) for part, vector in vectors.items()}
-        if not all(map(math.isfinite, squares.values())):
+        if not all(math.isfinite(square) for _, square in self.embeddings.values()):
             raise WorkerFailure("an embedding has values that are not finite")
         score_of = {
-            (a, b): _cosine(_dot(vectors[a], vectors[b]), squares[a], squares[b])
+            (a, b): _cosine(self.embeddings[a], self.embeddings[b])
             for a, b in set(self.options.pairs)
         }
         return [score_of[pair] for pair in self.options.pairs]
@@ -188,19 +185,17 @@ class RerankAssembler(_PairAssembler):
         return RerankList(self.request.request_id, self.request.model, top_results, self.usage)
 
 
-def _vector_of(data: str) -> NDArray[np.float64]:
-    return np.frombuffer(base64.b64decode(data), "<f4").astype(np.float64)
-
-
 def _dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     # Not `@`, because a BLAS may use threads, and another order of additions on another machine.
     return float((first * second).sum())
 
 
-def _cosine(product: float, square: float, other_square: float) -> float:
-    """Return the cosine from a dot product and two squared lengths; 0 if a length is 0."""
-    length = math.sqrt(square * other_square)
-    return max(-1.0, min(1.0, product / length)) if length else 0.0
+def _cosine(
+    first: tuple[NDArray[np.float64], float], second: tuple[NDArray[np.float64], float]
+) -> float:
+    """Return the cosine of two vectors, each with its squared length; 0 if a length is 0."""
+    length = math.sqrt(first[1] * second[1])
+    return max(-1.0, min(1.0, _dot(first[0], second[0]) / length)) if length else 0.0
 
 
 SCORE = AnswerKind(

@@ -4,12 +4,8 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from workers.gateway.schemas.embeddings import EmbeddingUsage, PooledRequest
+from workers.gateway.schemas.embeddings import MAX_INPUTS, EmbeddingUsage, PooledRequest
 from workers.gateway.schemas.openai_request import Count
-
-MAX_TEXTS = 256
-"""Limit on the texts of a list, and so on the pairs of a request. The event loop compares a pair of
-embeddings with 4096 values in 0.04 ms."""
 
 UNSUPPORTED = frozenset(
     {
@@ -20,7 +16,7 @@ UNSUPPORTED = frozenset(
 )  # fmt: skip
 """Fields of these protocols that are not implemented."""
 
-Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class ScoreRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,7 +58,7 @@ class RerankDocument(Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
-Documents = Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_TEXTS)]
+Documents = Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class RerankRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -107,7 +107,7 @@ class Processor:
         around = {media.placeholder_id: media.layout.around for media in self._inputs.values()}
         self.tokenizer = PromptTokenizer(
             tokenizer,
-            self.placeholder_ids.values(),
+            self.placeholder_ids,
             around,
             is_complete=own_template is not None,
         )

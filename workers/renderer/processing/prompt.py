@@ -238,20 +238,27 @@ def template_messages(
     *,
     parts: bool,
     strings: bool = True,
+    placeholders: Mapping[Modality, str] = {},
     text: Callable[[str], str] = str,
     value: Transform = same,
 ) -> list[dict[str, Any]]:
     """Return messages in the shape that chat templates expect.
 
     `text` is applied to every text, `value` to the client's other values. A plain string becomes a
-    part unless the template accepts `strings`. The texts of a list of parts are joined by newlines
-    unless the template accepts `parts`, as the templates of multimodal models do. vLLM joins them
-    too, because the templates of text models concatenate the content as a string.
+    part unless the template accepts `strings`. The texts of a list of parts, and the
+    `placeholders` of its media, are joined by newlines unless the template accepts `parts`, as the
+    templates of most multimodal models do. vLLM joins them too, because the templates of text
+    models concatenate the content as a string.
     """
-    return [
-        {"role": message.role, "content": _template_content(message, parts, strings, text)}
-        | _calls_and_names(message, value)
+    contents = [
+        _template_parts(message, strings, text)
+        if parts
+        else _template_text(message, placeholders, text)
         for message in messages
+    ]
+    return [
+        {"role": message.role, "content": content} | _calls_and_names(message, value)
+        for message, content in zip(messages, contents, strict=True)
     ]
 
 
@@ -323,8 +330,20 @@ def _calls_and_names(message: Message, value: Transform) -> dict[str, Any]:
     return fields
 
 
-def _template_content(
-    message: Message, parts: bool, strings: bool, text: Callable[[str], str]
+def _template_text(
+    message: Message, placeholders: Mapping[Modality, str], text: Callable[[str], str]
+) -> str:
+    content = message.content or ""
+    if isinstance(content, str):
+        return text(content)
+    return "\n".join(
+        text(part.text) if isinstance(part, TextPart) else placeholders[part.modality]
+        for part in content
+    )
+
+
+def _template_parts(
+    message: Message, strings: bool, text: Callable[[str], str]
 ) -> str | list[dict[str, str]]:
     content = message.content
     if content is None:
@@ -333,8 +352,6 @@ def _template_content(
         if strings:
             return text(content)
         content = [TextPart(content)]
-    if not parts:
-        return "\n".join(text(string) for string in texts_of(message))
     return [
         {"type": "text", "text": text(part.text)}
         if isinstance(part, TextPart)

@@ -2,13 +2,14 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 
 from shared.errors import InvalidRequest, UnsupportedContent
 from shared.models.family import ToolFormat
+from shared.protocol.multimodal import Modality
 from shared.protocol.requests import FunctionDefinition, Message, Prompt, Tool
 from workers.renderer.processing import prompt as prompts
 from workers.renderer.processing.token_bytes import TokenByteDecoder
@@ -42,27 +43,35 @@ class PromptTokenizer:
     def __init__(
         self,
         tokenizer: Any,
-        placeholder_ids: Collection[int],
+        placeholder_ids: Mapping[Modality, int],
         around: Mapping[int, tuple[str, str]],
         *,
         is_complete: bool = False,
     ) -> None:
         """Wrap transformers' `tokenizer`.
 
-        `placeholder_ids` are the placeholder tokens of media. The chat template of a model with
-        placeholders accepts messages as lists of parts. `around` are the texts before and after a
-        medium, by its placeholder token. If the template `is_complete`, it writes all special
-        tokens of a prompt.
+        `placeholder_ids` are the placeholder tokens of media. A template of a model with media may
+        take the content of a message as a list of parts, as a text, or as both. `around` are the
+        texts before and after a medium, by its placeholder token. If the template `is_complete`, it
+        writes all special tokens of a prompt.
         """
         self._tokenizer = tokenizer
-        self._takes_parts = bool(placeholder_ids)
+        self._has_media = bool(placeholder_ids)
         self._is_complete = is_complete
-        self._takes_strings = not self._takes_parts or _writes_strings(tokenizer)
+        self._takes_strings = not self._has_media or _writes(tokenizer, lambda text: text)
+        self._takes_parts = self._has_media and (
+            _writes(tokenizer, lambda text: [{"type": "text", "text": text}])
+            or not self._takes_strings
+        )
+        self._placeholders: dict[Modality, str] = {
+            modality: tokenizer.convert_ids_to_tokens(token_id)
+            for modality, token_id in placeholder_ids.items()
+        }
         self._reserved = _reserved_names(tokenizer)
         self._control_ids = {
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.special or token_id in placeholder_ids
+            if token.special or token_id in placeholder_ids.values()
         }
         # transformers sets truncation and padding on the shared Rust object at every call; the
         # object itself may be used by many threads as long as these are not set.
@@ -166,7 +175,7 @@ class PromptTokenizer:
         bos: str | None = self._tokenizer.bos_token
         if self._is_complete:
             return False
-        return self._takes_parts and not (bos and text.startswith(bos))
+        return self._has_media and not (bos and text.startswith(bos))
 
     def _control_token_error(self, prompt: Prompt) -> InvalidRequest:
         for field, text in prompts.strings_by_field(prompt):
@@ -186,6 +195,7 @@ class PromptTokenizer:
             prompt.messages,
             parts=self._takes_parts,
             strings=self._takes_strings,
+            placeholders=self._placeholders,
             text=text,
             value=value,
         )
@@ -247,14 +257,17 @@ def _reserved_names(tokenizer: Any) -> frozenset[str]:
     return frozenset(names - {"add_generation_prompt", "continue_final_message", "documents"})
 
 
-def _writes_strings(tokenizer: Any) -> bool:
-    """Return whether the chat template writes texts outside lists of parts; LLaVA's drops them."""
+def _writes(tokenizer: Any, content_of: Callable[[str], Any]) -> bool:
+    """Return whether the chat template writes a text as content of this shape.
+
+    LLaVA's drops texts outside lists of parts. A template for texts fails for a list of parts, or
+    writes it as Python shows it.
+    """
     texts = set()
     for text in ("a", "b"):
+        messages = [{"role": "user", "content": content_of(text)}]
         try:
-            texts.add(
-                tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
-            )
+            texts.add(tokenizer.apply_chat_template(messages, tokenize=False))
         except _TEMPLATE_ERRORS:
             return False
-    return len(texts) == 2
+    return len(texts) == 2 and not any("{'type'" in text for text in texts)
