@@ -118,7 +118,7 @@ ALLOWED = {
     "workers.cli.commands.doctor": {"http.client"},
     "workers.cli.commands.health": {"http.client"},
     "workers.supervisor.log_file": {".open", "os.open"},
-    "workers.supervisor.process_usage": {".read_text"},  # of /proc
+    "shared.helpers.process_usage": {".read_text"},  # of /proc
     "shared.vision.quantized": {".read_bytes"},  # within the model's folder
     "shared.vision.weight_files": {".read_bytes", ".open"},  # of the model's folder and index
     "shared.vision.weights_progress": {".read_text"},  # of /proc

@@ -85,7 +85,7 @@ MOST: Mapping[str, float] = {
     "qwen2_5_omni": 9,
     "qwen3_omni": 9,
     "talker": 2,
-    "sampled_talker": 14,
+    "sampled_talker": 2,
     "code2wav": 4,
     "qwen_image": 8,
 }
@@ -227,7 +227,7 @@ def _open_talker(sampling: SamplingParams) -> Call:
     with DEVICE:
         whole: Any = _build_whole_omni()
     talker = Qwen3Talker(whole.to(DTYPE).eval(), None)
-    served = GpuModel(talker, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, record=lambda run: run)
+    served = GpuModel(talker, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, adapted=True)
     runner = ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE)
     prompt = [START, USER, 9, 10, START, ASSISTANT, 8]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 
-from workers.supervisor.process_usage import TICKS_PER_S, usage_of
+from shared.helpers.process_usage import TICKS_PER_S, usage_of
 
 PROC = Path("/proc")
 

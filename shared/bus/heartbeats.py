@@ -28,14 +28,15 @@ class Heartbeats:
     async def publish(self, worker: str, data: bytes) -> None:
         await self._bus.publish_without_id(subjects.heartbeat(worker), data)
 
-    async def read(self) -> list[Heartbeat]:
-        """Return the latest heartbeat of every live worker.
+    async def read(self, silent_s: float = DEAD_AFTER_S) -> list[Heartbeat]:
+        """Return the latest heartbeat of every worker that has been silent for less than this time.
 
+        By default, these are the live workers. The stream keeps heartbeats for `HEARTBEAT_TTL_S`.
         Undecodable messages are skipped, because any client may publish on the bus.
         """
         stored = await self._bus.read(subjects.WORKERS_STREAM, subjects.HEARTBEATS_FILTER)
         newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
-        latest = [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
+        latest = [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * silent_s]
         return [beat for data in latest if (beat := decode_heartbeat(data)) is not None]
 
     async def publish_start(self, worker: str, data: bytes) -> None:

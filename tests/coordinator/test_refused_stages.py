@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.heartbeats import Heartbeats
+from shared.bus.reading import StoredMessage
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -73,6 +76,43 @@ def test_a_role_that_serves_all_models_refuses_for_all() -> None:
     assert observe(state, [ready("renderer", ("demo", "other"))], [], MODELS, 11.0) == {}
 
 
+class StoredReports:
+    """A bus with the reports of workers alone: each with the seconds since it was stored."""
+
+    def __init__(self, reports: dict[str, tuple[StartReport | Heartbeat, float]]) -> None:
+        self._stored = [
+            StoredMessage(number, subject, to_json(report), 1e12 - 1000 * age_s)
+            for number, (subject, (report, age_s)) in enumerate(reports.items(), 1)
+        ]
+        self.heartbeats = Heartbeats(self)
+
+    async def read(self, stream: str, subject: str) -> list[StoredMessage]:
+        is_any = subject == subjects.WORKERS_FILTER
+        return [m for m in self._stored if is_any or m.subject.count(".") == subject.count(".")]
+
+    async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
+        raise NotImplementedError
+
+    async def publish_without_id(self, subject: str, data: bytes) -> None:
+        raise NotImplementedError
+
+
+async def test_an_engine_that_is_silent_for_some_seconds_serves_its_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refused_stages, "PATIENCE_S", 0)
+    reports = StoredReports(
+        {
+            subjects.heartbeat("ready"): (ready(), 12.0),
+            subjects.heartbeat("other"): (ready("gateway"), 0.0),
+            **{subjects.start_report(worker): (refused(worker), 0.0) for worker in "ab"},
+        }
+    )
+    stages = RefusedStages(cast(Bus, reports), MODELS, Metrics("coordinator", "test"))
+    await stages._look()
+    assert stages._refusals == {}
+
+
 async def test_requests_that_wait_end_with_the_reason_and_later_ones_wait(
     own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,17 +141,17 @@ async def test_requests_that_wait_end_with_the_reason_and_later_ones_wait(
     assert await last_record(bus, waiting) is None
     await refuse("b")
 
-    async def has_ended() -> bool:
-        return await last_record(bus, waiting) is not None
+    async def told() -> list[Place]:
+        """Return the stages of which the coordinator has said, after the end of their requests."""
+        reports = await bus.heartbeats.read_refusals()
+        return [Place(report.stage, report.model) for report in reports if not report.pid]
 
-    await until(has_ended)
+    assert await until(told) == [ENGINE]
     end = await last_record(bus, waiting)
     assert isinstance(end, Failure)
     assert end.error.message == "no worker of stage engine serves demo: no weights"
     assert (end.error.code, end.error.field) == ("unavailable", "model")
     assert await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(waiting)) is None
-    told = [report for report in await bus.heartbeats.read_refusals() if not report.pid]
-    assert [(report.stage, report.model) for report in told] == [("engine", "demo")]
     later = await publish("demo")
     await asyncio.sleep(0.5)
     assert await last_record(bus, later) is None

@@ -13,10 +13,10 @@ from shared.bus.bus import Bus
 from shared.bus.connection import BROKER_DEADLINE_S
 from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import Unavailable
+from shared.helpers.process_usage import Usage, usage_of
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat, StartReport
 from workers.roles import WorkerSpec
-from workers.supervisor.process_usage import Usage, usage_of
 from workers.supervisor.start import Quiet, read_signs, wait_ready
 
 ENGINE = WorkerSpec("engine", "demo")

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from shared.helpers.process_usage import Usage
 from shared.protocol.messages import StartReport
 from workers.roles import WorkerSpec
-from workers.supervisor.process_usage import Usage
 from workers.supervisor.start import Observation, StartWatch, titles_of
 
 SILENCE_S = 10.0

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
+from shared.bus.streams import HEARTBEAT_TTL_S
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
@@ -108,7 +109,8 @@ class RefusedStages:
     async def _look(self) -> None:
         before = self._certain
         reports = [r for r in await self._bus.heartbeats.read_refusals() if r.pid]
-        beats = await self._bus.heartbeats.read()
+        # A busy worker, or one on a loaded machine, may be silent for seconds.
+        beats = await self._bus.heartbeats.read(HEARTBEAT_TTL_S)
         now_s = asyncio.get_running_loop().time()
         self._refusals = observe(self._refusals, beats, reports, self._models, now_s)
         for place, refusal in self._certain.items():

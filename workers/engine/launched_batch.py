@@ -13,7 +13,7 @@ from workers.engine.sampling.logprobs import PromptRows
 from workers.engine.sampling.verifier import Draw, DrawnBatch
 from workers.engine.step_clock import StepClock
 from workers.engine.step_rows import StepRows
-from workers.engine.transfers import upload
+from workers.engine.transfers import Download, upload
 
 
 class LaunchedBatch:
@@ -44,6 +44,7 @@ class LaunchedBatch:
         self._clock = clock
         self._kept: list[ScheduledSequence] = []
         self._drawn: DrawnBatch | None = None
+        self._residuals: Download | None = None
 
     @torch.inference_mode()
     def sample(self, indexes: Sequence[int]) -> None:
@@ -67,21 +68,31 @@ class LaunchedBatch:
             self._drawn = self._draw(logits, sampling, prompts)
         if sampling and self._drawn is not None:
             self._on_sampled(self._drawn.token_ids)
+            if self._talker is not None and hidden is not None:
+                sequences = [s.sequence for s in sampling]
+                residuals = self._talker.residuals(hidden, self._drawn.token_ids, sequences)
+                self._residuals = Download(residuals)
         if self._rows.pooled and self._hidden is not None:
             pool(self._hidden, [self._scheduled[i] for i in self._rows.pooled])
         # The memory is free for the next batch.
-        self._logits, self._hidden = None, hidden
+        self._logits = self._hidden = None
 
     @torch.inference_mode()
     def result(self) -> list[list[SampledToken]]:
+        residuals: list[list[int]] = []
         with self._clock.waiting():
+            if self._residuals is not None:
+                # They are computed after the tokens, so the host does not wait for these again.
+                residuals = self._residuals.result().tolist()
             tokens = [] if self._drawn is None else self._drawn.result()
-        sampling = [s.sequence for s in self._kept if s.samples_token]
-        if self._talker is not None and self._hidden is not None:
-            tokens = self._talker.add_residuals(self._hidden, tokens, sampling)
+        if residuals:
+            tokens = [
+                [SampledToken(token.token_id, token.logprobs, tuple(residual))]
+                for (token,), residual in zip(tokens, residuals, strict=True)
+            ]
         # A step that fails has changed no states.
         self._states.commit()
-        if len(sampling) == len(self._kept):
+        if len(tokens) == len(self._kept):
             return tokens
         of_sampling = iter(tokens)
         return [next(of_sampling) if s.samples_token else [] for s in self._kept]

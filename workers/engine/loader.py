@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import structlog
@@ -283,7 +284,8 @@ def _load_talker(
     longest: int = talker.decoder.config.max_position_embeddings
     max_model_len = min(longest, model.max_model_len or longest)
     block_size = block_size_of(engine)
-    decoder = FlatModel(talker)
+    # The wrapped modules of a talker are neither fused nor recorded.
+    decoder = _build_decoder(talker, engine, block_size, max_model_len, set_step, adapted=True)
     block_bytes = count_block_bytes(decoder, block_size)
     num_blocks = count_blocks(engine, block_bytes, block_size, max_model_len)
     set_step("warming up")
@@ -366,24 +368,20 @@ def _build_decoder(
     adapted: bool,
 ) -> DecoderModel:
     """Return the model on the kernels of its device if they support it, else on torch."""
+    is_cuda = torch.device(engine.device).type == "cuda"
     if family.attends_items:
         # The kernels of a GPU have no cross attention, and neither do CUDA graphs.
-        return FlatModel(family)
+        flat = FlatModel(family)
+        if is_cuda:
+            _import_gpu().sample_on_device(flat)
+        return flat
     # Adapters and ranks change modules of transformers, which the kernels bypass.
-    if torch.device(engine.device).type == "cuda":
+    if is_cuda:
         set_step("preparing the GPU")
-        try:
-            from workers.engine.cuda.kernels.compilations import keep_kernels
-            from workers.engine.cuda.model import GpuModel
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "engine.device: a GPU requires the extra `gpu`: pip install '.[gpu]' in a checkout",
-                field="engine.device",
-            ) from error
-        keep_kernels()
-        return GpuModel(
+        gpu_model: DecoderModel = _import_gpu().GpuModel(
             family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len, adapted=adapted
         )
+        return gpu_model
     if engine.kernels == "torch" or adapted:
         return FlatModel(family)
     set_step("compiling kernels")
@@ -394,6 +392,20 @@ def _build_decoder(
         return NativeModel(family, torch.get_num_threads(), engine.kernels)
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)
+
+
+def _import_gpu() -> ModuleType:
+    """Return the package that needs Triton. Raises ConfigError."""
+    try:
+        from workers.engine.cuda import model
+        from workers.engine.cuda.kernels.compilations import keep_kernels
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "engine.device: a GPU requires the extra `gpu`: pip install '.[gpu]' in a checkout",
+            field="engine.device",
+        ) from error
+    keep_kernels()
+    return model
 
 
 def count_block_bytes(model: DecoderModel, block_size: int) -> int:

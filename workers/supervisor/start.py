@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 from shared.blobs.server import host_id
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
+from shared.helpers.process_usage import UNUSED, Usage, usage_of
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport
 from workers.roles import WorkerSpec
-from workers.supervisor.process_usage import UNUSED, Usage, usage_of
 
 # An event loop that only waits, and publishes one report per second, uses less than this share of
 # a processor. A worker that computes gets more, even on a busy machine.

@@ -12,12 +12,12 @@ from typing import Any
 
 from ops.harness.samples import Samples
 from shared.config.schema import ModelConfig, RendererConfig
+from shared.helpers.process_usage import usage_of
 from shared.models.families.qwen2_audio import Qwen2AudioLayout
 from shared.protocol.multimodal import AUDIO, DEFAULT_SAMPLING, VIDEO, Modality
 from workers.renderer.media.decoders import MediaDecoders
 from workers.renderer.processing.processor import Processor
 from workers.renderer.threads import Args, Result
-from workers.supervisor.process_usage import usage_of
 
 Process = Callable[[bytes], str]
 """Processes a file, and returns a description of the output."""

@@ -14,7 +14,7 @@ from ops.bench.peers import protocol
 from ops.bench.peers.protocol import Request, Result, Setup
 from ops.bench.peers.roster import Spec, environment
 from ops.harness import machine
-from workers.supervisor.process_usage import usage_of
+from shared.helpers.process_usage import usage_of
 
 # A start compiles, and the machine may be busy.
 PATIENCE_S = 900.0

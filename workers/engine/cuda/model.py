@@ -16,10 +16,10 @@ from workers.engine.cuda.cuda_graphs import (
     Replay,
     bucket_sizes,
 )
+from workers.engine.cuda.frame_codes import sample_on_device
 from workers.engine.cuda.fused_layers import ATTENTION, fuse_layers
 from workers.engine.cuda.kernels.plan import BlockTables, KernelPlan, plan_for_kernels
 from workers.engine.cuda.kernels.tiling import Tiling
-from workers.engine.cuda.sampler import DeviceSampler
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
 from workers.engine.model.support import kv_shapes
@@ -45,7 +45,7 @@ class GpuModel(FlatModel):
         modules and change with the batch. Recurrent layers are wrapped in the same way.
         """
         super().__init__(family)
-        self.draw = DeviceSampler(self.device).draw
+        sample_on_device(self)
         family.decoder.set_attn_implementation(ATTENTION)
         self._adapted = adapted or self.keeps_states
         self.is_fused = not self._adapted and fuse_layers(family.decoder, family.num_position_rows)

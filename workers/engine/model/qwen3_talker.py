@@ -21,7 +21,7 @@ from shared.models.language import PromptPositions
 from shared.vision.weights import load_weights
 from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.engine.core.sequence import SpokenText
-from workers.engine.model.talker import MediaParts, SpeechRows, Talker, choose_codes, run_decoder
+from workers.engine.model.talker import MediaParts, SpeechRows, Talker, run_decoder
 from workers.engine.model.thinker_states import ThinkerStates
 from workers.engine.transfers import upload
 
@@ -150,22 +150,20 @@ class Qwen3Talker(Talker):
         rows: Tensor = torch.stack(parts, dim=1).sum(1) + text
         return rows
 
-    def residuals(
-        self, hidden: Tensor, codes: Sequence[int], sequences: Sequence[EngineSequence]
-    ) -> list[tuple[int, ...]]:
+    def residuals(self, hidden: Tensor, codes: Tensor, sequences: list[EngineSequence]) -> Tensor:
         predictor = self._predictor
+        frame_codes = self.new_frame_codes(sequences, self.num_codebooks)
         cache = DynamicCache(config=predictor.config)
-        first = self._talker.get_input_embeddings()(self._tensor(codes))
+        first = self._talker.get_input_embeddings()(codes)
         inputs, residuals = torch.stack([hidden, first], dim=1), []
         for number, (table, head) in enumerate(
             zip(predictor.get_input_embeddings(), predictor.lm_head, strict=True), 1
         ):
             states = predictor.model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
             logits = head(states.last_hidden_state[:, -1])
-            residuals.append(choose_codes(logits, sequences, number))
+            residuals.append(frame_codes.choose(logits, number))
             inputs = table(residuals[-1])[:, None]
-        # The host waits for the device once, and not for each codebook.
-        return [tuple(row) for row in torch.stack(residuals, dim=1).tolist()]
+        return torch.stack(residuals, dim=1)
 
     def forward(
         self,

@@ -6,23 +6,20 @@ start before the text is complete.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.errors import InvalidRequest, UnsupportedContent
 from shared.models.language import LanguageAdapter, PromptPositions
-from workers.engine.core.sequence import SampledToken, ScheduledSequence, SpokenText
+from workers.engine.core.sequence import ScheduledSequence, SpokenText
 from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.engine.model.thinker_states import ThinkerStates
-from workers.engine.sampling.ranked import draw_filtered, rank
-from workers.engine.sampling.sampler import GREEDY_BELOW, uniform
-from workers.engine.sampling.truncation import Filters
+from workers.engine.sampling.frame_codes import HostFrameCodes, NewFrameCodes
 from workers.engine.transfers import upload
 
 MediaParts = Literal["none", "embeddings", "tower"]
@@ -63,6 +60,8 @@ class Talker(LanguageAdapter):
         """`model` has the input embeddings, and `decoder` is its language model."""
         super().__init__(model)
         self._decoder = decoder
+        self.new_frame_codes: NewFrameCodes = HostFrameCodes
+        """Chooses the codes of further codebooks, on the device of the model."""
 
     @property
     def decoder(self) -> PreTrainedModel:
@@ -113,27 +112,12 @@ class Talker(LanguageAdapter):
     def frame_rows(self, frames: Tensor, text: Tensor) -> Tensor:
         """Return input rows for frames [n, num_codebooks] and their rows of the text [n, width]."""
 
-    def residuals(
-        self, hidden: Tensor, codes: Sequence[int], sequences: Sequence[EngineSequence]
-    ) -> list[tuple[int, ...]]:
-        """Return the codes of further codebooks for hidden states [n, hidden_size] and codes."""
-        return [()] * len(codes)
+    def residuals(self, hidden: Tensor, codes: Tensor, sequences: list[EngineSequence]) -> Tensor:
+        """Return the codes of further codebooks: int64 [n, num_codebooks - 1], on their device.
 
-    def add_residuals(
-        self,
-        hidden: Tensor,
-        sampled: list[list[SampledToken]],
-        sequences: Sequence[EngineSequence],
-    ) -> list[list[SampledToken]]:
-        """Return the sampled tokens, one for each sequence, with the codes of further codebooks."""
-        if not sampled:
-            return sampled
-        tokens = [token for (token,) in sampled]
-        residuals = self.residuals(hidden, [token.token_id for token in tokens], sequences)
-        return [
-            [SampledToken(token.token_id, token.logprobs, residual)]
-            for token, residual in zip(tokens, residuals, strict=True)
-        ]
+        They follow from hidden states [n, hidden_size] and codes of the first codebook, int64 [n].
+        """
+        return codes.new_empty(len(codes), 0)
 
     def has_voice(self, name: str) -> bool:
         return name in self.voices
@@ -170,28 +154,6 @@ class Talker(LanguageAdapter):
 
     def _residual_of(self, sequence: EngineSequence, number: int) -> list[int]:
         return sequence.residuals[number] if self.num_codebooks > 1 else []
-
-
-def choose_codes(logits: Tensor, sequences: Sequence[EngineSequence], codebook: int) -> Tensor:
-    """Choose a code of a further codebook for each row of logits: int64 [num_rows], on its device.
-
-    With greedy sampling it is the most probable code. Otherwise it is drawn from the 50 most
-    probable codes with 80 % of the mass, as in transformers, and depends only on the logits, the
-    seed, the frame's position and the codebook.
-    """
-    logits = logits.float()
-    if all(s.request.sampling.temperature < GREEDY_BELOW for s in sequences):
-        return logits.argmax(-1)
-
-    def column(value: float) -> Tensor:
-        return torch.full((len(logits), 1), value, dtype=torch.float64, device=logits.device)
-
-    top_k = column(min(50, logits.shape[1])).long()
-    filters = Filters(column(1.0).float(), column(0.0), top_k, column(0.8))
-    # A request has one speech, so the number of the choice is free for the number of the codebook.
-    points = [uniform(s.seed, codebook, s.num_output_tokens) for s in sequences]
-    at = upload(points, logits.device, np.float64)
-    return draw_filtered(logits, rank(logits), filters, at)
 
 
 def run_decoder(

@@ -12,13 +12,18 @@ from shared.vision.rank_weights import summed_modules
 # Limit on the time of a call. A step has a limit of `engine.step_timeout_s`, which is checked
 # elsewhere, and a rank may measure its kernels for minutes before the first one.
 TIMEOUT = timedelta(hours=1)
+# Limit on the time in which rank 0 meets the other ranks, which have loaded their parts.
+MEETING = timedelta(minutes=1)
 
 
 class ProcessGroup:
     """The ranks of an engine: NCCL on GPUs, gloo on the loopback interface elsewhere."""
 
     def __init__(self, store: dist.Store, share: Share, device: torch.device) -> None:
-        """Wait until all ranks have met at the store."""
+        """Wait until all ranks have met at the store.
+
+        Rank 0 comes last. On CPUs, it raises RuntimeError if it has not met another one in time.
+        """
         self.share = share
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -27,8 +32,9 @@ class ProcessGroup:
         # gloo has no authentication, so no other machine may reach it.
         settings = dist.ProcessGroupGloo._Options()
         settings._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        settings._timeout = TIMEOUT
+        settings._timeout = TIMEOUT if share.rank else MEETING
         self._group = dist.ProcessGroupGloo(store, *share, settings)
+        self._group._set_default_timeout(TIMEOUT)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copy a contiguous tensor of rank 0 into this one."""

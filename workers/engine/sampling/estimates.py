@@ -53,14 +53,11 @@ def draw_unfiltered(
 ) -> Tensor:
     """Return the tokens that `truncation.draw` chooses among all: int64 [num_rows].
 
-    For the first three arguments see `unnormalized_probs`; on a CPU all rows must be finite.
+    For the first three arguments see `unnormalized_probs`; all rows must be finite.
     `points` are float64 [num_rows] in [0, 1).
     """
-    if logits.device.type != "cpu":
-        # To find the rows for which estimates do not suffice, the host would wait for the device.
-        return draw(unnormalized_probs(logits, greatest, temperature), points)
-    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    is_certain = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    is_certain = torch.empty(len(logits), dtype=torch.bool)
     for chunk in iterate_chunks(list(range(len(logits))), logits):
         estimated = estimate(take_rows(logits, chunk), greatest[chunk], temperature[chunk])
         token_ids[chunk], is_certain[chunk] = _draw(estimated, points[chunk])
@@ -78,7 +75,7 @@ def _draw(estimated: Estimate, points: Tensor) -> tuple[Tensor, Tensor]:
     offset = ends[:, -1:] * points[:, None]
     group = torch.searchsorted(ends, offset, right=True).clamp(max=last_group)
     before = ends.gather(1, (group - 1).clamp(min=0)).masked_fill(group == 0, 0)
-    within = torch.arange(GROUP_SIZE, device=weights.device)
+    within = torch.arange(GROUP_SIZE)
     token_ids = (group * GROUP_SIZE + within).clamp(max=last_token)
     token_ends = before + UNITS * weights.gather(1, token_ids).double().cumsum(-1)
     place = torch.searchsorted(token_ends, offset, right=True).clamp(max=GROUP_SIZE - 1)

@@ -1,4 +1,4 @@
-"""The draw of `truncation`, computed from the most probable tokens alone where these decide it.
+"""The draw of `truncation` on a CPU, from the most probable tokens alone where these decide it.
 
 If a filter leaves only ranked tokens, no other token matters. top_p alone needs the mass of the
 whole vocabulary, but bounds on it suffice: if both bounds lead to the same threshold, the threshold
@@ -46,18 +46,17 @@ def rank(logits: Tensor) -> Ranked:
         groups = logits[:, : num_groups * GROUP_SIZE].view(num_rows, num_groups, -1)
         maxima = groups.amax(2)
         chosen = _find_greatest(maxima)
-        offsets = torch.arange(GROUP_SIZE, device=logits.device)
+        offsets = torch.arange(GROUP_SIZE)
         token_ids = (chosen[:, :, None] * GROUP_SIZE + offsets).flatten(1)
-        ungrouped = torch.arange(num_groups * GROUP_SIZE, vocab_size, device=logits.device)
+        ungrouped = torch.arange(num_groups * GROUP_SIZE, vocab_size)
         token_ids = torch.cat([token_ids, ungrouped.expand(num_rows, -1)], 1)
         candidates = logits.gather(1, token_ids)
-        if logits.device.type == "cpu":
-            # Each chosen group has a logit at its maximum, so `NUM_RANKED` logits reach the least
-            # of the maxima.
-            least = maxima.gather(1, chosen).amin(1)
-            candidates, token_ids = _drop_below(least, candidates, token_ids)
+        # Each chosen group has a logit at its maximum, so `NUM_RANKED` logits reach the least of
+        # the maxima.
+        least = maxima.gather(1, chosen).amin(1)
+        candidates, token_ids = _drop_below(least, candidates, token_ids)
     else:
-        token_ids = torch.arange(vocab_size, device=logits.device).expand(num_rows, -1)
+        token_ids = torch.arange(vocab_size).expand(num_rows, -1)
         candidates = logits
     greatest = _find_greatest(candidates)
     candidates = candidates.gather(1, greatest)
@@ -119,12 +118,10 @@ def _find_greatest(values: Tensor) -> Tensor:
     """Return the indexes of the `NUM_RANKED` greatest values of each row, in any order."""
     num_values = values.shape[1]
     if num_values <= NUM_RANKED:
-        return torch.arange(num_values, device=values.device).expand(len(values), -1)
-    if values.device.type == "cpu":
-        # NumPy partitions and sorts with vector instructions: ten times as fast as PyTorch.
-        indexes = np.argpartition(values.numpy(), num_values - NUM_RANKED, axis=-1)
-        return torch.from_numpy(indexes[:, -NUM_RANKED:])
-    return values.topk(NUM_RANKED, sorted=False).indices
+        return torch.arange(num_values).expand(len(values), -1)
+    # NumPy partitions and sorts with vector instructions: ten times as fast as PyTorch.
+    indexes = np.argpartition(values.numpy(), num_values - NUM_RANKED, axis=-1)
+    return torch.from_numpy(indexes[:, -NUM_RANKED:])
 
 
 def _drop_below(least: Tensor, values: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +142,4 @@ def _drop_below(least: Tensor, values: Tensor, token_ids: Tensor) -> tuple[Tenso
 
 
 def _argsort(values: Tensor) -> Tensor:
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.argsort(values.numpy(), axis=-1))
-    return values.argsort(-1)
+    return torch.from_numpy(np.argsort(values.numpy(), axis=-1))

@@ -14,8 +14,10 @@ from shared.protocol.sampling import SamplingParams
 from tests.engine.sampling.test_sampler import random_logits, sequence_of
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, Sequence
 from workers.engine.cuda import sampler as sampler_module
+from workers.engine.cuda.frame_codes import DeviceFrameCodes
 from workers.engine.cuda.kernels.sampling import CHOSEN, Parameters, choose_tokens
 from workers.engine.cuda.sampler import DeviceSampler
+from workers.engine.sampling.frame_codes import HostFrameCodes
 from workers.engine.sampling.token_rules import pack_tokens
 from workers.engine.sampling.truncation import Filters, draw, truncate
 from workers.engine.sampling.verifier import draw_batch
@@ -184,6 +186,13 @@ def describe(sampled: list[list[SampledToken]]) -> list[object]:
         for token in tokens
         for logprobs in [token.logprobs]
     ]
+
+
+def test_further_codes_of_a_frame_are_the_codes_of_the_host(device: torch.device) -> None:
+    sequences = [sequence_of(p) for p in (SamplingParams(temperature=0), SamplingParams())]
+    logits = random_logits(1, 2, VOCAB_SIZE).bfloat16() / 9
+    codes = DeviceFrameCodes(device, sequences, 3).choose(logits.to(device), 2)
+    assert codes.tolist() == HostFrameCodes(sequences, 3).choose(logits, 2).tolist()
 
 
 def test_rows_of_counts_are_built_again_after_a_failure(
