@@ -66,7 +66,7 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
         rows = map(json.loads, run("models", "--json", "--nats", nats).splitlines())
         assert {row["name"]: row["state"] for row in rows} == {NAME: "served"}
         # Commands in this folder know the model.
-        said = run("ask", "What color is this image?", "--image", str(RED), "--nats", nats)
+        said = run("ask", f"What color is this image? @{RED}", "--nats", nats)
         assert "red" in said.lower()
     finally:
         process.send_signal(signal.SIGINT)

@@ -26,30 +26,6 @@ ConfigFile = Annotated[
 NatsUrl = Annotated[
     str | None, Parameter(name="--nats", help="URL of the nats-server; by default as configured.")
 ]
-Images = Annotated[
-    list[Path] | None,
-    Parameter(
-        name=["--image", "-i"],
-        negative=(),
-        help="An image for the question; repeat the option for several.",
-    ),
-]
-Videos = Annotated[
-    list[Path] | None,
-    Parameter(
-        name=["--video", "-v"],
-        negative=(),
-        help="A video for the question; repeat the option for several.",
-    ),
-]
-Sounds = Annotated[
-    list[Path] | None,
-    Parameter(
-        name=["--audio", "-a"],
-        negative=(),
-        help="A sound for the question; repeat the option for several.",
-    ),
-]
 ModelName = Annotated[
     str | None,
     Parameter(

@@ -1,6 +1,7 @@
 """Commands about one request: `pagemill ask`, `follow`, `cancel` and `where`."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,29 +21,21 @@ from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
 from shared.state.response_status import FoundResponse
 from workers import settings
-from workers.cli.ask import (
-    build_request,
-    check_output,
-    media_parts,
-    print_answer,
-    print_records,
-    with_media,
-)
+from workers.cli.ask import build_request, media_parts, print_answer, print_records, with_media
 from workers.cli.audited import audited
 from workers.cli.broker import connected
+from workers.cli.inputs import read_input
 from workers.cli.options import (
     ConfigFile,
-    Images,
     ModelName,
     NatsUrl,
     NewId,
     RequestId,
-    Sounds,
-    Videos,
     find_login,
     find_writer,
     load,
 )
+from workers.cli.outputs import NewFile
 from workers.cli.sound import find_audio, while_saving
 from workers.cli.terminal import EXIT_INTERRUPTED, format_time, print_json, print_line, print_rows
 
@@ -92,9 +85,6 @@ async def ask(
     question: str,
     /,
     *,
-    image: Images = None,
-    audio: Sounds = None,
-    video: Videos = None,
     model: ModelName = None,
     adapter: str | None = None,
     sampling: SamplingOptions = SamplingOptions(),
@@ -111,7 +101,8 @@ async def ask(
     Parameters
     ----------
     question
-        The text of the question.
+        The text of the question. @FILE in it adds an image, a sound, a video, a PDF file or a
+        text, and @- reads one from stdin; - alone is the text of stdin.
     adapter
         Name of one of the model's LoRA adapters; by default none.
     timeout_s
@@ -130,17 +121,19 @@ async def ask(
         model, spoken = find_audio(loaded, model)
     model = model or find_writer(loaded)
     params = sampling.given()
-    request = build_request(model, question, image or [], params, timeout_s, adapter)
+    text, media = read_input(question)
+    request = build_request(model, text, [], params, timeout_s, adapter)
     if speech.speak:
-        check_output(speech.output)
         outputs, on_late = [TEXT, spoken], speech.on_late
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()
-    async with connected(login, "ask") as bus:
-        parts = await media_parts(bus, video, audio)
+    async with contextlib.AsyncExitStack() as stack:
+        file = stack.enter_context(NewFile(speech.output)) if speech.speak else None
+        bus = await stack.enter_async_context(connected(login, "ask"))
+        parts = await media_parts(bus, media)
         records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
-        if speech.speak:
-            records = while_saving(bus, records, request_id, spoken, speech.output)
+        if file is not None:
+            records = while_saving(bus, records, request_id, spoken, file)
         return await print_answer(bus, request_id, records, as_json=json, durable=durable)
 
 
