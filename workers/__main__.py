@@ -13,6 +13,7 @@ from workers.cli.terminal import run_app
 # A command's module is imported when the command runs. All of them together take half a second of
 # processor time, and a container's health check runs every few seconds.
 COMMANDS = (
+    "workers.cli.commands.run:run",
     "workers.cli.commands.serve:up",
     "workers.cli.commands.worker:worker",
     "workers.cli.commands.models:pull",

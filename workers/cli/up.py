@@ -79,7 +79,8 @@ async def _run(cluster: LocalCluster, display: StartDisplay, work: Work | None) 
             start.result()
             addresses = (without_credentials(cluster.url), cluster.gateway_url)
             where = " and ".join(filter(None, addresses))
-            display.say(f"ready at {where}; Ctrl-C drains and stops", "bold green")
+            ready = f"ready at {where}"
+            display.say(ready if work else f"{ready}; Ctrl-C drains and stops", "bold green")
             code = await _until(stop, work)
         display.say("draining …")
     finally:
