@@ -54,7 +54,7 @@ def run(
     window: Window = "24h",
     tenant: Tenant = "",
     again: bool = False,
-    up: Annotated[bool, Parameter(negative=())] = False,
+    up: bool = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -121,7 +121,7 @@ async def make(
     schema: Path | None = None,
     sampling: SamplingOptions = BY_DEFAULT,
     pages_per_line: Annotated[int | None, Parameter(validator=Number(gt=0))] = None,
-    upload: Annotated[bool, Parameter(negative=())] = False,
+    upload: bool = False,
     tenant: Tenant = "",
     config: ConfigFile = None,
     nats: NatsUrl = None,

@@ -3,11 +3,10 @@
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import yaml
-from cyclopts import Parameter
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -43,7 +42,7 @@ def key(
     /,
     *,
     tenant: str | None = None,
-    right: Annotated[list[Right] | None, Parameter(negative=())] = None,
+    right: list[Right] | None = None,
 ) -> int:
     """Create an API key for the gateway, and print the key and its configuration.
 

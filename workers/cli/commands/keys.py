@@ -104,7 +104,7 @@ async def rotate(*names: str, directory: Folder = None, config: ConfigFile = Non
 @keys.command(name="secrets")
 async def make_secrets(
     *,
-    tenant: Annotated[list[str] | None, Parameter(negative=())] = None,
+    tenant: list[str] | None = None,
     config: ConfigFile = None,
 ) -> int:
     """Create missing keys in Secrets of Kubernetes, in a pod: the chart's job does so.
