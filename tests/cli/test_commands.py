@@ -13,11 +13,13 @@ import sys
 import termios
 from collections.abc import Iterator
 from importlib.metadata import version
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
+from cyclopts import App
 
 from shared.errors import InvalidRequest
 from shared.protocol.records import error_info
@@ -55,6 +57,34 @@ def test_examples_of_the_help_can_be_typed(tmp_path: Path, monkeypatch: pytest.M
     for example in chain(*EXAMPLES.values()):
         words = shlex.split(re.split(" [|>] (?!pagemill)", example.split("| pagemill ")[-1])[0])
         app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_every_command_that_prints_can_print_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_json(name: str, command: App) -> list[str]:
+        inner = [part for part in command.resolved_commands() if not part.startswith("-")]
+        if command.default_command is None:
+            return [
+                text for part in inner for text in without_json(f"{name} {part}", command[part])
+            ]
+        return [] if "json" in signature(command.default_command).parameters else [name]
+
+    other = {*["run", "up", "worker", "chat", "metrics", "manifests", "completion"]}
+    # They write JSON lines, or nothing to stdout.
+    other |= {f"batch {name}" for name in ("run", "make", "follow", "results")}
+    other |= {"keys remove-tenant", "keys secrets", "dead list", "dead requeue"}
+    assert {text for name in EXAMPLES for text in without_json(name, app[name])} == other
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "engine.nk").touch()
+    printed = []
+    for command in ("check", "key alice", "keys list --dir keys"):
+        assert app(f"{command} --json", result_action="return_value") == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    assert printed[0]["settings"]["models"].keys() == {"demo"}
+    assert printed[1]["gateway"]["api_keys"][0]["name"] == "alice"
+    assert printed[2] == {"file": "keys/engine.nk"}
 
 
 @pytest.mark.parametrize(

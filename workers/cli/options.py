@@ -32,6 +32,7 @@ ModelName = Annotated[
         help="Name of the model; by default the only configured one that can do what is asked."
     ),
 ]
+Json = Annotated[bool, Parameter(help="Print one JSON object, or for a list one in each line.")]
 RequestId = Annotated[
     str,
     Parameter(

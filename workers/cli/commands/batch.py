@@ -19,7 +19,7 @@ from workers.cli.batch_display import BatchDisplay
 from workers.cli.batch_lines import CHAT
 from workers.cli.broker import connected
 from workers.cli.commands.requests import SamplingOptions
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, find_writer, load
+from workers.cli.options import ConfigFile, Json, ModelName, NatsUrl, find_login, find_writer, load
 from workers.cli.terminal import (
     format_time,
     print_columns,
@@ -175,6 +175,7 @@ async def create(
     endpoint: Endpoint = CHAT,
     window: Window = "24h",
     tenant: Tenant = "",
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -190,7 +191,7 @@ async def create(
     async with connected(settings.login_of(loaded, given_url=nats), "batch") as bus:
         batch_id = f"batch_{secrets.token_hex(16)}"
         await batches.begin(bus, batch_id, file, endpoint, window, tenant, loaded)
-    print_line(batch_id)
+    print_json({"batch": batch_id}) if json else print_line(batch_id)
     return 0
 
 
@@ -199,6 +200,7 @@ async def list_batches(
     *,
     limit: Annotated[int, Parameter(validator=Number(gt=0))] = 50,
     tenant: Tenant = "",
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -209,15 +211,21 @@ async def list_batches(
     limit
         Maximum number of batches.
     """
-    rows: list[tuple[str, ...]] = [("created", "status", "lines", "answers", "errors", "batch")]
+    columns = ("created", "status", "lines", "answers", "errors", "batch")
+    rows: list[tuple[str | int, ...]] = []
     async with connected(find_login(config, nats), "batch") as bus:
         orders = await batch_log.list_begun(bus, tenant, limit)
         for state in await batch_log.open_batches(bus, orders):
             now = state.checkpoint
-            counts = (str(n) for n in (now.num_lines, now.num_answered, now.num_refused))
+            counts = (now.num_lines, now.num_answered, now.num_refused)
             created = format_time(1000 * state.begun.created_s)
             rows.append((created, state.status, *counts, state.begun.batch_id))
-    print_columns(rows) if len(rows) > 1 else print_line("no batches")
+    if json:
+        for row in rows:
+            print_json(dict(zip(columns, row, strict=True)))
+        return 0
+    cells = [columns, *([str(cell) for cell in row] for row in rows)]
+    print_columns(cells) if rows else print_line("no batches")
     return 0
 
 
@@ -321,6 +329,7 @@ async def cancel(
     /,
     *,
     tenant: Tenant = "",
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -333,6 +342,6 @@ async def cancel(
             with BatchDisplay() as display:
                 async for latest, _ in batches.follow(bus, state):
                     display.update(state := latest)
-    print_line(state.status)
+    print_json({"batch": batch_id, "status": state.status}) if json else print_line(state.status)
     batches.print_errors(state)
     return 0 if state.status == "cancelled" else batch_runs.EXIT_UNSUCCESSFUL

@@ -27,6 +27,7 @@ from workers.cli.broker import connected
 from workers.cli.inputs import read_input
 from workers.cli.options import (
     ConfigFile,
+    Json,
     ModelName,
     NatsUrl,
     NewId,
@@ -170,7 +171,12 @@ async def follow(
 
 
 async def cancel(
-    request_id: RequestId, /, *, config: ConfigFile = None, nats: NatsUrl = None
+    request_id: RequestId,
+    /,
+    *,
+    json: Json = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
 ) -> int:
     """Cancel a request in any stage. Its answer ends with the error `cancelled`.
 
@@ -180,14 +186,14 @@ async def cancel(
     async with connected(find_login(config, nats), "cancel") as bus:
         before = await _find(bus, request_id, ARRIVAL_S)
         if before.has_ended:
-            return _print_end(before, "already ")
+            return _print_end(before, "already ", as_json=json)
         if before.state == "unknown":
             raise _unknown(before)
         request_id = before.request_id
         await _cancel(bus, request_id)
         after = await _find(bus, request_id, CANCEL_S, lambda status: status.has_ended)
-    if after.has_ended:
-        return _print_end(after)
+    if after.has_ended or json:
+        return _print_end(after, as_json=json)
     print_line(f"{request_id} is not cancelled yet: a coordinator cancels it as soon as one runs")
     return 0
 
@@ -221,8 +227,12 @@ def _unknown(status: RequestStatus) -> NotFound:
     return NotFound(f"no request {status.request_id} is known: {status.why}", field="request_id")
 
 
-def _print_end(status: RequestStatus, when: str = "") -> int:
+def _print_end(status: RequestStatus, when: str = "", *, as_json: bool) -> int:
     """Print the end of a request, and return the exit code of `pagemill cancel`."""
+    if as_json:
+        print_json(status)
+        is_other = status.has_ended and status.error_code != Cancelled.code
+        return EXIT_ENDED if is_other else 0
     if status.error_code == Cancelled.code:
         print_line(f"{status.request_id} is {when}cancelled")
         return 0
