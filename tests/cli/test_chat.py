@@ -17,7 +17,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login
 from shared.config.schema import DeliveryConfig, NatsConfig
-from shared.errors import InvalidRequest, Overloaded, PagemillError, Unavailable
+from shared.errors import InvalidRequest, Overloaded, PagemillError
 from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, OutputSummary, Usage
 from shared.protocol.requests import GenerateRequest, ImagePart, Message, TextPart, decode_request
@@ -164,11 +164,6 @@ async def test_an_answer_that_is_cut_off_names_the_command_that_prints_it(
     assert line.startswith("error unavailable: ")
     assert line.endswith(f": the answer was cut off; `pagemill follow {talk.ids[0]}` prints it")
     await bus.close()
-
-
-async def test_no_broker_ends_the_chat(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unavailable):
-        await Talk("nats://127.0.0.1:1", bus, monkeypatch).run("a")
 
 
 class FullDisk(io.StringIO):

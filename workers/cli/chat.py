@@ -69,9 +69,8 @@ class Chat:
     def run(self) -> int:
         """Run until the end of the input, and return the exit code.
 
-        From a pipe, the exit code is 1 if anything failed. Raises Unavailable without a broker.
+        From a pipe, the exit code is 1 if anything failed.
         """
-        asyncio.run(self._check_connection())
         if self._is_terminal:
             import readline  # noqa: F401  # The import adds a history and editing keys to `input`.
 
@@ -91,10 +90,6 @@ class Chat:
             if not self._run_line(line.strip()):
                 break
         return int(self._has_failed and not self._is_terminal)
-
-    async def _check_connection(self) -> None:
-        async with connected(self._login, "chat"):
-            pass
 
     def _run_line(self, line: str) -> bool:
         """Run a line, print its error, and return whether the conversation continues."""

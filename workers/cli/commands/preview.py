@@ -12,9 +12,9 @@ from shared.protocol.records import error_info
 from shared.protocol.renderer_rpc import RenderedPrompt, TokenizeRequest
 from shared.stage.pipelines import RENDERER
 from workers.cli.ask import build_request, media_parts, print_error, with_media
-from workers.cli.broker import connected
+from workers.cli.broker import connected_to_writer
 from workers.cli.inputs import read_input, read_text
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login_and_model
+from workers.cli.options import ConfigFile, ModelName, NatsUrl
 from workers.cli.terminal import print_json, print_line
 
 
@@ -36,13 +36,13 @@ async def render(
     json
         Print one JSON object, which includes the token ids.
     """
-    login, model = find_login_and_model(config, nats, model)
     text, media = read_input(question)
-    request = build_request(model, text, [])
     try:
-        async with connected(login, "render") as bus, _unserved_named(bus, model):
+        async with connected_to_writer(config, nats, model, "render") as (bus, name):
+            request = build_request(name, text, [])
             request = with_media(request, await media_parts(bus, media))
-            rendered, tensors = await client.render(bus, request)
+            async with _unserved_named(bus, name):
+                rendered, tensors = await client.render(bus, request)
     except PagemillError as error:
         return _print_reported(error, as_json=json)
     if json:
@@ -75,11 +75,13 @@ async def tokenize(
     json
         Print one JSON object.
     """
-    login, model = find_login_and_model(config, nats, model)
     text, _ = read_text(text)
     try:
-        async with connected(login, "tokenize") as bus, _unserved_named(bus, model):
-            answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
+        async with (
+            connected_to_writer(config, nats, model, "tokenize") as (bus, name),
+            _unserved_named(bus, name),
+        ):
+            answer = await client.tokenize(bus, name, TokenizeRequest(prompt=text))
     except PagemillError as error:
         return _print_reported(error, as_json=json)
     if json:

@@ -20,10 +20,9 @@ from shared.protocol.reading import RequestStatus
 from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
 from shared.state.response_status import FoundResponse
-from workers import settings
 from workers.cli.ask import build_request, media_parts, print_answer, print_records, with_media
 from workers.cli.audited import audited
-from workers.cli.broker import connected
+from workers.cli.broker import connected, connected_to_writer
 from workers.cli.inputs import read_input
 from workers.cli.options import (
     ConfigFile,
@@ -33,7 +32,6 @@ from workers.cli.options import (
     NewId,
     RequestId,
     find_login,
-    find_writer,
     load,
 )
 from workers.cli.outputs import NewFile
@@ -115,22 +113,21 @@ async def ask(
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
-    loaded = load(config)
-    login = settings.login_of(loaded, given_url=nats)
     spoken = ""
     if speech.speak:
-        model, spoken = find_audio(loaded, model)
-    model = model or find_writer(loaded)
+        model, spoken = find_audio(load(config), model)
     params = sampling.given()
     text, media = read_input(question)
-    request = build_request(model, text, [], params, timeout_s, adapter)
+    request = build_request(model or "", text, [], params, timeout_s, adapter)
     if speech.speak:
         outputs, on_late = [TEXT, spoken], speech.on_late
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()
     async with contextlib.AsyncExitStack() as stack:
         file = stack.enter_context(NewFile(speech.output)) if speech.speak else None
-        bus = await stack.enter_async_context(connected(login, "ask"))
+        connecting = connected_to_writer(config, nats, model, "ask")
+        bus, name = await stack.enter_async_context(connecting)
+        request = replace(request, model=name)
         parts = await media_parts(bus, media)
         records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
         if file is not None:
