@@ -36,6 +36,7 @@ from shared.protocol.records import Failure, Finish, LogRecord, StageSpan, Token
 from shared.telemetry import logs
 from workers import settings
 from workers.cli.ask import build_request, media_parts, with_media
+from workers.cli.inputs import read_input
 from workers.supervisor.preloader import Preloader
 
 OPS = Path(__file__).parent
@@ -136,9 +137,10 @@ class Demo:
     async def _ask(self, bus: Bus, state: Progress, live: Live) -> None:
         case = state.case
         images = [IMAGES / name for name in case.images]
-        videos, audios = ([RECORDINGS / name] if name else [] for name in (case.video, case.audio))
+        recordings = (name for name in (case.video, case.audio) if name)
+        _, media = read_input(" ".join(f'@"{RECORDINGS / name}"' for name in recordings))
         request = build_request(case.model, case.question, images, {})
-        request = with_media(request, await media_parts(bus, videos, audios))
+        request = with_media(request, await media_parts(bus, media))
         state.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
             state.add(record)

@@ -131,7 +131,7 @@ def check(folder: Path, has_kernels: bool) -> None:
         raise CheckFailed("the help names no commands")
     env |= {"PAGEMILL_NATS__PORT": str(nats), "PAGEMILL_GATEWAY__PORT": str(gateway)}
     with running(pagemill, env, home):
-        ask = [str(pagemill), "ask", "--image", str(IMAGE), QUESTION]
+        ask = [str(pagemill), "ask", f"{QUESTION} @{IMAGE}"]
         answer = run(ask, env, home).strip()
         check_sound(run_saving(pagemill, ["say", TEXT], home / "out.wav", env))
         check_image(run_saving(pagemill, ["draw", TEXT], home / "out.png", env))

@@ -42,7 +42,11 @@ from workers.supervisor import preloader, processes
 # Modules that workers import at their start or later with the demo model, or that tests import.
 MODULES = [
     *(spec.module for spec in roles.all_roles()),
-    *sorted({command.partition(":")[0] for command in pagemill.COMMANDS}),
+    *sorted(
+        f"workers.cli.commands.{path.partition(':')[0]}"
+        for paths in pagemill.COMMANDS.values()
+        for path in paths
+    ),
     "shared.vision.layers",
     "transformers.models.auto.processing_auto",
     "transformers.models.clip.modeling_clip",

@@ -137,7 +137,6 @@ def test_the_name_of_a_modality_stands_in_one_module() -> None:
         "workers/coordinator/admission.py",  # the field about painted images
         "workers/gateway/backend/submit.py",  # the same
         "workers/renderer/decoding/messages.py",  # a word of errors
-        "workers/cli/ask.py",  # the option --image, in an error
         "workers/gateway/schemas/openai_request.py",  # OpenAI's parameter for spoken answers
         # OpenAI's names of an object and of a variant, and the name of an extra.
         "workers/gateway/schemas/videos.py",

@@ -13,6 +13,7 @@ from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.config.schema import Config
 from shared.errors import ConfigError, Unavailable
 from shared.stage.pipelines import pipelines_of
+from shared.stage.reloading import changed_settings
 from workers import settings
 from workers.roles import WorkerSpec
 from workers.supervisor.cluster import LocalCluster
@@ -29,6 +30,27 @@ def load(tmp_path: Path, password: str | None) -> Config:
         (tmp_path / "secrets").mkdir()
         (tmp_path / "secrets" / "nats").write_text(password)
     return settings.load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("", set()),
+        ("# nothing yet\n", set()),
+        ("log_level: debug", {"log_level"}),
+        ("gateway: {port: 9000}", {"gateway.port"}),
+        ("models: {other: {path: other}}", {"models", "gateway.tenant"}),
+    ],
+)
+def test_any_part_of_a_configuration_is_a_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, changed: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker, default = WorkerSpec("coordinator"), settings.load_config(None)
+    with pytest.raises(ConfigError, match=r"there is no .*/pagemill\.yaml to read"):
+        settings.reload_for(worker, None)
+    settings.DEFAULT_FILE.write_text(text)  # After the start of a worker.
+    assert changed_settings(default, settings.reload_for(worker, None)) == changed
 
 
 def test_users_without_a_password_get_the_password_of_the_file(tmp_path: Path) -> None:

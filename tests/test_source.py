@@ -104,11 +104,11 @@ ALLOWED = {
     # It reads the hub's cache, and sends no request to the hub.
     "workers.cli.models.local": {"huggingface_hub"},
     "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
-    "workers.cli.ask": {".read_bytes"},
+    "workers.cli.inputs": {".read_bytes"},
     "workers.cli.batch_lines": {".read_bytes"},
     "workers.cli.batches": {".open"},
     "workers.cli.backup.archive": {"os.open", ".open"},
-    "workers.cli.sound": {".open"},
+    "workers.cli.outputs": {".open"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration, and values
     # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.

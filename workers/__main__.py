@@ -2,49 +2,85 @@
 
 import sys
 from importlib.metadata import version
+from typing import Literal
 
-from cyclopts import App, CoercionError, CycloptsError, CycloptsPanel
+from cyclopts import App, CoercionError, CycloptsError, CycloptsPanel, Group, Parameter
 from rich.panel import Panel
 
 from shared.helpers.validation import TYPES
 from shared.stage import signals
-from workers.cli.terminal import run_app
+from workers.cli.terminal import run_app, write_text
 
 # A command's module is imported when the command runs. All of them together take half a second of
 # processor time, and a container's health check runs every few seconds.
-COMMANDS = (
-    "workers.cli.commands.serve:up",
-    "workers.cli.commands.worker:worker",
-    "workers.cli.commands.models:pull",
-    "workers.cli.commands.models:models",
-    "workers.cli.commands.requests:ask",
-    "workers.cli.commands.speech:say",
-    "workers.cli.commands.painting:draw",
-    "workers.cli.commands.chat:chat",
-    "workers.cli.commands.preview:render",
-    "workers.cli.commands.preview:tokenize",
-    "workers.cli.commands.requests:follow",
-    "workers.cli.commands.requests:cancel",
-    "workers.cli.commands.requests:where",
-    "workers.cli.commands.listing:requests",
-    "workers.cli.commands.batch:batch",
-    "workers.cli.commands.logs:logs",
-    "workers.cli.commands.observe:top",
-    "workers.cli.commands.observe:metrics",
-    "workers.cli.commands.health:health",
-    "workers.cli.commands.doctor:doctor",
-    "workers.cli.commands.scale:scale",
-    "workers.cli.commands.upgrade:upgrade",
-    "workers.cli.commands.migrate:migrate",
-    "workers.cli.commands.dead:dead",
-    "workers.cli.commands.audit:audit",
-    "workers.cli.commands.backup:backup",
-    "workers.cli.commands.backup:restore",
-    "workers.cli.commands.configure:key",
-    "workers.cli.commands.keys:keys",
-    "workers.cli.commands.configure:check",
-    "workers.cli.commands.kubernetes:manifests",
-)
+COMMANDS = {
+    "Start": {
+        "run:run": ("run Qwen/Qwen2-VL-2B-Instruct", 'run ./my-model "What is in @photo.png?"'),
+        "serve:up": ("up", "up --pull Qwen/Qwen2-VL-2B-Instruct"),
+        "worker:worker": (
+            "worker engine --model demo --nats nats://10.0.0.5:4222",
+            "worker gateway --config /etc/pagemill.yaml",
+        ),
+    },
+    "Models": {
+        "models:pull": (
+            "pull Qwen/Qwen2-VL-2B-Instruct",
+            "pull org/name --revision v2 --dir /srv/name",
+        ),
+        "models:models": ("models", "models --json"),
+        "configure:check": ("check", "check --kernels"),
+    },
+    "Ask": {
+        "requests:ask": (
+            'ask "What color is this? @red.png"',
+            'git diff | pagemill ask "Describe this change: @-"',
+        ),
+        "chat:chat": ("chat", 'chat --system "Answer in one sentence."'),
+        "speech:say": ('say "three red circles" -o out.wav', "say @notes.txt --voice alloy"),
+        "painting:draw": (
+            'draw "a red circle on blue" -o out.png',
+            'draw "make it green @out.png" --model qwen-image-edit',
+        ),
+        "batch:batch": (
+            "batch run questions.jsonl -o answers.jsonl --up",
+            'batch make scans/ --prompt "Read the text" > questions.jsonl',
+        ),
+    },
+    "Requests": {
+        "listing:requests": ("requests --state running", "requests --follow"),
+        "requests:where": ("where req-3f2a9c51d0b84e67", "where req-3f2a9c51d0b84e67 --json"),
+        "requests:follow": (
+            "follow req-3f2a9c51d0b84e67",
+            "follow req-3f2a9c51d0b84e67 --from 12 --json",
+        ),
+        "requests:cancel": ("cancel req-3f2a9c51d0b84e67", "cancel req-3f2a9c51d0b84e67@acme"),
+        "preview:render": ('render "What is this? @photo.png"', 'render "Hello" --json'),
+        "preview:tokenize": ('tokenize "What can you do?"', "tokenize @notes.txt --json"),
+    },
+    "Watch": {
+        "observe:top": ("top", "top --once --json"),
+        "logs:logs": ("logs -f --level warning", "logs --request req-3f2a9c51d0b84e67 -n 200"),
+        "observe:metrics": ("metrics", "metrics --listen 127.0.0.1:9400"),
+        "health:health": ("health", "health engine --ready"),
+        "doctor:doctor": ("doctor", "doctor --json"),
+    },
+    "Operate": {
+        "scale:scale": ("scale engine=2", "scale engine=auto"),
+        "dead:dead": ("dead list", "dead requeue req-3f2a9c51d0b84e67 --edit"),
+        "upgrade:upgrade": ("upgrade", "upgrade --json"),
+        "migrate:migrate": ("migrate", "migrate --yes"),
+        "backup:backup": ("backup /srv/pagemill.zip", "backup /srv/pagemill"),
+        "backup:restore": ("restore /srv/pagemill.zip", "restore /srv/pagemill.zip --replace"),
+        "audit:audit": ("audit", "audit --action cancel --since 2026-11-01"),
+        "configure:key": ("key alice", "key prometheus --right metrics"),
+        "keys:keys": ("keys make", "keys add-tenant acme"),
+        "kubernetes:manifests": (
+            "manifests | kubectl apply -f -",
+            "manifests --for-helm > values.yaml",
+        ),
+    },
+}
+EXAMPLES = {path.partition(":")[2]: e for paths in COMMANDS.values() for path, e in paths.items()}
 
 
 def show_error(error: CycloptsError) -> Panel:
@@ -60,10 +96,41 @@ app = App(
     error_formatter=show_error,
     name="pagemill",
     help="A durable, queue-native serving system for multimodal language models.",
+    help_epilogue="`pagemill COMMAND --help` has two examples of each command.",
     version=version("pagemill"),
+    default_parameter=Parameter(negative=()),
 )
-for command in COMMANDS:
-    app.command(command)
+for title, paths in COMMANDS.items():
+    group = Group.create_ordered(title)
+    for order, path in enumerate(paths):
+        app.command(f"workers.cli.commands.{path}", group=group, sort_key=order)
+options = Group.create_ordered("Options")
+for flag in (*app.help_flags, *app.version_flags):
+    app[flag].group = options
+
+
+@app.command(group=group)
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the script that completes commands and options in a shell.
+
+    Parameters
+    ----------
+    shell
+        Shell that reads the script.
+    """
+    write_text(app.generate_completion(shell=shell))
+
+
+EXAMPLES["completion"] = (
+    "completion bash > ~/.local/share/bash-completion/completions/pagemill",
+    "completion fish > ~/.config/fish/completions/pagemill.fish",
+)
+
+
+def add_examples(command: str) -> None:
+    """Add its examples to the help of a command."""
+    lines = (e if "pagemill " in e else f"pagemill {e}" for e in EXAMPLES[command])
+    app[command].help_epilogue = "\n".join(["Examples:", "", *(f"    {line}" for line in lines)])
 
 
 def main() -> None:
@@ -71,6 +138,8 @@ def main() -> None:
         signals.end_at_once()
     if not sys.argv[1:] or sys.argv[1].startswith("-"):
         app.resolved_commands()  # The help has one line for each command.
+    elif sys.argv[1] in EXAMPLES:
+        add_examples(sys.argv[1])
     run_app(app)
 
 

@@ -1,4 +1,7 @@
-"""Loading of the configuration: the named file, `pagemill.yaml` here, or the embedded default."""
+"""Loading of the configuration: the named file, `pagemill.yaml` here, or the embedded default.
+
+A file without models serves the demo model of the embedded default.
+"""
 
 import dataclasses
 import os
@@ -114,14 +117,12 @@ def load_config(file: Path | None) -> Config:
 
 
 def _parse_file(file: Path | None) -> Config:
-    if file is None:
-        return parse_config(EMBEDDED, os.environ, "embedded default")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = "" if file is None else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {reason_of(error)}", field=str(file)) from error
-    config = parse_config(text, os.environ, str(file))
-    folder = file.parent.absolute()
+    config = parse_config(text, os.environ, str(file or "embedded default"), EMBEDDED)
+    folder = (file or DEFAULT_FILE).parent.absolute()
     models = {
         name: replace(
             _resolve(model, folder, "path"),
@@ -168,6 +169,17 @@ def load_for(worker: WorkerSpec, file: Path | None) -> Config:
     `engine` has the settings of the worker's pool.
     """
     return of_stage(of_pool(load_config(file), worker), worker)
+
+
+def reload_for(worker: WorkerSpec, config_file: Path | None) -> Config:
+    """Read the file as `load_for`, also one that was created after the start of the worker.
+
+    Raises ConfigError without a file.
+    """
+    file = find_config_file(config_file)
+    if file is None:
+        raise ConfigError(f"there is no {DEFAULT_FILE.absolute()} to read", field="config")
+    return load_for(worker, file)
 
 
 def of_stage(config: Config, worker: WorkerSpec) -> Config:

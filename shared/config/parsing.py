@@ -35,17 +35,15 @@ _UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`")
 T = TypeVar("T")
 
 
-def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
+def parse_config(text: str, env: Mapping[str, str], source: str, defaults: str = "") -> Config:
     """Decode `text` (YAML) with overrides from `env`.
 
-    Raises ConfigError, with `source` or the variable, the key and the expected type.
+    A text without models has those of `defaults`, and its other settings. Raises ConfigError, with
+    `source` or the variable, the key and the expected type.
     """
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
+    tree = _parse_tree(text, source)
+    if "models" not in tree:
+        _add_defaults(tree, _parse_tree(defaults, "defaults"))
     overrides = _Overrides(env)
     overrides.apply(tree)
     engine = tree.get("engine", {})
@@ -77,6 +75,24 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
             origin = overrides.variables.get(fault.key, source)
             raise ConfigError(f"{origin}: {fault.key}: {fault.message}", field=fault.key)
     return config
+
+
+def _parse_tree(text: str, source: str) -> dict[str, Any]:
+    """Return the settings in a text, which may have none. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
+    return tree
+
+
+def _add_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key, section in defaults.items():
+        given = tree.setdefault(key, {})
+        if isinstance(given, dict):
+            tree[key] = section | given
 
 
 def _entries(tree: Any, key: str) -> Iterable[tuple[Any, Any]]:

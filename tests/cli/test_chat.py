@@ -17,13 +17,13 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login
 from shared.config.schema import DeliveryConfig, NatsConfig
-from shared.errors import InvalidRequest, Overloaded, PagemillError, Unavailable
+from shared.errors import InvalidRequest, Overloaded, PagemillError
 from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta, OutputSummary, Usage
 from shared.protocol.requests import GenerateRequest, ImagePart, Message, TextPart, decode_request
 from shared.protocol.sampling import SamplingParams
 from shared.state.token_log import LogWriter, end_request
-from workers.cli.chat import HELP, Chat, merge_params, parse_command, take_images
+from workers.cli.chat import HELP, Chat, merge_params, parse_command
 from workers.cli.terminal import ClosedOutput
 
 Step = str | PagemillError | Callable[[], None]
@@ -166,11 +166,6 @@ async def test_an_answer_that_is_cut_off_names_the_command_that_prints_it(
     await bus.close()
 
 
-async def test_no_broker_ends_the_chat(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unavailable):
-        await Talk("nats://127.0.0.1:1", bus, monkeypatch).run("a")
-
-
 class FullDisk(io.StringIO):
     def write(self, _: str) -> int:
         raise OSError(28, "No space\nleft")
@@ -256,37 +251,6 @@ def test_any_line_is_a_message_a_known_command_or_refused(line: str) -> None:
 def test_commands_that_do_not_exist(line: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no command"):
         parse_command(line)
-
-
-@pytest.mark.parametrize(
-    ("line", "text", "images"),
-    [
-        ("what is @a.png ?", "what is ?", [b"a"]),
-        ('@"a b.png" and @a.png', "and", [b"a b", b"a"]),
-        ("@a.png", "", [b"a"]),
-        ("ask @alice or me@a.png", "ask @alice or me@a.png", []),
-        ("keep  two   spaces", "keep  two   spaces", []),
-        ("neither @missing.png nor @notes.txt", "neither @missing.png nor @notes.txt", []),
-        ("@clip.mp4 and @sound.wav", "@clip.mp4 and @sound.wav", []),
-    ],
-)
-def test_files_in_messages(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    line: str,
-    text: str,
-    images: list[bytes],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.png", "a b.png", "clip.mp4", "sound.wav", "notes.txt"):
-        Path(name).write_bytes(Path(name).stem.encode())
-    assert take_images(line) == (text, images)
-    assert capsys.readouterr().err.splitlines() == [
-        f"{name} is not attached: `pagemill ask --{kind}` asks about such a file"
-        for name, kind in (("clip.mp4", "video"), ("sound.wav", "audio"))
-        if name in line
-    ]
 
 
 @pytest.mark.parametrize(

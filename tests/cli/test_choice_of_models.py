@@ -33,6 +33,8 @@ def config_of(*names: str) -> Config:
     [
         (find_writer, ("painter", "voice", "writer"), "writer"),
         (find_writer, ("film", "omni"), "omni"),
+        (lambda c: find_writer(c, {"omni", "other"}), ("writer", "omni"), "omni"),
+        (lambda c: find_writer(c, {"other", "voice"}), ("writer", "voice"), "other"),
         (lambda c: find_painter(c, None)[0], ("writer", "editor", "painter"), "painter"),
         (lambda c: find_painter(c, None)[0], ("film", "painter"), "painter"),
         (lambda c: find_painter(c, None)[0], ("writer", "film"), "film"),
@@ -55,6 +57,11 @@ def test_the_model_is_the_only_one_that_can(
     [
         (find_writer, ("painter", "voice"), "no configured model can write text"),
         (find_writer, ("writer", "omni"), "several models can write text: writer, omni"),
+        (
+            lambda c: find_writer(c, {"b", "a"}),
+            ("writer",),
+            "several models can write text: a, b",
+        ),
         (lambda c: find_painter(c, None), ("writer",), "no configured model can paint a text"),
         (
             lambda c: find_painter(c, None, edits=True),

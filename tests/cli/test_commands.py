@@ -6,17 +6,20 @@ import json
 import os
 import pty
 import re
+import shlex
 import socket
 import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from inspect import signature
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
+from cyclopts import App
 
 from shared.errors import InvalidRequest
 from shared.protocol.records import error_info
@@ -26,6 +29,7 @@ from tests.cli.fake_terminal import FakeTerminal
 from tests.cluster.conftest import PAGEMILL, ROOT
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers import settings
+from workers.__main__ import COMMANDS, EXAMPLES, app
 from workers.cli.ask import print_error
 from workers.cli.commands.logs import logs
 from workers.roles import all_roles
@@ -38,30 +42,70 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
 def test_version_and_help(tmp_path: Path) -> None:
     assert run("--version", cwd=tmp_path).stdout.strip() == version("pagemill")
     everything = run("--help", cwd=tmp_path).stdout
-    commands = (
-        "up",
-        "worker",
-        "pull",
-        "models",
-        "ask",
-        "render",
-        "tokenize",
-        "follow",
-        "cancel",
-        "where",
-        "dead",
-        "logs",
-        "top",
-        "metrics",
-        "check",
-        "key",
-    )
-    assert [command for command in commands if command not in everything] == []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        processes = list(pool.map(lambda command: run(command, "--help", cwd=tmp_path), commands))
-    assert {process.returncode for process in processes} == {0}
-    # For an option that may be repeated, cyclopts makes another one, which means nothing here.
-    assert not any("--empty-" in process.stdout for process in processes)
+    assert [title for title in [*COMMANDS, "Options"] if f"╭─ {title} ─" not in everything] == []
+    assert [command for command in EXAMPLES if f"│ {command} " not in everything] == []
+    one = run("ask", "--help", cwd=tmp_path).stdout
+    assert [example for example in EXAMPLES["ask"] if example not in one] == []
+    # cyclopts can make a second option for an option, which means nothing here.
+    assert not re.search("--(no|empty)-", one)
+
+
+def test_examples_of_the_help_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").touch()
+    assert {len(examples) for examples in EXAMPLES.values()} == {2}
+    for example in chain(*EXAMPLES.values()):
+        words = shlex.split(re.split(" [|>] (?!pagemill)", example.split("| pagemill ")[-1])[0])
+        app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_every_command_that_prints_can_print_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_json(name: str, command: App) -> list[str]:
+        inner = [part for part in command.resolved_commands() if not part.startswith("-")]
+        if command.default_command is None:
+            return [
+                text for part in inner for text in without_json(f"{name} {part}", command[part])
+            ]
+        return [] if "json" in signature(command.default_command).parameters else [name]
+
+    other = {*["run", "up", "worker", "chat", "metrics", "manifests", "completion"]}
+    # They write JSON lines, or nothing to stdout.
+    other |= {f"batch {name}" for name in ("run", "make", "follow", "results")}
+    other |= {"keys remove-tenant", "keys secrets", "dead list", "dead requeue"}
+    assert {text for name in EXAMPLES for text in without_json(name, app[name])} == other
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "engine.nk").touch()
+    printed = []
+    for command in ("check", "key alice", "keys list --dir keys"):
+        assert app(f"{command} --json", result_action="return_value") == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    assert printed[0]["settings"]["models"].keys() == {"demo"}
+    assert printed[1]["gateway"]["api_keys"][0]["name"] == "alice"
+    assert printed[2] == {"file": "keys/engine.nk"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("pagemill re", "restore requests render"),
+        ("pagemill ask --max", "--max-tokens"),
+        ("pagemill batch r", "run results"),
+        ("pagemill completion ", "bash zsh fish"),
+    ],
+)
+def test_bash_completes_commands_options_and_choices(typed: str, words: str) -> None:
+    script = f"""
+        {app.generate_completion(shell="bash")}
+        COMP_WORDS=({typed}{"''" if typed.endswith(" ") else ""})
+        COMP_CWORD=$(({len(typed.split(" "))} - 1))
+        _pagemill pagemill
+        echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == sorted(words.split())
 
 
 def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:

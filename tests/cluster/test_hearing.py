@@ -302,7 +302,7 @@ async def test_clients_without_http_ask_about_sounds(
     file = tmp_path / "a.flac"
     file.write_bytes(file_of(sound(), "FLAC", "PCM_16"))
     reply = listener.listen(soundfile.read(file, dtype="float32")[0], QUESTION)
-    command = ("ask", QUESTION, "--audio", str(file), "--nats", hearing.url)
+    command = ("ask", f"{QUESTION} @{file}", "--nats", hearing.url)
     done = await asyncio.to_thread(preloaded.run, *command, "--config", str(hearing.config))
     assert done.stdout.strip() == reply
     process = await asyncio.create_subprocess_exec(

@@ -283,11 +283,11 @@ async def test_the_command_line_edits_an_image(processes: Processes, tmp_path: P
     (tmp_path / "in.png").write_bytes(FILES[TALL])
     options = ["--config", str(processes.folder / "pagemill.yaml"), "--nats", processes.url]
     form = ["--steps", "2", "--seed", "4", "--guidance", "2", "--model", MODEL]
-    files = ["--image", str(tmp_path / "in.png"), "-o", str(tmp_path / "out.png")]
-    drawn = await asyncio.to_thread(preloaded.run, "draw", PROMPT, *files, *form, *options)
+    files = [f'{PROMPT} @"{tmp_path / "in.png"}"', "-o", str(tmp_path / "out.png")]
+    drawn = await asyncio.to_thread(preloaded.run, "draw", *files, *form, *options)
     assert drawn.returncode == 0, drawn.stderr
     params = PaintParams(AUTO, 1, 2, 2.0, "", 4, 0, (TALL,))
     assert_edited((tmp_path / "out.png").read_bytes(), params)
-    missing = ["--image", str(tmp_path / "no.png")]
-    refused = await asyncio.to_thread(preloaded.run, "draw", PROMPT, *missing, *form, *options)
+    missing = f"{PROMPT} @{tmp_path / 'no.png'}"
+    refused = await asyncio.to_thread(preloaded.run, "draw", missing, *form, *options)
     assert "No such file" in " ".join(refused.stderr.split())

@@ -19,7 +19,7 @@ def rounded(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_an_engine_with_int8_weights_answers_and_is_listed(rounded: Cluster) -> None:
-    answer = run(rounded, "ask", "--image", str(RED), "What color is this image?")
+    answer = run(rounded, "ask", f"What color is this image? @{RED}")
     assert "red" in answer.lower()
     (event,) = [line for line in rounded.log.read_text().splitlines() if "weights_qu" in line]
     assert "mean_weight_error" in event

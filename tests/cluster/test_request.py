@@ -330,7 +330,7 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_ask_streams_to_the_terminal(cluster: Cluster) -> None:
     question = "What color is this image? Answer in one word."
-    done = preloaded.run("ask", "--nats", cluster.url, "--image", str(RED), question)
+    done = preloaded.run("ask", "--nats", cluster.url, f"@{RED} {question}")
     assert done.returncode == 0, done.stderr
     assert "red" in done.stdout.lower()
     assert re.fullmatch(r"request req-[0-9a-f]{16}\n", done.stderr)
@@ -345,7 +345,7 @@ def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
 
 
 def test_render_and_tokenize_print_what_an_engine_would_be_given(cluster: Cluster) -> None:
-    arguments = ("--nats", cluster.url, "--image", str(RED), "What is it?")
+    arguments = ("--nats", cluster.url, f"What is it? @{RED}")
     done = preloaded.run("render", "--json", *arguments)
     assert done.returncode == 0, done.stderr
     rendered = json.loads(done.stdout)
@@ -367,12 +367,12 @@ def test_render_and_tokenize_print_what_an_engine_would_be_given(cluster: Cluste
 
 
 def test_ask_says_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
-    missing = preloaded.run("ask", "--nats", cluster.url, "--image", "no-such.png", "What?")
+    missing = preloaded.run("ask", "--nats", cluster.url, "What? @no-such.png")
     assert missing.returncode == 1
     assert "no-such.png" in missing.stderr
-    text = tmp_path / "notes.txt"
+    text = tmp_path / "text.png"
     text.write_text("not a picture")
-    refused = preloaded.run("ask", "--nats", cluster.url, "--image", str(text), "What?")
+    refused = preloaded.run("ask", "--nats", cluster.url, f"What? @{text}")
     assert refused.returncode == 1
     assert "invalid_media" in refused.stderr
 

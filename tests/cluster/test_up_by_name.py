@@ -42,7 +42,13 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
     errors = tmp_path / "said"
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
-            [*FORKED_PAGEMILL, "up", NAME], cwd=tmp_path, env=env, stderr=stderr
+            [*FORKED_PAGEMILL, "run", NAME],
+            cwd=tmp_path,
+            env=env,
+            stderr=stderr,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
     try:
         deadline = time.monotonic() + 150
@@ -52,7 +58,7 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
             time.sleep(0.1)
         text = errors.read_text()
         assert f"{NAME}: weights 10.5 MB as float32, max_model_len 4096, KV cache 120 MiB" in text
-        nats, url = text.partition("ready at ")[2].partition(";")[0].split(" and ")
+        nats, url = text.partition("ready at ")[2].splitlines()[0].split(" and ")
         question = {"type": "text", "text": "What color is this image?"}
         image = {"type": "image_url", "image_url": {"url": data_url(RED)}}
         body = {
@@ -66,10 +72,14 @@ def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
         rows = map(json.loads, run("models", "--json", "--nats", nats).splitlines())
         assert {row["name"]: row["state"] for row in rows} == {NAME: "served"}
         # Commands in this folder know the model.
-        said = run("ask", "What color is this image?", "--image", str(RED), "--nats", nats)
+        said = run("ask", f"What color is this image? @{RED}", "--nats", nats)
+        assert "red" in said.lower()
+        # Ctrl-C reaches the conversation, which handles it, and not the cluster.
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(f"What color is this? @{RED}\n", timeout=60)
         assert "red" in said.lower()
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         assert process.wait(30) == 0, errors.read_text()
     rows = map(json.loads, run("models", "--json").splitlines())
     assert {row["name"]: row["state"] for row in rows} == {"demo": "configured", NAME: "here"}

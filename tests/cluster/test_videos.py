@@ -189,7 +189,7 @@ async def test_every_way_to_send_a_video_gets_the_same_answer(
     file = tmp_path / "clip.gif"
     file.write_bytes(data)
     options = ["--max-tokens", "8", "--temperature", "0"]
-    printed = await asyncio.to_thread(run, cluster, "ask", QUESTION, "--video", str(file), *options)
+    printed = await asyncio.to_thread(run, cluster, "ask", f"{QUESTION} @{file}", *options)
     assert text.startswith(printed.strip())
 
 

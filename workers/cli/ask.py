@@ -2,9 +2,7 @@
 
 import asyncio
 import base64
-import errno
-import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,14 @@ from rich.markup import escape
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.errors import InvalidMedia, InvalidRequest
 from shared.helpers.validation import invalid_request
-from shared.protocol.multimodal import AUDIO, VIDEO
+from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import (
     AudioPart,
     AudioURL,
+    DocumentPart,
+    DocumentURL,
     GenerateRequest,
     ImagePart,
     ImageURL,
@@ -30,6 +29,7 @@ from shared.protocol.requests import (
     VideoURL,
 )
 from shared.protocol.sampling import SamplingParams
+from workers.cli.inputs import Medium, read_media
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     cancelled_by_signals,
@@ -131,50 +131,31 @@ def with_media(request: GenerateRequest, parts: Sequence[MediaContent]) -> Gener
 
 
 async def media_parts(
-    bus: Bus, videos: Sequence[Path] | None, sounds: Sequence[Path] | None
+    bus: Bus, media: Iterable[Medium], *, max_inline: int = MAX_INLINE
 ) -> list[MediaContent]:
-    """Return the parts of videos and sounds, which are stored first if they are large.
+    """Return the parts of media. Those with more bytes than `max_inline` are stored first.
 
-    Raises InvalidMedia for a file that cannot be read, or Unavailable.
+    Raises Unavailable.
     """
-    return [
-        *[VideoPart(VideoURL(await _file_url(bus, path, VIDEO))) for path in videos or []],
-        *[AudioPart(AudioURL(await _file_url(bus, path, AUDIO))) for path in sounds or []],
-    ]
+    parts: list[MediaContent] = []
+    for medium in media:
+        is_small = len(medium.data) <= max_inline
+        url = _encode(medium.data) if is_small else await client.pin_media(bus, medium.data)
+        parts.append(_part_of(medium.kind, url))
+    return parts
 
 
-def check_output(file: Path) -> None:
-    """Raise InvalidRequest for a file that an answer could not be written to.
-
-    It is checked before the request is sent, because its answer may take minutes.
-    """
-    if not file.parent.is_dir():
-        code = errno.ENOENT
-    elif file.is_dir():
-        code = errno.EISDIR
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        code = errno.EACCES
-    else:
-        return
-    raise InvalidRequest(f"{file}: {os.strerror(code)}", field="output")
+def _part_of(kind: FileKind, url: str) -> MediaContent:
+    if kind == VIDEO:
+        return VideoPart(VideoURL(url))
+    if kind == AUDIO:
+        return AudioPart(AudioURL(url))
+    return DocumentPart(DocumentURL(url)) if kind == DOCUMENT else ImagePart(ImageURL(url))
 
 
 def data_url(path: Path) -> str:
     """Return a file as a `data:` URL; the server detects its format."""
-    return _encode(read_media(path, "image"))
-
-
-async def _file_url(bus: Bus, path: Path, field: str) -> str:
-    data = await asyncio.to_thread(read_media, path, field)
-    return _encode(data) if len(data) <= MAX_INLINE else await client.pin_media(bus, data)
-
-
-def read_media(path: Path, field: str) -> bytes:
-    """Return the bytes of a file. Raises InvalidMedia with `field` if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidMedia(f"{path}: {error.strerror}", field=field) from error
+    return _encode(read_media(path, IMAGE))
 
 
 def _encode(data: bytes) -> str:

@@ -25,7 +25,7 @@ from shared.errors import InvalidMedia, InvalidRequest
 from shared.helpers.validation import reason_of
 from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
 from shared.responses.conversation import kind_of_file
-from workers.cli.ask import read_media
+from workers.cli.inputs import read_media
 
 CHAT = ENDPOINTS[0]
 _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")

@@ -4,7 +4,6 @@ results."""
 import asyncio
 import contextlib
 import hashlib
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from shared.telemetry import logs
 from workers.cli import batches
 from workers.cli.batch_display import BatchDisplay, errors_by_code
 from workers.cli.broker import connected
+from workers.cli.outputs import check_output
 from workers.cli.terminal import EXIT_INTERRUPTED, cancelled_by_signals, print_note
 from workers.cli.up import run_until_stopped
 from workers.settings import login_of
@@ -56,9 +56,9 @@ class ResultFiles:
         """Raise InvalidRequest if the files cannot be written, before a batch begins."""
         for file in (self.output, self.errors):
             # The file is replaced when the batch has ended, which would remove a device or pipe.
-            is_other = file.exists() and not file.is_file()
-            if is_other or not os.access(file.absolute().parent, os.W_OK):
-                raise InvalidRequest(f"{file} cannot be written", field="output")
+            if file.exists() and not file.is_file():
+                raise InvalidRequest(f"{file}: it is not a file", field="output")
+            check_output(file)
 
 
 def is_running(config: Config, nats: str | None) -> bool:

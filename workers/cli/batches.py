@@ -31,6 +31,7 @@ from shared.state import batch_files, batch_intake, batch_log, batch_room
 from shared.state.media_store import MediaUpload, StoredFile
 from shared.tenants.storage_quotas import StorageQuotas
 from workers.cli.batch_display import BatchDisplay
+from workers.cli.outputs import writing
 from workers.cli.terminal import print_note
 
 READ_BYTES = 2**20
@@ -195,7 +196,11 @@ async def collect(
     The files get their names when the batch has ended. The error file exists only with errors.
     """
     parts = [file.with_name(f"{file.name}.part") for file in (output, error_file)]
-    with parts[0].open("wb") as answers, parts[1].open("wb") as refusals:
+    with (
+        writing(output),
+        parts[0].open("wb") as answers,
+        parts[1].open("wb") as refusals,
+    ):
         async for latest, records in follow(bus, state):
             state = latest
             for record in records:

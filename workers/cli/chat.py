@@ -2,13 +2,11 @@
 
 import asyncio
 import io
-import mimetypes
 import re
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from rich.markup import escape
@@ -18,12 +16,12 @@ from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.errors import InvalidRequest, NotFound, PagemillError, Unavailable
 from shared.helpers.validation import invalid_request
-from shared.protocol import multimodal
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
-from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import GenerateRequest, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.cli.ask import read_media
+from workers.cli.ask import media_parts
 from workers.cli.broker import connected
+from workers.cli.inputs import Medium, read_input
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     errors,
@@ -43,15 +41,13 @@ HELP = {
     "quit": "leave the chat; Ctrl-D does the same",
 }
 
-_IMAGE = re.compile(r'(?:(?<=\s)|^)@(?:"([^"]+)"|(\S+))[ \t]*')
-
 
 @dataclass
 class Turn:
     """A message of the user, and the answer to it."""
 
     text: str
-    images: list[bytes]
+    media: list[Medium]
     answer: str | None = None
     """Received text; None before the first text, and after a failure without any text."""
 
@@ -73,9 +69,8 @@ class Chat:
     def run(self) -> int:
         """Run until the end of the input, and return the exit code.
 
-        From a pipe, the exit code is 1 if anything failed. Raises Unavailable without a broker.
+        From a pipe, the exit code is 1 if anything failed.
         """
-        asyncio.run(self._check_connection())
         if self._is_terminal:
             import readline  # noqa: F401  # The import adds a history and editing keys to `input`.
 
@@ -96,10 +91,6 @@ class Chat:
                 break
         return int(self._has_failed and not self._is_terminal)
 
-    async def _check_connection(self) -> None:
-        async with connected(self._login, "chat"):
-            pass
-
     def _run_line(self, line: str) -> bool:
         """Run a line, print its error, and return whether the conversation continues."""
         try:
@@ -107,7 +98,7 @@ class Chat:
             if command is not None:
                 return self._run_command(*command)
             if line:
-                turn = Turn(*take_images(line.removeprefix("/")))
+                turn = Turn(*read_input(line.removeprefix("/"), takes_stdin=False))
                 if self._turns and self._turns[-1].answer is None:
                     # Most chat templates refuse two messages of a user in a row.
                     self._turns.pop()
@@ -129,7 +120,9 @@ class Chat:
             case "help":
                 for command, text in HELP.items():
                     print_line(f"/{command:<7} {text}")
-                print_line('@FILE or @"FILE" in a message attaches an image')
+                print_line(
+                    '@FILE or @"FILE" in a message adds an image, sound, video, PDF file or text'
+                )
             case "system":
                 self._system = argument or None
             case "model":
@@ -198,15 +191,14 @@ class Chat:
         return None, reason
 
     async def _build_request(self, bus: Bus) -> GenerateRequest:
-        """Store the images, and return the request with all messages of the conversation.
+        """Store the media, and return the request with all messages of the conversation.
 
-        The images of a whole conversation would not fit into one message of the broker.
+        The media of a whole conversation would not fit into one message of the broker.
         """
         messages = [] if self._system is None else [Message("system", self._system)]
         for turn in self._turns:
-            urls = [await client.pin_media(bus, image) for image in turn.images]
-            images = [ImagePart(ImageURL(url)) for url in urls]
-            messages.append(Message("user", [*images, TextPart(turn.text)] if urls else turn.text))
+            parts = await media_parts(bus, turn.media, max_inline=0)
+            messages.append(Message("user", [*parts, TextPart(turn.text)] if parts else turn.text))
             if turn.answer is not None:
                 messages.append(Message("assistant", turn.answer))
         return GenerateRequest(self._model, messages)
@@ -228,27 +220,6 @@ def parse_command(line: str) -> tuple[str, str] | None:
     if name not in HELP:
         raise InvalidRequest(f"there is no command /{name}; /help shows them", field="command")
     return name, "".join(rest)
-
-
-def take_images(text: str) -> tuple[str, list[bytes]]:
-    """Return a message without its `@FILE`, and the images in these files.
-
-    Any other `@` remains in the text. Raises InvalidMedia for an image that cannot be read.
-    """
-    images: list[bytes] = []
-
-    def take(match: re.Match[str]) -> str:
-        path = match[1] or match[2]
-        kind = (mimetypes.guess_type(path)[0] or "").partition("/")[0]
-        if kind not in get_args(multimodal.Modality) or not Path(path).expanduser().is_file():
-            return match[0]
-        if kind != multimodal.IMAGE:
-            print_note(f"{path} is not attached: `pagemill ask --{kind}` asks about such a file")
-            return match[0]
-        images.append(read_media(Path(path).expanduser(), multimodal.IMAGE))
-        return ""
-
-    return _IMAGE.sub(take, text).strip(), images
 
 
 def merge_params(params: dict[str, Any], text: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -19,43 +19,21 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(
         name=["--config", "-c"],
-        help="Configuration file; by default ./pagemill.yaml, or else the settings of a running"
-        " `pagemill up MODEL` in this folder, or else the embedded default.",
+        help="Configuration file; by default the settings of a running `pagemill up MODEL` in this"
+        " folder, or else ./pagemill.yaml, or else the embedded default.",
     ),
 ]
 NatsUrl = Annotated[
     str | None, Parameter(name="--nats", help="URL of the nats-server; by default as configured.")
 ]
-Images = Annotated[
-    list[Path] | None,
-    Parameter(
-        name=["--image", "-i"],
-        negative=(),
-        help="An image for the question; repeat the option for several.",
-    ),
-]
-Videos = Annotated[
-    list[Path] | None,
-    Parameter(
-        name=["--video", "-v"],
-        negative=(),
-        help="A video for the question; repeat the option for several.",
-    ),
-]
-Sounds = Annotated[
-    list[Path] | None,
-    Parameter(
-        name=["--audio", "-a"],
-        negative=(),
-        help="A sound for the question; repeat the option for several.",
-    ),
-]
 ModelName = Annotated[
     str | None,
     Parameter(
-        help="Name of the model; by default the only configured one that can do what is asked."
+        help="Name of the model; by default the only one that can do what is asked, among the"
+        " configured ones, or for text among those that are served."
     ),
 ]
+Json = Annotated[bool, Parameter(help="Print one JSON object, or for a list one in each line.")]
 RequestId = Annotated[
     str,
     Parameter(
@@ -82,11 +60,11 @@ def check_role(_: object, name: str | None) -> None:
 
 
 def load(config: Path | None) -> Config:
-    """Load a configuration, by default of this folder or its `pagemill up MODEL`.
+    """Load a configuration, by default of a running `pagemill up MODEL`, or of this folder.
 
     Raises ConfigError.
     """
-    file = settings.find_config_file(config) or settings.find_running_file()
+    file = config or settings.find_running_file() or settings.find_config_file(None)
     return settings.load_config(file)
 
 
@@ -95,22 +73,18 @@ def find_login(config: Path | None, nats: str | None) -> Login:
     return settings.login_of(load(config), given_url=nats)
 
 
-def find_login_and_model(
-    config: Path | None, nats: str | None, model: str | None
-) -> tuple[Login, str]:
-    """Return the login of commands and the model, by default the one that writes text.
+def find_writer(config: Config, served: Collection[str] = ()) -> str:
+    """Return the model that writes text: the only configured one, or else the only served one.
 
-    Raises InvalidRequest unless one model does.
+    With `served`, a model is chosen that is served. Raises InvalidRequest if there is none or
+    several.
     """
-    loaded = load(config)
-    login = settings.login_of(loaded, given_url=nats)
-    return login, model or find_writer(loaded)
-
-
-def find_writer(config: Config) -> str:
-    """Return the model that writes text. Raises InvalidRequest if there is none or several."""
-    pipelines = pipelines_of(config)
-    return only_model((name for name in pipelines if TEXT in pipelines[name].outputs), "write text")
+    outputs = {name: pipeline.outputs for name, pipeline in pipelines_of(config).items()}
+    writers = [name for name in outputs if TEXT in outputs[name]]
+    # A model that is not configured here is expected to write text.
+    writing = sorted(name for name in served if name not in outputs or name in writers)
+    configured = [name for name in writers if name in writing]
+    return only_model(configured or writing or writers, "write text")
 
 
 def only_model(names: Iterable[str], does: str) -> str:

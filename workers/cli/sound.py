@@ -5,8 +5,6 @@ import base64
 import contextlib
 import wave
 from collections.abc import AsyncGenerator, AsyncIterator
-from pathlib import Path
-from typing import IO
 
 from shared import client
 from shared.bus.bus import Bus
@@ -16,6 +14,7 @@ from shared.protocol.pipeline import AUDIO, TEXT
 from shared.protocol.records import AudioChunk, Finish, LogRecord
 from shared.stage.pipelines import pipelines_of
 from workers.cli.options import only_model
+from workers.cli.outputs import NewFile, writing
 from workers.cli.terminal import print_note
 
 
@@ -38,19 +37,20 @@ def find_audio(config: Config, model: str | None, *, text_given: bool = False) -
 
 
 async def while_saving(
-    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
+    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: NewFile
 ) -> AsyncGenerator[LogRecord, None]:
     """Yield the records of a request, and write its sound to a WAV file as it is received.
 
-    If the request fails, the file contains the sound up to that point.
+    The file is kept if the request ends without an error.
     """
     saving = asyncio.create_task(_save(bus, request_id, output, file))
     try:
         async for record in records:
             yield record
             if isinstance(record, Finish):
-                seconds = await saving
-                print_note(f"{file}: {seconds:.1f} s of sound")
+                if seconds := await saving:
+                    file.keep()
+                print_note(f"{file.path}: {seconds:.1f} s of sound")
                 error = record.outputs[output].error
                 if error is not None:
                     print_note(f"the speech is cut: {error.message}")
@@ -61,27 +61,16 @@ async def while_saving(
         await asyncio.gather(saving, return_exceptions=True)
 
 
-def _open(file: Path) -> IO[bytes]:
-    """Open a file, because some versions of `wave` print a traceback for a path that fails.
-
-    Raises InvalidRequest.
-    """
-    try:
-        return file.open("wb")
-    except OSError as error:
-        raise InvalidRequest(f"{file}: {error.strerror}", field="output") from error
-
-
-async def _save(bus: Bus, request_id: str, output: str, file: Path) -> float:
+async def _save(bus: Bus, request_id: str, output: str, file: NewFile) -> float:
     """Write the sound, and return its duration in seconds."""
     num_samples, sample_rate = 0, 1
-    with contextlib.ExitStack() as opened:
+    with writing(file.path), contextlib.ExitStack() as opened:
         sound = None
         async for record in client.follow_output(bus, request_id, output):
             if not isinstance(record, AudioChunk):
                 continue
             if sound is None:
-                sound = opened.enter_context(wave.open(opened.enter_context(_open(file)), "wb"))
+                sound = opened.enter_context(wave.open(file.stream, "wb"))
                 sound.setparams((1, 2, record.sample_rate, 0, "NONE", ""))
             sound.writeframes(base64.b64decode(record.pcm))
             num_samples, sample_rate = num_samples + record.num_samples, record.sample_rate

@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
+from workers.cli.outputs import fault_of
 
 # After a longer silence, a user assumes that the command hangs.
 NOTE_S = 4.0
@@ -44,11 +45,16 @@ def run_app(app: App) -> NoReturn:
     replace_closed_streams()
     try:
         code = app(result_action="return_value")
+        sys.stdout.flush()
     except PagemillError as error:
         print_refusal(error)
         code = 1
     except BrokenPipeError:
         discard_buffered(sys.stdout)
+        code = 1
+    except OSError as error:
+        discard_buffered(sys.stdout)
+        print_refusal(fault_of(error))
         code = 1
     sys.exit(code)
 

@@ -84,7 +84,8 @@ async def _run(
             for name, model in config.models.items():
                 if model.description:
                     display.say(f"{name}: {model.description}")
-            display.say(f"ready at {where}; Ctrl-C drains and stops", "bold green")
+            ready = f"ready at {where}"
+            display.say(ready if work else f"{ready}; Ctrl-C drains and stops", "bold green")
             code = await _until(stop, work)
         display.say("draining …")
     finally:

@@ -9,11 +9,11 @@ import os
 import shutil
 import zipfile
 from collections.abc import Iterator
-from errno import ENOSPC
 from pathlib import Path
 from typing import IO, Protocol
 
-from shared.errors import ConfigError, DiskFull, InvalidRequest
+from shared.errors import InvalidRequest
+from workers.cli.outputs import fault_of
 
 SUFFIX = ".zip"
 READ_BYTES = 2**20
@@ -68,7 +68,7 @@ class _Zip:
 def new_archive(path: Path) -> Iterator[Archive]:
     """Yield an empty archive, which is renamed to `path` at the end, and removed after an error.
 
-    Raises InvalidRequest for a path that exists, ConfigError or DiskFull.
+    Raises InvalidRequest for a path that exists or cannot be written, or DiskFull.
     """
     partial = path.with_name(f".{path.name}.partial")
     if path.exists() or partial.exists():
@@ -79,7 +79,7 @@ def new_archive(path: Path) -> Iterator[Archive]:
             yield archive
         partial.rename(path)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise fault_of(error, path) from error
     finally:
         if partial.is_dir():
             shutil.rmtree(partial)
@@ -122,8 +122,3 @@ def read_parts(file: IO[bytes]) -> Iterator[bytes]:
 
 def _missing(name: str) -> InvalidRequest:
     return InvalidRequest(f"{name} is missing or damaged in this backup", field="path")
-
-
-def _cannot_write(path: Path, error: OSError) -> ConfigError | DiskFull:
-    message = f"{path} cannot be written: {error.strerror}"
-    return DiskFull(message) if error.errno == ENOSPC else ConfigError(message, field="path")

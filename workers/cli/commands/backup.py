@@ -19,12 +19,14 @@ from workers.cli.backup.manifest import Manifest
 from workers.cli.backup.taking import take_backup
 from workers.cli.broker import connected
 from workers.cli.models.pull_display import PullDisplay
-from workers.cli.options import ConfigFile, NatsUrl, find_login, load
-from workers.cli.terminal import errors, format_time, print_line, print_note
+from workers.cli.options import ConfigFile, Json, NatsUrl, find_login, load
+from workers.cli.terminal import errors, format_time, print_json, print_line, print_note
 from workers.supervisor.broker import start_embedded
 
 
-async def backup(path: Path, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+async def backup(
+    path: Path, /, *, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
     """Copy all requests, answers, responses, media and dead letters of a running cluster.
 
     Parameters
@@ -38,7 +40,7 @@ async def backup(path: Path, /, *, config: ConfigFile = None, nats: NatsUrl = No
             audited(bus, "backup", str(path)),
         ):
             manifest = await take_backup(bus, archive, display.show)
-    _print_parts(manifest)
+    print_json(manifest) if json else _print_parts(manifest)
     return 0
 
 
@@ -47,6 +49,7 @@ async def restore(
     /,
     *,
     replace: bool = False,
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -71,7 +74,7 @@ async def restore(
                     mended = await restoring.restore(
                         bus, archive, manifest, existing, loaded.nats.replicas, display.show
                     )
-    _print_parts(manifest)
+    print_json(manifest) if json else _print_parts(manifest)
     if mended.removed_logs:
         print_note(
             f"removed {mended.removed_logs} unfinished logs of requests that were accepted while"

@@ -19,7 +19,7 @@ from workers.cli.batch_display import BatchDisplay
 from workers.cli.batch_lines import CHAT
 from workers.cli.broker import connected
 from workers.cli.commands.requests import SamplingOptions
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login, find_writer, load
+from workers.cli.options import ConfigFile, Json, ModelName, NatsUrl, find_login, find_writer, load
 from workers.cli.terminal import (
     format_age,
     format_time,
@@ -55,7 +55,7 @@ def run(
     window: Window = "24h",
     tenant: Tenant = "",
     again: bool = False,
-    up: Annotated[bool, Parameter(negative=())] = False,
+    up: bool = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -122,7 +122,7 @@ async def make(
     schema: Path | None = None,
     sampling: SamplingOptions = BY_DEFAULT,
     pages_per_line: Annotated[int | None, Parameter(validator=Number(gt=0))] = None,
-    upload: Annotated[bool, Parameter(negative=())] = False,
+    upload: bool = False,
     tenant: Tenant = "",
     config: ConfigFile = None,
     nats: NatsUrl = None,
@@ -176,6 +176,7 @@ async def create(
     endpoint: Endpoint = CHAT,
     window: Window = "24h",
     tenant: Tenant = "",
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -191,7 +192,7 @@ async def create(
     async with connected(settings.login_of(loaded, given_url=nats), "batch") as bus:
         batch_id = f"batch_{secrets.token_hex(8)}"
         await batches.begin(bus, batch_id, file, endpoint, window, tenant, loaded)
-    print_line(batch_id)
+    print_json({"batch": batch_id}) if json else print_line(batch_id)
     return 0
 
 
@@ -200,6 +201,7 @@ async def list_batches(
     *,
     limit: Annotated[int, Parameter(validator=Number(gt=0))] = 50,
     tenant: Tenant = "",
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -210,15 +212,22 @@ async def list_batches(
     limit
         Maximum number of batches.
     """
-    rows: list[tuple[str, ...]] = [("age", "status", "lines", "answers", "errors", "batch")]
+    columns = ("status", "lines", "answers", "errors", "batch")
+    rows: list[tuple[float, tuple[str | int, ...]]] = []
     async with connected(find_login(config, nats), "batch") as bus:
         orders = await batch_log.list_begun(bus, tenant, limit)
         for state in await batch_log.open_batches(bus, orders):
             now = state.checkpoint
-            counts = (str(n) for n in (now.num_lines, now.num_answered, now.num_refused))
-            age = format_age(bus.now_ms() / 1000 - state.begun.created_s)
-            rows.append((age, state.status, *counts, state.begun.batch_id))
-    print_columns(rows) if len(rows) > 1 else print_line("no batches")
+            counts = (now.num_lines, now.num_answered, now.num_refused)
+            rows.append((state.begun.created_s, (state.status, *counts, state.begun.batch_id)))
+        now_s = bus.now_ms() / 1000
+    if json:
+        for created_s, row in rows:
+            created = {"created": format_time(1000 * created_s)}
+            print_json(created | dict(zip(columns, row, strict=True)))
+        return 0
+    cells = [[format_age(now_s - created_s), *map(str, row)] for created_s, row in rows]
+    print_columns([("age", *columns), *cells]) if rows else print_line("no batches")
     return 0
 
 
@@ -322,6 +331,7 @@ async def cancel(
     /,
     *,
     tenant: Tenant = "",
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -334,6 +344,6 @@ async def cancel(
             with BatchDisplay() as display:
                 async for latest, _ in batches.follow(bus, state):
                     display.update(state := latest)
-    print_line(state.status)
+    print_json({"batch": batch_id, "status": state.status}) if json else print_line(state.status)
     batches.print_errors(state)
     return 0 if state.status == "cancelled" else batch_runs.EXIT_UNSUCCESSFUL

@@ -1,11 +1,14 @@
 """The command `pagemill chat`."""
 
+import asyncio
 import sys
+from pathlib import Path
 
 from shared.errors import InvalidRequest
 from shared.telemetry import logs
+from workers.cli.broker import connected_to_writer
 from workers.cli.chat import Chat
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login_and_model
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login
 
 
 def chat(
@@ -26,7 +29,13 @@ def chat(
     """
     if sys.stdin is None:
         raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
-    login, model = find_login_and_model(config, nats, model)
+    name = asyncio.run(_find_model(config, nats, model))
+    login = find_login(config, nats)
     # Log lines of the connection would appear in the middle of an answer.
     logs.configure_logging("error", role="chat")
-    return Chat(login, model, system).run()
+    return Chat(login, name, system).run()
+
+
+async def _find_model(config: Path | None, nats: str | None, model: str | None) -> str:
+    async with connected_to_writer(config, nats, model, "chat") as (_, name):
+        return name

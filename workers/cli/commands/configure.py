@@ -3,11 +3,10 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import yaml
-from cyclopts import Parameter
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -33,7 +32,8 @@ from workers.cli.models.stage_weights import (
     count_rank_weights,
     count_weights,
 )
-from workers.cli.options import ConfigFile
+from workers.cli.options import ConfigFile, Json
+from workers.cli.terminal import print_json
 from workers.gateway.http.auth import digest, make_key
 from workers.roles import device_settings, worker_of
 from workers.supervisor.gpus import describe_gpus
@@ -44,7 +44,8 @@ def key(
     /,
     *,
     tenant: str | None = None,
-    right: Annotated[list[Right] | None, Parameter(negative=())] = None,
+    right: list[Right] | None = None,
+    json: Json = False,
 ) -> int:
     """Create an API key for the gateway, and print the key and its configuration.
 
@@ -64,6 +65,9 @@ def key(
     entry: dict[str, object] = {"name": name, "sha256": digest(secret)}
     entry |= {} if tenant is None else {"tenant": tenant}
     entry |= {} if right is None else {"rights": right}
+    if json:
+        print_json({"key": secret, "gateway": {"api_keys": [entry]}})
+        return 0
     lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
     stderr.print("This key is not stored and cannot be printed again. Pass it to its owner:")
     sys.stdout.write(f"{secret}\n")
@@ -71,7 +75,7 @@ def key(
     return 0
 
 
-def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
+def check(*, kernels: bool = False, json: Json = False, config: ConfigFile = None) -> int:
     """Print each pipeline and the effective configuration, or the configuration's first error.
 
     A model folder that the engine refuses is an error, too.
@@ -82,11 +86,16 @@ def check(*, config: ConfigFile = None, kernels: bool = False) -> int:
         Print instead the times of kernels on this machine, and which of them were chosen.
     """
     if kernels:
-        return _print_kernels()
+        return _print_kernels(json)
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
     models = [*_check_models(loaded), *describe_gpus(loaded)]
+    if json:
+        graphs = {name: _graph_lines(each) for name, each in pipelines_of(loaded).items()}
+        name = None if file is None else str(file)
+        print_json({"file": name, "models": models, "pipelines": graphs, "settings": loaded})
+        return 0
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
     sys.stdout.writelines(f"# {line}\n" for line in models)
     for name, pipeline in pipelines_of(loaded).items():
@@ -211,7 +220,7 @@ def _describe_sizes(num_bytes: Mapping[str, int], dtype: str) -> str:
     return f"; weights in memory: {', '.join(sizes)} as {dtype}"
 
 
-def _print_kernels() -> int:
+def _print_kernels(as_json: bool) -> int:
     try:
         records = read_records(library.cache_folder())
     except OSError as error:
@@ -219,7 +228,7 @@ def _print_kernels() -> int:
             f"the folder of measured kernels cannot be read: {error}", field="XDG_CACHE_HOME"
         ) from error
     here = [record for record in records if record.key.processor == library.processor_name()]
-    if not here:
+    if not here and not as_json:
         sys.stdout.write("# nothing has been measured on this processor\n")
     for record in here:
         rows = {
@@ -234,7 +243,7 @@ def _print_kernels() -> int:
             for name, measurement in sorted(record.measured.items())
         }
         entry = {**msgspec.to_builtins(record.key), "operations": rows}
-        sys.stdout.write(yaml.safe_dump([entry], sort_keys=False))
+        print_json(entry) if as_json else sys.stdout.write(yaml.safe_dump([entry], sort_keys=False))
     return 0
 
 

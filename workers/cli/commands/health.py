@@ -10,8 +10,8 @@ from shared.config.schema import METRICS_PORTS, MetricsConfig
 from shared.errors import ConfigError
 from shared.protocol.versions import range_words
 from shared.protocol.worker_status import WorkerStatus, decode_status
-from workers.cli.options import ConfigFile, check_role, load
-from workers.cli.terminal import print_line
+from workers.cli.options import ConfigFile, Json, check_role, load
+from workers.cli.terminal import print_json, print_line
 
 # Longer than a worker waits for its own event loop.
 TIMEOUT_S = 8.0
@@ -22,6 +22,7 @@ def health(
     /,
     *,
     ready: bool = False,
+    json: Json = False,
     config: ConfigFile = None,
 ) -> int:
     """Check the workers of this machine or container, at `metrics.listen` and `metrics.port`.
@@ -44,13 +45,16 @@ def health(
     answers = _ask_all(metrics, "ready" if ready else "health")
     statuses = [status for status in answers if role is None or status.role in (role, "")]
     for status in statuses:
+        if json:
+            print_json(status)
+            continue
         about = [status.status]
         if status.reads is not None:
             about.append(
                 f"version {status.version} reads messages of versions {range_words(status.reads)}"
             )
         print_line(f"{status.worker}: {', '.join(about)}")
-    if not statuses:
+    if not statuses and not json:
         print_line(f"no {role or 'worker'} answers at {metrics.listen} from port {metrics.port} on")
     return 0 if statuses and all(status.is_ok for status in statuses) else 1
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +18,8 @@ from workers import settings
 from workers.cli.audited import audited_if_possible
 from workers.cli.broker import connected
 from workers.cli.key_secrets import SecretApi, write_secrets
-from workers.cli.options import ConfigFile, find_login, load
-from workers.cli.terminal import errors, print_line
+from workers.cli.options import ConfigFile, Json, find_login, load
+from workers.cli.terminal import errors, print_json, print_line
 from workers.keyring import Keyring
 
 # nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
@@ -34,20 +34,28 @@ Folder = Annotated[
 
 
 @keys.command(name="make")
-async def make_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
+async def make_keys(
+    *, directory: Folder = None, json: Json = False, config: ConfigFile = None
+) -> int:
     """Create missing keys of roles and of the operator, and write the server's accounts.conf.
 
     accounts.conf permits the subjects that the roles of this version need: run this command again
     after an upgrade.
     """
     async with _changing("keys.make", "", directory, config) as keyring:
-        for name in keyring.complete():
-            print_line(f"{name}.nk")
+        _print_files([keyring.folder / f"{name}.nk" for name in keyring.complete()], json)
     return 0
 
 
 @keys.command(name="add-tenant")
-async def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFile = None) -> int:
+async def add_tenant(
+    name: str,
+    /,
+    *,
+    directory: Folder = None,
+    json: Json = False,
+    config: ConfigFile = None,
+) -> int:
     """Create a key for the clients of a tenant, and print its file.
 
     With this key, clients can send requests, cancel them and read their answers, as this tenant
@@ -59,7 +67,7 @@ async def add_tenant(name: str, /, *, directory: Folder = None, config: ConfigFi
         Name of the tenant.
     """
     async with _changing("keys.add-tenant", name, directory, config) as keyring:
-        print_line(str(keyring.add_tenant(name)))
+        _print_files([keyring.add_tenant(name)], json)
     return 0
 
 
@@ -85,7 +93,9 @@ async def remove_tenant(
 
 
 @keys.command(name="rotate")
-async def rotate(*names: str, directory: Folder = None, config: ConfigFile = None) -> int:
+async def rotate(
+    *names: str, directory: Folder = None, json: Json = False, config: ConfigFile = None
+) -> int:
     """Replace the keys of roles and tenants.
 
     The server disconnects workers with an old key. They read the new key and connect again.
@@ -96,15 +106,14 @@ async def rotate(*names: str, directory: Folder = None, config: ConfigFile = Non
         Names of keys: a role such as `engine`, or a tenant such as `tenants/acme`; by default all.
     """
     async with _changing("keys.rotate", " ".join(names), directory, config) as keyring:
-        for file in keyring.rotate(names):
-            print_line(str(file))
+        _print_files(keyring.rotate(names), json)
     return 0
 
 
 @keys.command(name="secrets")
 async def make_secrets(
     *,
-    tenant: Annotated[list[str] | None, Parameter(negative=())] = None,
+    tenant: list[str] | None = None,
     config: ConfigFile = None,
 ) -> int:
     """Create missing keys in Secrets of Kubernetes, in a pod: the chart's job does so.
@@ -124,12 +133,15 @@ async def make_secrets(
 
 
 @keys.command(name="list")
-def list_keys(*, directory: Folder = None, config: ConfigFile = None) -> int:
+def list_keys(*, directory: Folder = None, json: Json = False, config: ConfigFile = None) -> int:
     """List the files of the keys. No key is shown."""
-    keyring = _open(directory, config)
-    for file in keyring.files():
-        print_line(str(file))
+    _print_files(_open(directory, config).files(), json)
     return 0
+
+
+def _print_files(files: Iterable[Path], as_json: bool) -> None:
+    for file in files:
+        print_json({"file": str(file)}) if as_json else print_line(str(file))
 
 
 def _open(directory: Path | None, config: Path | None) -> Keyring:

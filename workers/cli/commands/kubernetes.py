@@ -2,10 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from cyclopts import Parameter
 from rich.console import Console
 
 import workers
@@ -31,7 +30,7 @@ _Dumper.add_representer(str, _represent_text)
 
 def manifests(
     *,
-    values: Annotated[list[Path] | None, Parameter(negative=())] = None,
+    values: list[Path] | None = None,
     namespace: str = "pagemill",
     first: bool = False,
     for_helm: bool = False,

@@ -3,9 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.filesize import decimal
 
 from shared.bus.login import Login
@@ -14,7 +12,7 @@ from workers import settings
 from workers.cli.broker import connected
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
-from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.options import ConfigFile, Json, NatsUrl, load
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     errors,
@@ -28,7 +26,14 @@ from workers.roles import all_roles
 COLUMNS = ("name", "family", "how", "size", "state")
 
 
-def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) -> int:
+def pull(
+    name: str,
+    /,
+    *,
+    revision: str | None = None,
+    dir: Path | None = None,
+    json: Json = False,
+) -> int:
     """Download the files of a model that serving needs, or continue an interrupted download.
 
     HF_ENDPOINT is the address of the hub, and HF_TOKEN the token for gated models. Only
@@ -49,6 +54,9 @@ def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) 
     except KeyboardInterrupt:
         errors.print("interrupted; the same command continues the download")
         return EXIT_INTERRUPTED
+    if json:
+        print_json({"name": name, "folder": str(folder)})
+        return 0
     # A name stands for the main branch, if that is in the cache.
     served = dir or (folder if revision else name)
     print_line(f"{name} is in {folder}; `pagemill up {served}` serves it")
@@ -71,7 +79,7 @@ def pull_model(name: str, revision: str | None = None, folder: Path | None = Non
 
 async def models(
     *,
-    json: Annotated[bool, Parameter(help="Print one JSON object per line.")] = False,
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:

@@ -20,9 +20,11 @@ from shared.protocol.requests import GenerateRequest
 from shared.protocol.videos import VideoParams
 from shared.stage.pipelines import pipelines_of
 from workers import settings
-from workers.cli.ask import check_output, print_answer, read_media
+from workers.cli.ask import print_answer
 from workers.cli.broker import connected
+from workers.cli.inputs import Medium, read_text
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load, only_model
+from workers.cli.outputs import check_output, write_file
 from workers.cli.terminal import print_note
 
 FIELDS = ("size", "n", "steps", "guidance", "negative_prompt", "seed", "frames", "fps")
@@ -34,7 +36,6 @@ async def draw(
     /,
     *,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    image: list[Path] | None = None,
     size: str | None = None,
     n: int | None = None,
     seed: int | None = None,
@@ -55,11 +56,10 @@ async def draw(
     Parameters
     ----------
     prompt
-        Description of the images, or of the change.
+        Description of the images, or of the change; @FILE in it adds an image to edit, or the text
+        of a file, and - alone is the text of stdin.
     output
         The file, by default image.png or video.mp4; numbers follow the names of several images.
-    image
-        File of an image to edit. May be given several times.
     size
         Width and height in pixels, such as 120x120; by default as the model decides.
     n
@@ -84,9 +84,10 @@ async def draw(
         Id of the request; with the id of an earlier request, the command saves its images.
     """
     loaded = load(config)
+    text, images = read_text(prompt, IMAGE)
     values = (size, n, steps, guidance, negative, seed, frames, fps)
     async with connected(settings.login_of(loaded, given_url=nats), "draw") as bus:
-        request = await _request_of(bus, loaded, model, prompt, values, image, timeout_s)
+        request = await _request_of(bus, loaded, model, text, values, images, timeout_s)
         return await _answer(bus, request, request_id, output, as_json=json)
 
 
@@ -96,7 +97,7 @@ async def _request_of(
     model: str | None,
     prompt: str,
     values: Sequence[Any],
-    images: Sequence[Path] | None,
+    images: Sequence[Medium],
     timeout_s: float | None,
 ) -> GenerateRequest:
     """Return the request for images or a video, with `values` in the order of FIELDS.
@@ -107,7 +108,7 @@ async def _request_of(
     makes_video = not fields.keys().isdisjoint(("frames", "fps"))
     model, output = find_painter(config, model, edits=bool(images), makes_video=makes_video)
     if images:
-        fields["input_images"] = [await client.pin_media(bus, read_media(f, IMAGE)) for f in images]
+        fields["input_images"] = [await client.pin_media(bus, image.data) for image in images]
     is_video = output.kind == VIDEO_KIND
     return GenerateRequest(
         model,
@@ -162,8 +163,7 @@ async def _answer(
     bus: Bus, request: GenerateRequest, request_id: str | None, file: Path | None, *, as_json: bool
 ) -> int:
     """Send a request, print its records, and save its files. Raises InvalidRequest."""
-    if file is not None:
-        check_output(file)
+    check_output(file or Path("image.png" if request.video is None else "video.mp4"))
     request_id = request_id or client.new_request_id()
     records = client.ask(bus, request, request_id)
     saved = _while_saving(bus, records, request_id, request.outputs[0], file)
@@ -186,18 +186,11 @@ async def _save(bus: Bus, request_id: str, output: str, file: Path | None) -> No
     png = file or Path("image.png")
     for image in sorted(images, key=lambda image: image.number):
         numbered = png.with_stem(f"{png.stem}-{image.number + 1}") if len(images) > 1 else png
-        _write(numbered, await client.read_media(bus, image.media))
+        write_file(numbered, await client.read_media(bus, image.media))
         print_note(f"{numbered}: {image.width} x {image.height} pixels, seed {image.seed}")
     for video in records:
         if isinstance(video, VideoRecord):
             mp4 = file or Path("video.mp4")
-            _write(mp4, await client.read_media(bus, video.media))
+            write_file(mp4, await client.read_media(bus, video.media))
             length = f"{video.frames} frames at {video.fps} per second"
             print_note(f"{mp4}: {video.width} x {video.height} pixels, {length}, seed {video.seed}")
-
-
-def _write(file: Path, data: bytes) -> None:
-    try:
-        file.write_bytes(data)
-    except OSError as error:
-        raise InvalidRequest(f"{file}: {error.strerror}", field="output") from error

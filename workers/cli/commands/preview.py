@@ -11,9 +11,10 @@ from shared.errors import PagemillError, Unavailable, UnknownModel
 from shared.protocol.records import error_info
 from shared.protocol.renderer_rpc import RenderedPrompt, TokenizeRequest
 from shared.stage.pipelines import RENDERER
-from workers.cli.ask import build_request, print_error
-from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_login_and_model
+from workers.cli.ask import build_request, media_parts, print_error, with_media
+from workers.cli.broker import connected_to_writer
+from workers.cli.inputs import read_input, read_text
+from workers.cli.options import ConfigFile, ModelName, NatsUrl
 from workers.cli.terminal import print_json, print_line
 
 
@@ -21,7 +22,6 @@ async def render(
     question: str,
     /,
     *,
-    image: Images = None,
     model: ModelName = None,
     json: bool = False,
     config: ConfigFile = None,
@@ -32,15 +32,17 @@ async def render(
     Parameters
     ----------
     question
-        The text of the question.
+        The text of the question, and @FILE for files, as for `pagemill ask`.
     json
         Print one JSON object, which includes the token ids.
     """
-    login, model = find_login_and_model(config, nats, model)
-    request = build_request(model, question, image or [])
+    text, media = read_input(question)
     try:
-        async with connected(login, "render") as bus, _unserved_named(bus, model):
-            rendered, tensors = await client.render(bus, request)
+        async with connected_to_writer(config, nats, model, "render") as (bus, name):
+            request = build_request(name, text, [])
+            request = with_media(request, await media_parts(bus, media))
+            async with _unserved_named(bus, name):
+                rendered, tensors = await client.render(bus, request)
     except PagemillError as error:
         return _print_reported(error, as_json=json)
     if json:
@@ -69,14 +71,17 @@ async def tokenize(
     Parameters
     ----------
     text
-        The text to tokenize.
+        The text to tokenize; @FILE in it is the text of a file, and - is the text of stdin.
     json
         Print one JSON object.
     """
-    login, model = find_login_and_model(config, nats, model)
+    text, _ = read_text(text)
     try:
-        async with connected(login, "tokenize") as bus, _unserved_named(bus, model):
-            answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
+        async with (
+            connected_to_writer(config, nats, model, "tokenize") as (bus, name),
+            _unserved_named(bus, name),
+        ):
+            answer = await client.tokenize(bus, name, TokenizeRequest(prompt=text))
     except PagemillError as error:
         return _print_reported(error, as_json=json)
     if json:

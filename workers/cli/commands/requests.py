@@ -1,6 +1,7 @@
 """Commands about one request: `pagemill ask`, `follow`, `cancel` and `where`."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,30 +20,21 @@ from shared.protocol.reading import RequestStatus
 from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
 from shared.state.response_status import FoundResponse
-from workers import settings
-from workers.cli.ask import (
-    build_request,
-    check_output,
-    media_parts,
-    print_answer,
-    print_records,
-    with_media,
-)
+from workers.cli.ask import build_request, media_parts, print_answer, print_records, with_media
 from workers.cli.audited import audited
-from workers.cli.broker import connected
+from workers.cli.broker import connected, connected_to_writer
+from workers.cli.inputs import read_input
 from workers.cli.options import (
     ConfigFile,
-    Images,
+    Json,
     ModelName,
     NatsUrl,
     NewId,
     RequestId,
-    Sounds,
-    Videos,
     find_login,
-    find_writer,
     load,
 )
+from workers.cli.outputs import NewFile
 from workers.cli.sound import find_audio, while_saving
 from workers.cli.terminal import EXIT_INTERRUPTED, format_time, print_json, print_line, print_rows
 
@@ -92,9 +84,6 @@ async def ask(
     question: str,
     /,
     *,
-    image: Images = None,
-    audio: Sounds = None,
-    video: Videos = None,
     model: ModelName = None,
     adapter: str | None = None,
     sampling: SamplingOptions = SamplingOptions(),
@@ -111,7 +100,8 @@ async def ask(
     Parameters
     ----------
     question
-        The text of the question.
+        The text of the question. @FILE in it adds an image, a sound, a video, a PDF file or a
+        text, and @- reads one from stdin; - alone is the text of stdin.
     adapter
         Name of one of the model's LoRA adapters; by default none.
     timeout_s
@@ -123,24 +113,25 @@ async def ask(
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
-    loaded = load(config)
-    login = settings.login_of(loaded, given_url=nats)
     spoken = ""
     if speech.speak:
-        model, spoken = find_audio(loaded, model)
-    model = model or find_writer(loaded)
+        model, spoken = find_audio(load(config), model)
     params = sampling.given()
-    request = build_request(model, question, image or [], params, timeout_s, adapter)
+    text, media = read_input(question)
+    request = build_request(model or "", text, [], params, timeout_s, adapter)
     if speech.speak:
-        check_output(speech.output)
         outputs, on_late = [TEXT, spoken], speech.on_late
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()
-    async with connected(login, "ask") as bus:
-        parts = await media_parts(bus, video, audio)
+    async with contextlib.AsyncExitStack() as stack:
+        file = stack.enter_context(NewFile(speech.output)) if speech.speak else None
+        connecting = connected_to_writer(config, nats, model, "ask")
+        bus, name = await stack.enter_async_context(connecting)
+        request = replace(request, model=name)
+        parts = await media_parts(bus, media)
         records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
-        if speech.speak:
-            records = while_saving(bus, records, request_id, spoken, speech.output)
+        if file is not None:
+            records = while_saving(bus, records, request_id, spoken, file)
         return await print_answer(bus, request_id, records, as_json=json, durable=durable)
 
 
@@ -177,7 +168,12 @@ async def follow(
 
 
 async def cancel(
-    request_id: RequestId, /, *, config: ConfigFile = None, nats: NatsUrl = None
+    request_id: RequestId,
+    /,
+    *,
+    json: Json = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
 ) -> int:
     """Cancel a request in any stage. Its answer ends with the error `cancelled`.
 
@@ -187,14 +183,14 @@ async def cancel(
     async with connected(find_login(config, nats), "cancel") as bus:
         before = await _find(bus, request_id, ARRIVAL_S)
         if before.has_ended:
-            return _print_end(before, "already ")
+            return _print_end(before, "already ", as_json=json)
         if before.state == "unknown":
             raise _unknown(before)
         request_id = before.request_id
         await _cancel(bus, request_id)
         after = await _find(bus, request_id, CANCEL_S, lambda status: status.has_ended)
-    if after.has_ended:
-        return _print_end(after)
+    if after.has_ended or json:
+        return _print_end(after, as_json=json)
     print_line(f"{request_id} is not cancelled yet: a coordinator cancels it as soon as one runs")
     return 0
 
@@ -228,8 +224,12 @@ def _unknown(status: RequestStatus) -> NotFound:
     return NotFound(f"no request {status.request_id} is known: {status.why}", field="request_id")
 
 
-def _print_end(status: RequestStatus, when: str = "") -> int:
+def _print_end(status: RequestStatus, when: str = "", *, as_json: bool) -> int:
     """Print the end of a request, and return the exit code of `pagemill cancel`."""
+    if as_json:
+        print_json(status)
+        is_other = status.has_ended and status.error_code != Cancelled.code
+        return EXIT_ENDED if is_other else 0
     if status.error_code == Cancelled.code:
         print_line(f"{status.request_id} is {when}cancelled")
         return 0

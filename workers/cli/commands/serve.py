@@ -1,7 +1,7 @@
 """The command `pagemill up`: all roles on this machine."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,22 +78,34 @@ def up(
             )
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
-        if nats is None and loaded.nats.url is None:
-            check_port(loaded.nats.port)
-        check_addresses(loaded)
-        cluster = local_cluster(loaded, file, nats, WorkerSpec(GATEWAY))
-        with contextlib.ExitStack() as until_stopped:
-
-            def name_file() -> None:
-                settings.set_running_file(file if models else None)
-                until_stopped.callback(settings.set_running_file, None)
-
-            cluster.when_connectable = name_file
-            cluster.when_ready = partial(start_on_first_use, supervisor=cluster.supervisor)
+        with cluster_with_gateway(loaded, file, nats, is_named=not models) as cluster:
             return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
+
+
+@contextlib.contextmanager
+def cluster_with_gateway(
+    config: Config, file: Path | None, nats: str | None = None, *, is_named: bool
+) -> Iterator[LocalCluster]:
+    """Yield a cluster of all roles. Other commands in this folder find its configuration.
+
+    `is_named` says that they find `file` by its name. Raises ConfigError, also for a port in use.
+    """
+    if nats is None and config.nats.url is None:
+        check_port(config.nats.port)
+    check_addresses(config)
+    cluster = local_cluster(config, file, nats, WorkerSpec(GATEWAY))
+    with contextlib.ExitStack() as until_stopped:
+
+        def name_file() -> None:
+            settings.set_running_file(None if is_named else file)
+            until_stopped.callback(settings.set_running_file, None)
+
+        cluster.when_connectable = name_file
+        cluster.when_ready = partial(start_on_first_use, supervisor=cluster.supervisor)
+        yield cluster
 
 
 def local_cluster(

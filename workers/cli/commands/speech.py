@@ -8,9 +8,11 @@ from cyclopts import Parameter
 from shared import client
 from shared.protocol.requests import GenerateRequest
 from workers import settings
-from workers.cli.ask import check_output, print_answer
+from workers.cli.ask import print_answer
 from workers.cli.broker import connected
+from workers.cli.inputs import read_text
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
+from workers.cli.outputs import NewFile
 from workers.cli.sound import find_audio, while_saving
 
 
@@ -32,7 +34,7 @@ async def say(
     Parameters
     ----------
     text
-        The text to speak.
+        The text to speak; @FILE in it is the text of a file, and - is the text of stdin.
     output
         The WAV file.
     voice
@@ -45,13 +47,14 @@ async def say(
         Id of the request; with the id of an earlier request, the command saves its sound.
     """
     loaded = load(config)
+    text, _ = read_text(text)
     model, audio = find_audio(loaded, model, text_given=True)
-    check_output(output)
     request = GenerateRequest(
         model, given_text=text, voice=voice, outputs=[audio], timeout_s=timeout_s
     )
     request_id = request_id or client.new_request_id()
-    async with connected(settings.login_of(loaded, given_url=nats), "say") as bus:
-        records = client.ask(bus, request, request_id)
-        saved = while_saving(bus, records, request_id, audio, output)
-        return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
+    with NewFile(output) as file:
+        async with connected(settings.login_of(loaded, given_url=nats), "say") as bus:
+            records = client.ask(bus, request, request_id)
+            saved = while_saving(bus, records, request_id, audio, file)
+            return await print_answer(bus, request_id, saved, as_json=json, has_text=False)

@@ -60,8 +60,8 @@ def worker(
         # transformers imports the hub's library.
         check_endpoint()
         file = settings.find_config_file(config)
-        reread = partial(settings.load_for, WorkerSpec(role, model, stage, pool), file)
-        loaded = reread()
+        spec = WorkerSpec(role, model, stage, pool)
+        loaded = settings.load_for(spec, file)
         login = settings.login_of(loaded, role, nats)
         if role == POOL:
             settings.check_paths(loaded)
@@ -77,6 +77,7 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    reread = partial(settings.reload_for, spec, config)
     main = _prepare_pool(loaded, names, file, nats) if role == POOL else load_main(role)
     running = runtime.run(role, main, loaded, login, model, stage, reread, listeners, pool)
     return uvloop.run(running)
