@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core ga
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels cluster rolling kubernetes demo test tests tests-long check quiet-check quiet-coverage quiet-tests-lowest tests-lowest coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-kinds bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
+.PHONY: install lock wheel wheel-kernels sbom wheel-check image image-wheels upgrade cluster rolling kubernetes demo test tests tests-long check quiet-check quiet-coverage quiet-tests-lowest tests-lowest coverage bench bench-batch bench-gateway bench-durability bench-heldout bench-int8 bench-kinds bench-lanes bench-media bench-omni bench-payload bench-peers bench-serve bench-tenants simulate interop chaos-quick chaos-bugs chaos-batch chaos-omni chaos-scale chaos-agents chaos chaos-matrix fuzz fuzz-decoders first-hour flood gpu leaks alerts docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -49,8 +49,12 @@ image-wheels: .venv/installed  ## compose/wheels: what an image needs that is bu
 	$(BIN)/pip download --quiet --dest compose/wheels --constraint compose/wheels/constraints.txt \
 		'.[otel]' hatchling uv
 
-image:  ## the image `pagemill`, by Docker
-	docker build --file compose/Dockerfile --tag pagemill .
+IMAGE ?= pagemill:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+image:  ## the image IMAGE, by default pagemill with the version, by Docker
+	docker build --file compose/Dockerfile --tag $(IMAGE) .
+
+upgrade:  ## change the running compose cluster to IMAGE, one container after the other
+	$(PYTHON) -m ops.cluster.upgrade $(IMAGE)
 
 rolling: .venv/dev  ## workers of older commits with workers of this tree, in every order; 30 minutes
 	$(BIN)/python -m ops.rolling

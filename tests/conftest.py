@@ -105,7 +105,7 @@ ALLOWED_SKIPS = {
     "needs Debian's package fonts-liberation": 1,
     "needs Debian's package prometheus": 2,
     "needs curl": 3,
-    "needs docker compose": 3,
+    "needs docker compose": 2,
     "needs bash, jq and openssl": 3,
     "needs node and npm": 14,
     "needs Landlock": 2,

@@ -1,5 +1,6 @@
 """The compose cluster keeps its promises, checked on its files without containers."""
 
+import functools
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import yaml
 
 from ops.cluster import compose as containers
 from ops.cluster.checks import BLOB_PORT, ENGINE_GRACE_S, connections
-from ops.cluster.compose import KEYS, ONCE, Container
+from ops.cluster.compose import KEYS, ONCE, PROXY, Container
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import find_binary, free_port
 from shared.bus.login import Login, seed_file
@@ -43,6 +44,7 @@ POOL_GRACE_S = 40.0
 AFTER_DRAIN_S = 5.0
 
 
+@functools.cache
 def read(name: str) -> dict[str, Any]:
     loaded = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
     assert isinstance(loaded, dict)
@@ -60,7 +62,7 @@ def scaling_services() -> dict[str, dict[str, Any]]:
 
 
 def workers() -> dict[str, dict[str, Any]]:
-    others = (*BROKERS, *ONCE, METRICS)
+    others = (*BROKERS, *ONCE, METRICS, PROXY)
     return {name: s for name, s in services().items() if name not in others}
 
 
@@ -82,16 +84,50 @@ def test_every_container_has_no_more_rights_than_it_needs() -> None:
     assert re.search(r"^USER 10001:10001$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
 
 
-def test_the_gateway_is_the_only_door() -> None:
+def test_the_proxy_is_the_only_door() -> None:
     networks = read("docker-compose.yml")["networks"]
-    assert networks["bus"] == {"internal": True}
+    assert networks == {"bus": {"internal": True}, "front": {"internal": True}, "door": {}}
+    special = {"agent": ["bus", "door"], "gateway": ["bus", "front"], PROXY: ["front", "door"]}
     for name, service in services().items():
-        assert ("ports" in service) == (name == "gateway"), name
-        if name not in ("agent", "gateway", *ONCE):
-            assert service["networks"] == ["bus"], name
-    (port,) = services()["gateway"]["ports"]
+        assert ("ports" in service) == (name == PROXY), name
+        if name not in ONCE:
+            assert service["networks"] == special.get(name, ["bus"]), name
+    (port,) = services()[PROXY]["ports"]
     assert port.startswith("127.0.0.1:")
-    assert port.endswith(f":{config().gateway.port}")
+    proxy = (FOLDER / "haproxy.cfg").read_text(encoding="utf-8")
+    assert f"bind :{port.rpartition(':')[2]}\n" in proxy
+    # A server for each gateway, in both backends.
+    assert proxy.count(f"server-template gateway 8 gateway:{config().gateway.port}\n") == 2
+
+
+def test_the_proxy_does_not_end_a_silent_stream() -> None:
+    proxy = (FOLDER / "haproxy.cfg").read_text(encoding="utf-8")
+    for side in ("client", "server"):
+        (hours,) = re.findall(rf"^  timeout {side} (\d+)h$", proxy, re.MULTILINE)
+        assert int(hours) * 3600 > config().delivery.max_timeout_s
+
+
+def test_no_container_fills_the_machine() -> None:
+    """Neither with its log, nor with its memory or a file system in it, nor with its volumes."""
+    for name, service in services().items():
+        assert service["logging"]["options"] == {"max-size": "20m", "max-file": "5"}, name
+        assert "mem_limit" in service, name
+        for mount in service.get("tmpfs", []):
+            assert "size=" in mount, name
+        # The image has a volume at /data.
+        places = [*service.get("tmpfs", []), *(v.partition(":")[2] for v in service["volumes"])]
+        assert any(place.startswith("/data") for place in places) == (name != PROXY), name
+    for service in read("docker-compose.gpu.yml")["services"].values():
+        assert all("size=" in mount for mount in service["tmpfs"])
+
+
+def test_images_have_the_version_as_tag() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [file.read_text(encoding="utf-8") for file in FOLDER.glob("docker-compose*.yml")]
+    texts.append((FOLDER / ".env").read_text(encoding="utf-8"))
+    tags = re.findall(r"IMAGE(?::-|=)[a-z-]+:?([^}\s]*)", "".join(texts))
+    assert len(tags) == 5
+    assert set(tags) == {project["version"]}
 
 
 def test_every_role_has_separate_containers() -> None:
@@ -101,6 +137,7 @@ def test_every_role_has_separate_containers() -> None:
     assert {name: s.get("scale", 1) for name, s in workers().items()}.items() >= {
         ("coordinator", 2),
         ("renderer", 2),
+        ("gateway", 2),
         # The pool has the engines.
         ("engine", 0),
     }
@@ -137,8 +174,12 @@ def test_a_stopped_worker_has_the_time_to_drain() -> None:
     """Compose kills after ten seconds by default, in the middle of a drain."""
     assert config().delivery.drain_s + AFTER_DRAIN_S <= ENGINE_GRACE_S
     assert config().delivery.drain_s + STOP_GRACE_S + AFTER_DRAIN_S <= POOL_GRACE_S
+    # A gateway that stops finishes its answers.
+    gateway_s = float(services()["gateway"]["environment"]["PAGEMILL_DELIVERY__DRAIN_S"])
+    assert gateway_s >= config().delivery.default_timeout_s
+    graces = {POOL: POOL_GRACE_S, "gateway": gateway_s + 10}
     for name, service in workers().items():
-        grace_s = POOL_GRACE_S if name == POOL else ENGINE_GRACE_S
+        grace_s = graces.get(name, ENGINE_GRACE_S)
         assert service["stop_grace_period"] == f"{grace_s:.0f}s", name
         assert "stop_signal" not in service, name
     for name in BROKERS:
@@ -226,33 +267,20 @@ def test_images_for_gpus_change_what_uses_torch_alone() -> None:
             assert f"ARG {argument}=" in dockerfile
 
 
-@pytest.mark.parametrize("name", ["docker-compose.gpu.yml", "docker-compose.autoscale.yml"])
-def test_no_service_mounts_two_file_systems_at_one_place(name: str) -> None:
-    """Compose appends the lists of an override to those of the service, and refuses the result."""
-    base = read("docker-compose.yml")["services"]
-    for service, override in read(name)["services"].items():
-        merged = [*base.get(service, {}).get("tmpfs", []), *override.get("tmpfs", [])]
-        places = [entry.partition(":")[0] for entry in merged]
-        assert len(set(places)) == len(places), service
-
-
 def test_no_container_has_the_socket_of_the_docker_engine() -> None:
     """It is root of the machine."""
     assert "docker.sock" not in (FOLDER / "docker-compose.yml").read_text(encoding="utf-8")
     assert "docker.sock" not in str(scaling_services())
 
 
-@pytest.mark.parametrize(
-    "files", [[], ["docker-compose.gpu.yml"], ["docker-compose.autoscale.yml"]]
-)
-def test_compose_accepts_the_files(files: list[str]) -> None:
+@pytest.mark.parametrize("overlay", ["docker-compose.gpu.yml", "docker-compose.autoscale.yml"])
+def test_compose_accepts_the_files(overlay: str) -> None:
     try:
         words = containers.find_compose()
     except containers.NotPossible:
         pytest.skip("needs docker compose")
-    names = [word for name in ["docker-compose.yml", *files] for word in ("--file", name)]
     done = subprocess.run(
-        [*words, *names, "config", "--quiet"],
+        [*words, "--file", "docker-compose.yml", "--file", overlay, "config", "--quiet"],
         cwd=FOLDER,
         capture_output=True,
         text=True,

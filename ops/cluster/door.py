@@ -23,6 +23,15 @@ SPEECH_PATH = "/v1/audio/speech"
 RETRY_S = 0.5
 PATIENCE_S = 120.0
 _RETRIED = (429, 502, 503)
+END = "data: [DONE]"
+
+
+class Refused(RuntimeError):
+    """The door has refused a request."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def read_cases() -> list[Case]:
@@ -65,7 +74,7 @@ class Door:
         await self._client.aclose()
 
     async def post(self, body: dict[str, Any], tally: Tally) -> str:
-        """Return the text of an answer; a request that the door did not answer is sent again.
+        """Return the text of a streamed answer. A request without an answer is sent again.
 
         Raises RuntimeError after PATIENCE_S, or at a response that is no answer.
         """
@@ -73,11 +82,9 @@ class Door:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                response = await self._client.post(PATH, json=body, headers=headers)
-                if response.status_code == 200:
-                    return str(response.json()["choices"][0]["message"]["content"])
-                reason = f"{response.status_code} {response.text[:300]}"
-                again = response.status_code in _RETRIED
+                return "".join([piece async for piece in self._pieces(body, "answer", headers)])
+            except Refused as refused:
+                reason, again = str(refused), refused.status in _RETRIED
             except httpx.TransportError as error:
                 reason, again = f"{type(error).__name__} {error}", True
             if not again or time.monotonic() > deadline:
@@ -119,14 +126,30 @@ class Door:
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, path: str, body: dict[str, Any], name: str
+        self, path: str, body: dict[str, Any], name: str, headers: dict[str, str] | None = None
     ) -> AsyncIterator[httpx.Response]:
-        """Yield a response before its body is read. Raises RuntimeError for a refusal."""
-        async with self._client.stream("POST", path, json=body) as response:
+        """Yield a response before its body is read. Raises Refused."""
+        async with self._client.stream("POST", path, json=body, headers=headers) as response:
             if response.status_code != 200:
                 reason = (await response.aread()).decode(errors="replace")[:300]
-                raise RuntimeError(f"{name}: {response.status_code} {reason}")
+                raise Refused(f"{name}: {response.status_code} {reason}", response.status_code)
             yield response
+
+    async def _pieces(
+        self, body: dict[str, Any], name: str, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[str]:
+        """Yield the pieces of a streamed text. Raises RuntimeError for one without an end."""
+        async with self._stream(PATH, body | {"stream": True}, name, headers) as response:
+            async for line in response.aiter_lines():
+                if line == END:
+                    return
+                if line.startswith("data: {"):
+                    chunk = msgspec.json.decode(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise RuntimeError(f"{name}: {chunk['error']}")
+                    for choice in chunk["choices"]:
+                        yield choice["delta"].get("content") or ""
+        raise RuntimeError(f"{name}: the stream has no end")
 
     async def long_texts(self, count: int, num_tokens: int, begun: asyncio.Event) -> list[str]:
         """Return `count` sampled answers of `num_tokens` tokens; `begun` is set when all have
@@ -144,21 +167,14 @@ class Door:
                 "seed": number,
                 "max_tokens": num_tokens,
                 "ignore_eos": True,
-                "stream": True,
             }
             text = ""
-            async with self._stream(PATH, body, f"answer {number}") as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        chunk = msgspec.json.decode(line.removeprefix("data: "))
-                        if "error" in chunk:
-                            raise RuntimeError(f"answer {number}: {chunk['error']}")
-                        for choice in chunk["choices"]:
-                            text += choice["delta"].get("content") or ""
-                    if text:
-                        waiting.discard(number)
-                        if not waiting:
-                            begun.set()
+            async for piece in self._pieces(body, f"answer {number}"):
+                text += piece
+                if text:
+                    waiting.discard(number)
+                    if not waiting:
+                        begun.set()
             return text
 
         return list(await asyncio.gather(*(stream(number) for number in range(count))))

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
+import structlog
 
 from shared.bus.bus import Bus
 from shared.config.schema import Config, EnginePool, ModelConfig, PoolConfig, ScaleConfig
@@ -107,7 +108,11 @@ async def test_nothing_is_known_without_the_actuator_or_the_own_heartbeat(
     """A broker that has lost its heartbeats reports none, which must not look like no workers."""
     own = Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {})
     await publish(bus, own, beat(70))
-    assert await reader.look() is None
+    with structlog.testing.capture_logs() as lines:
+        assert await reader.look() is await reader.look() is None
+    # It is logged once, not at each look.
+    (line,) = lines
+    assert (line["event"], line["reason"]) == ("no_figures", "no actuator reports workers")
     await scale_state.write_report(bus, report([WorkerSlot(7, 70)]))
     view = await reader.look()
     assert view is not None

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from shared.config.parsing import parse_config
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import Heartbeat, PoolReport, WorkerSlot
-from workers.autoscaler.kubernetes_api import ScaleApi
+from workers.autoscaler.kubernetes_api import Scale, ScaleApi
 from workers.autoscaler.kubernetes_pools import MAX_SLOTS, KubernetesPools
 from workers.autoscaler.presence import Presence
 from workers.pools import Pools, pools_of
@@ -214,6 +214,26 @@ async def test_a_size_that_has_changed_meanwhile_is_read_first(
     changed = await api.set("engine-a", newer, 4)
     assert changed is not None
     assert changed.wanted == 4
+
+
+async def test_a_size_that_another_client_has_changed_is_not_logged_as_changed(
+    api: ScaleApi, server: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, actuator = server[0], KubernetesPools(api, pools(), no_heartbeats)
+    await actuator.read()
+    get = api.get
+
+    async def get_before_a_change(name: str) -> Scale:
+        scale = await get(name)
+        there.version += 1
+        return scale
+
+    monkeypatch.setattr(api, "get", get_before_a_change)
+    actuator.wanted("engine/a", 3)
+    with structlog.testing.capture_logs() as lines:
+        assert await actuator.read() == {}
+    assert lines == []
+    assert there.sizes["engine-a"] == 0
 
 
 async def test_a_token_that_was_replaced_is_read_again(

@@ -57,6 +57,8 @@ class Reader:
         self._pools = pools
         self._presences: dict[tuple[str, str], Presence] = {}
         """Presence of workers by actuator and pool, because a new actuator has other workers."""
+        self._missing = ""
+        """Part of the cluster that the last look did not find; it is logged once."""
 
     async def look(self) -> Look | None:
         """Return the state of the cluster, or None if a part of it is missing."""
@@ -66,17 +68,20 @@ class Reader:
                 beats = await self._bus.heartbeats.read()
                 queues = await self._read_queues()
         except (Unavailable, TimeoutError) as error:
-            _log.warning("no_figures", reason=str(error) or "the broker does not answer")
-            return None
+            return self._miss(str(error) or "the broker does not answer")
         if not reports:
-            _log.warning("no_figures", reason="no actuator reports workers")
-            return None
+            return self._miss("no actuator reports workers")
         # A broker that has restarted has no heartbeats at first, not even the one of this worker.
         if not any(beat.worker == self._worker for beat in beats):
-            _log.warning("no_figures", reason="heartbeats are missing")
-            return None
+            return self._miss("heartbeats are missing")
+        self._missing = ""
         actuators = {pool: report.actuator for pool, report in reports.items()}
         return Look(queues, self._workers(reports, beats), actuators, beats)
+
+    def _miss(self, reason: str) -> None:
+        if reason != self._missing:
+            _log.warning("no_figures", reason=reason)
+        self._missing = reason
 
     async def _read_reports(self) -> dict[str, PoolReport]:
         """Return the reports by pool, without the pools that no actuator has reported lately."""
