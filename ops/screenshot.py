@@ -113,12 +113,13 @@ def take_screenshots(url: str, folder: Path) -> None:
         for file, width, height, scheme in SCREENS:
             browser.emulate_screen(width, height, scheme)
             browser.open(url)
-            browser.wait("!document.querySelector('#send').disabled")
-            browser.run("document.querySelector('#new').click()")
             browser.wait("!document.querySelector('#speech').hidden")
-            browser.run("document.querySelector('#speak').checked = true")
             ask(browser, "What can you do?")
+            browser.run("document.querySelector('#new').click()")
+            browser.wait("document.querySelector('.turn') === null")
+            browser.run("document.querySelector('#speak').checked = true")
             ask(browser, "Describe the image.", "yellow_star.jpg")
+            browser.run("document.querySelector('.timeline').open = true")
             (DOCS / file).write_bytes(browser.screenshot())
 
 
@@ -129,7 +130,7 @@ def ask(browser: Browser, question: str, image: str = "") -> None:
     browser.type("#question", question + ENTER)
     browser.wait("document.querySelector('#send').disabled === false")
     last_stage = ".turn:last-child .stages li:last-child"
-    browser.wait(f"document.querySelector('{last_stage}').dataset.state === 'done'")
+    browser.wait(f"document.querySelector('{last_stage}')?.dataset.state === 'done'")
     browser.run("document.activeElement.blur()")
 
 

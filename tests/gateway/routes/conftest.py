@@ -16,7 +16,9 @@ needs_browser = [
 
 LAST = ".turn:last-child"
 LAST_ERROR = f"document.querySelector('{LAST} .error')"
-ERRORS = "[...document.querySelectorAll('.error:not([hidden])')].map((box) => box.innerText)"
+ERRORS = (
+    "[...document.querySelectorAll('.error:not([hidden]), .fault')].map((box) => box.innerText)"
+)
 # Seconds of text: its end comes long after its beginning is shown.
 LONG = '{"ignore_eos": true, "max_tokens": 900, "temperature": 0}'
 STAGES = (
@@ -67,8 +69,8 @@ def visit(window: Browser, url: str) -> None:
     window.emulate_screen(1200, 900, "light")
     window.open(f"{url}/")
     window.wait("!document.querySelector('#send').disabled")
-    # The window still shows the conversation of an earlier test.
-    window.run("document.querySelector('#new').click()")
+    # The window still has the conversations of an earlier test.
+    window.run("localStorage.clear(); dispatchEvent(new Event('storage'))")
     window.console_errors()
 
 
@@ -80,6 +82,7 @@ def ask(page: Browser, question: str, parameters: str = "{}") -> None:
 def ended(page: Browser) -> str:
     """Return the status line of a complete answer."""
     page.wait("document.querySelector('#send').disabled === false", timeout_s=90)
+    page.run("document.querySelectorAll('.timeline').forEach((box) => { box.open = true; })")
     return page.text(f"{LAST} .status")
 
 

@@ -1,6 +1,6 @@
 // One batch of the page: its progress, its errors by kind, and its files.
 
-import { add, headers, showLines } from "./elements.js";
+import { ROOT, add, addButton, headers, newElement, showLines } from "./elements.js";
 import { explain } from "./run.js";
 import { refusal } from "./stream.js";
 
@@ -17,7 +17,7 @@ const FACTS = [
 
 /** Return the answer of an endpoint as JSON. Throws Refused, or a TypeError without a connection. */
 export async function call(path, options = {}) {
-  const response = await fetch(`../v1/${path}`, { ...options, headers: { ...headers(), ...options.headers } });
+  const response = await fetch(`${ROOT}v1/${path}`, { ...options, headers: { ...headers(), ...options.headers } });
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
@@ -27,32 +27,25 @@ export class Batch {
   constructor(id) {
     this.id = id;
     this.samples = []; // [time, number of finished lines]
-    this.element = document.createElement("article");
-    this.element.className = "turn batch";
-    this.element.ariaLabel = `Batch ${id}`;
+    this.element = newElement("article", "turn batch", { ariaLabel: `Batch ${id}` });
     const head = add(this.element, "div", "batch-head");
     this.status = add(head, "p", "status");
-    add(head, "code").textContent = id;
-    this.bar = add(this.element, "progress");
-    this.bar.ariaLabel = "Finished lines";
+    add(head, "code", "", { textContent: id });
+    this.bar = add(this.element, "progress", "", { ariaLabel: "Finished lines" });
     const facts = add(this.element, "dl", "facts");
     this.facts = Object.fromEntries(
       FACTS.map(([name, title]) => {
         const fact = add(facts, "div");
-        add(fact, "dt").textContent = title;
+        add(fact, "dt", "", { textContent: title });
         return [name, add(fact, "dd", name)];
       }),
     );
-    this.errors = add(this.element, "ul", "errors");
-    this.errors.ariaLabel = "Errors by kind";
-    this.errors.hidden = true;
+    this.errors = add(this.element, "ul", "errors", { ariaLabel: "Errors by kind", hidden: true });
     const acts = add(this.element, "div", "acts");
     this.cancel = this.button(acts, "Cancel", () => this.sendCancel());
     this.answers = this.button(acts, "Answers", () => this.download("output", this.batch.output_file_id));
     this.failures = this.button(acts, "Errors", () => this.download("errors", this.batch.error_file_id));
-    this.error = add(this.element, "div", "error");
-    this.error.role = "alert";
-    this.error.hidden = true;
+    this.error = add(this.element, "div", "error", { role: "alert", hidden: true });
   }
 
   get isOver() {
@@ -105,14 +98,12 @@ export class Batch {
   }
 
   button(parent, text, act) {
-    const button = Object.assign(add(parent, "button", "quiet small"), { type: "button", textContent: text, hidden: true });
-    button.ariaLabel = `${text} of batch ${this.id}`;
-    button.addEventListener("click", async () => {
+    const button = addButton(parent, text, async () => {
       button.disabled = true;
       await act().then(() => showLines(this.error, []), (error) => showLines(this.error, explain(error)));
       button.disabled = false;
     });
-    return button;
+    return Object.assign(button, { hidden: true, ariaLabel: `${text} of batch ${this.id}` });
   }
 
   async sendCancel() {
@@ -121,7 +112,7 @@ export class Batch {
 
   /** Save a file. A link could not send the key. */
   async download(kind, fileId) {
-    const response = await fetch(`../v1/files/${fileId}/content`, { headers: headers() });
+    const response = await fetch(`${ROOT}v1/files/${fileId}/content`, { headers: headers() });
     if (!response.ok) throw await refusal(response);
     const url = URL.createObjectURL(await response.blob());
     Object.assign(document.createElement("a"), { href: url, download: `${this.id}-${kind}.jsonl` }).click();

@@ -1,7 +1,8 @@
 // The page of batches: begins them, and shows the progress of all batches of a tenant.
 
 import { Batch, call } from "./batch.js";
-import { $, showLines } from "./elements.js";
+import { $, clearFault, complain, drawHealth, readObject, showLines } from "./elements.js";
+import "./frame.js";
 import { Images } from "./images.js";
 import { partOf } from "./media.js";
 import { LIMITS } from "./pipeline.js";
@@ -83,15 +84,9 @@ async function endpointOf(file) {
 function contentOf(images) {
   const prompt = $("question").value.trim();
   if (prompt === "") return complain("Write a prompt for the images.", $("question"));
-  let more;
-  try {
-    more = JSON.parse($("more").value.trim() || "{}");
-  } catch (error) {
-    return complain(`The parameters are not JSON: ${error.message}`, $("more"));
-  }
-  if (more === null || typeof more !== "object" || Array.isArray(more)) {
-    return complain("The parameters must be one JSON object.", $("more"));
-  }
+  clearFault($("more"));
+  const more = readObject($("more"));
+  if (more === null) return null;
   const lines = images.map((image, number) => {
     const content = [partOf(image, image.url), { type: "text", text: prompt }];
     const body = { model: $("model").value, messages: [{ role: "user", content }], ...more };
@@ -113,13 +108,6 @@ async function begin({ name, content, endpoint }) {
   const order = { input_file_id: file.id, endpoint, completion_window: $("window").value.trim() };
   const headers = { "Content-Type": "application/json" };
   return call("batches", { method: "POST", headers, body: JSON.stringify(order) });
-}
-
-function complain(text, input) {
-  showLines($("notice"), [text]);
-  input.closest("details")?.setAttribute("open", "");
-  input.focus();
-  return null;
 }
 
 function drawButtons() {
@@ -189,16 +177,12 @@ function changeKey() {
 /** Polling continues when a key is entered. */
 function askForKey() {
   drawHealth("away", "API key required");
-  $("settings").open = true;
-}
-
-function drawHealth(state, text) {
-  $("health").dataset.state = state;
-  if ($("health").textContent !== text) $("health").textContent = text;
+  $("settings").togglePopover(true);
 }
 
 async function loadModels() {
   const { data } = await call("models");
+  $("settings").togglePopover(false); // It was opened for the key.
   $("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
   $("model").disabled = data.length === 0;
   drawButtons();

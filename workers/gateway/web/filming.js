@@ -1,5 +1,6 @@
 // One video: it is made in the background, so its progress is polled, and its file is loaded at the end.
 
+import { ROOT } from "./elements.js";
 import { Run } from "./run.js";
 import { duration } from "./stages.js";
 import { Refused, fetchAgain, sleep } from "./stream.js";
@@ -7,7 +8,7 @@ import { Refused, fetchAgain, sleep } from "./stream.js";
 const POLL_MS = 500;
 
 export class Filming extends Run {
-  path = "v1/videos";
+  path = `${ROOT}v1/videos`;
 
   /** Make the video, and show it. A `body` of null continues a video that was ordered before. */
   async read(body) {

@@ -1,3 +1,4 @@
+import { add, addButton, newElement } from "./elements.js";
 import { HEAD_BYTES, typeOf, viewOf } from "./media.js";
 import { LIMITS } from "./pipeline.js";
 
@@ -77,18 +78,11 @@ export class Images {
   }
 
   item(image) {
-    const item = document.createElement("li");
-    if (image.url) item.appendChild(viewOf(image.url, ""));
-    const name = item.appendChild(document.createElement("span"));
-    name.textContent = image.name;
-    const size = name.appendChild(document.createElement("small"));
-    size.textContent = `${Math.max(1, Math.round(image.size / 1024)).toLocaleString("en")} KiB`;
-    const remove = item.appendChild(document.createElement("button"));
-    remove.type = "button";
-    remove.className = "remove";
-    remove.textContent = "×";
-    remove.ariaLabel = `Remove ${image.name}`;
-    remove.addEventListener("click", () => this.remove(image));
+    const item = newElement("li");
+    if (image.url) item.append(viewOf(image.url, ""));
+    const name = add(item, "span", "", { textContent: image.name });
+    add(name, "small", "", { textContent: `${Math.max(1, Math.round(image.size / 1024)).toLocaleString("en")} KiB` });
+    addButton(item, "×", () => this.remove(image), "remove").ariaLabel = `Remove ${image.name}`;
     return item;
   }
 }

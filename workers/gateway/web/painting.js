@@ -1,5 +1,6 @@
 // One request for images: reads their previews, and then the images themselves, into a turn.
 
+import { ROOT } from "./elements.js";
 import { Run } from "./run.js";
 
 const PREVIEWS = 6;
@@ -11,7 +12,7 @@ export function bodyOf(model, prompt, images, fields) {
 }
 
 export class Painting extends Run {
-  path = "v1/images/generations";
+  path = `${ROOT}v1/images/generations`;
   done = "Painted";
 
   take({ type, b64_json: file, image_index: image, partial_image_index: preview }) {
@@ -22,5 +23,5 @@ export class Painting extends Run {
 }
 
 export class Editing extends Painting {
-  path = "v1/images/edits";
+  path = `${ROOT}v1/images/edits`;
 }

@@ -1,6 +1,6 @@
 // The parameters of images and videos: a field for each that the chosen model has, with its default.
 
-import { add } from "./elements.js";
+import { add, clearFault, complain } from "./elements.js";
 
 const FIELDS = {
   size: ["Size", { autocomplete: "off" }],
@@ -23,7 +23,7 @@ export class Parameters {
 
   /** Show the fields of a painter, which keep their values, or none for null. */
   show(painter) {
-    const values = Object.fromEntries(this.entries);
+    const values = Object.fromEntries(Object.entries(this.inputs).map(([name, input]) => [name, input.value]));
     this.painter = painter;
     this.inputs = {};
     this.box.replaceChildren();
@@ -34,25 +34,15 @@ export class Parameters {
   addField(name, value) {
     const [title, attributes] = FIELDS[name];
     const field = add(this.box, "div", name === "negative_prompt" ? "field wide" : "field");
-    const label = add(field, "label", "caption");
-    const input = add(field, "input");
-    const fault = add(field, "p", "fault");
-    Object.assign(label, { textContent: title, htmlFor: `paint-${name}` });
-    Object.assign(input, { id: `paint-${name}`, placeholder: this.painter.defaults[name] ?? "", ...attributes, value });
-    Object.assign(fault, { id: `fault-${name}`, role: "alert", hidden: true });
-    input.setAttribute("aria-describedby", fault.id);
-    input.addEventListener("input", () => this.complain(name, ""));
+    const id = `paint-${name}`;
+    add(field, "label", "caption", { textContent: title, htmlFor: id });
+    const input = add(field, "input", "", { id, placeholder: this.painter.defaults[name] ?? "", ...attributes, value });
     if (name === "size") {
-      const list = add(field, "datalist");
-      list.id = "sizes";
+      const list = add(field, "datalist", "", { id: "sizes" });
       list.append(...this.painter.sizes.map((size) => new Option(size)));
       input.setAttribute("list", list.id);
     }
     return input;
-  }
-
-  get entries() {
-    return Object.entries(this.inputs).map(([name, input]) => [name, input.value]);
   }
 
   nameOf(name) {
@@ -61,9 +51,9 @@ export class Parameters {
 
   /** Return the fields of a request, or null after showing what is wrong. */
   values() {
-    for (const [name, input] of Object.entries(this.inputs)) {
-      this.complain(name, "");
-      if (!input.checkValidity()) return this.complain(name, input.validationMessage);
+    for (const input of Object.values(this.inputs)) {
+      clearFault(input);
+      if (!input.checkValidity()) return complain(input.validationMessage, input);
     }
     const filled = Object.entries(this.inputs).filter(([, input]) => input.value !== "");
     return Object.fromEntries(
@@ -71,21 +61,8 @@ export class Parameters {
     );
   }
 
-  /** Show an error of the server next to its field. */
-  refuse({ field, message }) {
-    const name = Object.keys(this.inputs).find((name) => this.nameOf(name) === field);
-    if (name !== undefined) this.complain(name, message);
-  }
-
-  complain(name, text) {
-    const input = this.inputs[name];
-    const fault = input.parentElement.querySelector(".fault");
-    fault.textContent = text;
-    fault.hidden = text === "";
-    input.ariaInvalid = String(text !== "");
-    if (text === "") return null;
-    input.closest("details").open = true;
-    input.focus();
-    return null;
+  /** Return the input of a field of requests, or undefined. */
+  find(field) {
+    return Object.entries(this.inputs).find(([name]) => this.nameOf(name) === field)?.[1];
   }
 }

@@ -12,8 +12,13 @@ export class Recorder {
     this.count = 0;
     this.recorder = null;
     // Browsers give the microphone only to pages with TLS or of this machine.
-    button.hidden = !navigator.mediaDevices || !globalThis.MediaRecorder;
+    this.canRecord = Boolean(navigator.mediaDevices && globalThis.MediaRecorder);
     button.addEventListener("click", () => (this.recorder ? this.recorder.stop() : this.start()));
+  }
+
+  /** Show the button for a model that hears, if the browser gives the microphone. */
+  show(hears) {
+    this.button.hidden = !(hears && this.canRecord);
   }
 
   async start() {

@@ -1,6 +1,7 @@
-// The page of one response and of those that decide on its calls: steps, calls, approvals.
+// The page of one response and of the responses that decide on its calls: steps, calls, approvals.
 
-import { $, add, headers, showLines } from "./elements.js";
+import { $, ROOT, add, addButton, headers, newElement, showLines } from "./elements.js";
+import { enlargeable } from "./frame.js";
 import { explain } from "./run.js";
 import { events, refusal } from "./stream.js";
 
@@ -23,15 +24,11 @@ class Shown {
     this.last = -1; // number of the last event
     this.items = [];
     this.decisions = new Map(); // by the id of the approval request; null while a person decides
-    this.element = add($("responses"), "article", "turn response");
-    this.element.ariaLabel = `Response ${id}`;
-    add(this.element, "code", "request").textContent = id;
-    this.status = add(this.element, "p", "status");
-    this.status.role = "status";
+    this.element = add($("responses"), "article", "turn response", { ariaLabel: `Response ${id}` });
+    add(this.element, "code", "request", { textContent: id });
+    this.status = add(this.element, "p", "status", { role: "status" });
     this.list = add(this.element, "ol");
-    this.error = add(this.element, "div", "error");
-    this.error.role = "alert";
-    this.error.hidden = true;
+    this.error = add(this.element, "div", "error", { role: "alert", hidden: true });
   }
 
   /** Show the response as it is, and follow it to its end over any number of connections. */
@@ -85,9 +82,8 @@ class Shown {
     shown.state.textContent = (item.status ?? (item.error ? "failed" : "")).replace("_", " ");
     shown.body.textContent = textOf(item);
     if (item.result) {
-      const image = add(shown.body, "img", "painted");
-      image.alt = item.revised_prompt ?? "";
-      image.src = `data:image/png;base64,${item.result}`;
+      const alt = item.revised_prompt ?? "Image";
+      shown.body.append(enlargeable(newElement("img", "painted", { alt, src: `data:image/png;base64,${item.result}` })));
     }
     const waits = item.type === "mcp_approval_request" && !this.decisions.has(item.id);
     if (waits) this.askFor(item, shown.row);
@@ -108,13 +104,12 @@ class Shown {
     this.decisions.set(item.id, null);
     const box = add(row, "div", "decide");
     for (const [text, approve, look] of [["Approve", true, ""], ["Refuse", false, "quiet"]]) {
-      const button = Object.assign(add(box, "button", look), { type: "button", textContent: text });
-      button.ariaLabel = `${text} ${item.server_label}.${item.name}`;
-      button.addEventListener("click", () => {
+      const decide = () => {
         this.decisions.set(item.id, approve);
         box.textContent = approve ? "Approved" : "Refused";
         if (![...this.decisions.values()].includes(null)) this.decide();
-      });
+      };
+      addButton(box, text, decide, look).ariaLabel = `${text} ${item.server_label}.${item.name}`;
     }
   }
 
@@ -147,7 +142,7 @@ function textOf(item) {
   return [item.arguments, item.output ?? error].filter(Boolean).join("\n");
 }
 
-const addressOf = (id) => new URL(id === "" ? "../v1/responses" : `../v1/responses/${encodeURIComponent(id)}`, location.href).href;
+const addressOf = (id) => `${ROOT}v1/responses${id && "/"}${encodeURIComponent(id)}`;
 
 async function open() {
   const id = $("id").value.trim();

@@ -1,6 +1,7 @@
 // One request: reads its answer into a turn and follows it through the stages.
 
-import { duration, hasEnded } from "./stages.js";
+import { ROOT } from "./elements.js";
+import { duration, hasEnded, waitOf } from "./stages.js";
 import { Refused, ask } from "./stream.js";
 
 const POLL_MS = 150;
@@ -11,11 +12,12 @@ const MAX_UNANSWERED_MS = 1000;
 const UPLOAD_BYTES_PER_MS = 4000;
 // The longest time for which a cancelled request may be on its way to the broker.
 const MAX_ARRIVAL_MS = 10_000;
-// A shorter time is too inexact for a rate of tokens per second.
+// Fewer tokens or a shorter time are too inexact for a rate.
+const MIN_RATE_TOKENS = 16;
 const MIN_RATE_MS = 200;
 
 export class Run {
-  path = "v1/chat/completions";
+  path = `${ROOT}v1/chat/completions`;
   done = "Done";
 
   /** `changed` is called after each change of the turn. `player` is null for an answer that is not spoken. */
@@ -30,6 +32,7 @@ export class Run {
     this.first = null;
     this.counted = null; // tokens that arrived with the first event
     this.cancelled = false;
+    this.isLeft = false; // for another conversation
     this.over = false;
     this.answered = new Promise((resolve) => { this.tellAnswered = resolve; });
   }
@@ -61,8 +64,9 @@ export class Run {
   }
 
   stop(error) {
+    if (this.isLeft) return;
     if (this.cancelled) return this.turn.end("cancelled", "Cancelled");
-    // After a reload the page has no key any more. The request goes on without it.
+    // After a reload the page has no key any more. The request continues without it.
     if (error.status === 401 && this.kept.id !== null) return this.turn.say("Enter the API key to continue");
     this.error = error;
     this.turn.fail(explain(error));
@@ -71,7 +75,7 @@ export class Run {
 
   accepted(id) {
     this.tellAnswered();
-    if (this.kept.id === null && !this.cancelled) this.turn.say("Accepted");
+    if (this.kept.id === null && !this.cancelled) this.turn.say("Waiting for the first token");
     this.turn.accepted(id);
     this.changed();
   }
@@ -115,7 +119,7 @@ export class Run {
     this.counted ??= written;
     const more = written - this.counted;
     const tookMs = now - this.first;
-    if (more > 0 && tookMs > MIN_RATE_MS) this.turn.fact("rate", ((1000 * more) / tookMs).toFixed(1));
+    if (more >= MIN_RATE_TOKENS && tookMs > MIN_RATE_MS) this.turn.fact("rate", ((1000 * more) / tookMs).toFixed(1));
   }
 
   /** Follow the request through the stages, until it has ended. */
@@ -125,6 +129,7 @@ export class Run {
       const request = await this.fetchState();
       if (request !== null) {
         this.turn.showStages(request);
+        if (this.turn.busy && this.turn.isEmpty && !this.cancelled) this.turn.say(waitOf(request));
         this.changed();
       }
       if (request === null ? this.over : hasEnded(request.state)) return;
@@ -144,7 +149,14 @@ export class Run {
   }
 
   get address() {
-    return `v1/requests/${encodeURIComponent(this.kept.id ?? this.kept.name)}`;
+    return `${ROOT}v1/requests/${encodeURIComponent(this.kept.id ?? this.kept.name)}`;
+  }
+
+  /** Stop reading the answer, which continues without this page. */
+  leave() {
+    this.isLeft = true;
+    this.player?.stop();
+    this.abort.abort(new Error("left"));
   }
 
   /** Cancel the request. Its stream then ends with an error that says so. */

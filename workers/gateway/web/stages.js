@@ -1,9 +1,8 @@
+// The stages of a request, as GET /v1/requests/{id} reports them: a line, and a list with workers and times.
+
 import { add } from "./elements.js";
 import { STAGES } from "./pipeline.js";
 
-// The stages of a request, as GET /v1/requests/{id} reports them: a list with workers and times.
-
-const BESIDE = new Set(["encoder", "prefill"]);
 const ENDED = new Set(["finished", "failed", "cancelled"]);
 
 export const hasEnded = (state) => ENDED.has(state);
@@ -14,49 +13,41 @@ export function duration(ms) {
   return ms < 999.5 ? `${ms.toFixed(0)} ms` : `${(ms / 1000).toFixed(ms < 99_950 ? 1 : 0)} s`;
 }
 
-/** Draws the stages into an ordered list. `show(null)` draws them without a request. */
-export class Stages {
-  constructor(list) {
-    this.rows = STAGES.map(([name, title, does]) => {
-      const row = list.appendChild(document.createElement("li"));
-      row.title = does;
-      const head = add(row, "div", "stage-head");
-      add(head, "span").textContent = title;
-      const worker = add(head, "span", "worker");
-      const time = add(head, "span", "time");
-      const bar = add(add(row, "div", "track"), "i");
-      return { name, row, time, worker, bar };
-    });
-    this.show(null);
-  }
-
-  /** Show a request, given as the API's answer. All its times come from one clock, the broker's. */
-  show(request) {
-    const entries = request?.path ?? [];
-    const ended = request !== null && hasEnded(request.state);
-    const endOf = (entry) => entry.ended_ms ?? (ended ? entry.began_ms : request.now_ms);
-    const began = Math.min(...entries.map((entry) => entry.began_ms));
-    const whole = Math.max(1, ...entries.map((entry) => endOf(entry) - began));
-    const reached = STAGES.findLastIndex(([name]) => entries.some((entry) => entry.stage === name));
-    this.rows.forEach((row, at) => {
-      const entry = entries.findLast((other) => other.stage === row.name);
-      const passed = at < reached;
-      const [state, time] = entry === undefined
-        ? describeOther(row, request, passed, ended)
-        : describe(entry, request, endOf(entry) - entry.began_ms, passed, ended);
-      // Engines may encode images and compute prompts themselves: these stages have no entry then.
-      row.row.hidden = BESIDE.has(row.name) && entry === undefined;
-      row.row.dataset.state = state;
-      row.time.textContent = time;
-      row.worker.textContent = entry === undefined ? "" : entry.worker;
-      if (entry?.attempt > 1) row.worker.textContent = `attempt ${entry.attempt}, ${entry.worker}`;
-      row.worker.title = row.worker.textContent;
-      row.bar.hidden = entry === undefined;
-      if (entry === undefined) return;
-      row.bar.style.left = `${(100 * (entry.began_ms - began)) / whole}%`;
-      row.bar.style.width = `${(100 * (endOf(entry) - entry.began_ms)) / whole}%`;
-    });
-  }
+/** Draw the stages that a request has reached into a list. Return them as one line of text. */
+export function drawStages(list, request) {
+  const { path, state, now_ms: nowMs } = request;
+  const ended = hasEnded(state);
+  const endOf = (entry) => entry.ended_ms ?? (ended ? entry.began_ms : nowMs);
+  const began = Math.min(...path.map((entry) => entry.began_ms));
+  const whole = Math.max(1, ...path.map((entry) => endOf(entry) - began));
+  // Stages that a request does not use have no entry.
+  const reached = STAGES.map(([name, title, does]) => {
+    const entry = path.findLast((other) => other.stage === name);
+    return { name, title, does, entry };
+  }).filter(({ name, entry }) => entry !== undefined || (!ended && request.stage === name));
+  const texts = reached.map(({ title, does, entry }, at) => {
+    const isLast = at === reached.length - 1;
+    const [look, time] = entry === undefined
+      ? ["active", request.waits_for ?? "waiting"]
+      : describe(entry, request, endOf(entry) - entry.began_ms, !isLast, ended);
+    const row = at < list.children.length ? list.children[at] : add(list, "li");
+    row.replaceChildren();
+    Object.assign(row, { title: does }).dataset.state = look;
+    const head = add(row, "div", "stage-head");
+    add(head, "span", "", { textContent: title });
+    const attempt = entry?.attempt > 1 ? `attempt ${entry.attempt}, ` : "";
+    const worker = attempt + (entry?.worker ?? "");
+    add(head, "span", "worker", { textContent: worker, title: worker });
+    add(head, "span", "time", { textContent: time });
+    const bar = add(add(row, "div", "track"), "i");
+    if (entry !== undefined) {
+      bar.style.left = `${(100 * (entry.began_ms - began)) / whole}%`;
+      bar.style.width = `${(100 * (endOf(entry) - entry.began_ms)) / whole}%`;
+    }
+    return `${title} ${time}`.trim();
+  });
+  while (list.children.length > reached.length) list.lastElementChild.remove();
+  return texts.join(" · ");
 }
 
 function describe(entry, request, tookMs, passed, ended) {
@@ -67,9 +58,9 @@ function describe(entry, request, tookMs, passed, ended) {
   return [request.state === "failed" && !passed ? "failed" : "done", duration(tookMs)];
 }
 
-/** Describe a stage that has not claimed the request. */
-function describeOther(row, request, passed, ended) {
-  if (passed) return ["done", ""];
-  const waits = request !== null && !ended && request.stage === row.name;
-  return waits ? ["active", request.waits_for ?? "waiting"] : ["idle", ""];
+/** Return as text what a request without an answer waits for. */
+export function waitOf({ state, stage, waits_for: reason }) {
+  const title = STAGES.find(([name]) => name === stage)?.[1] ?? "a stage";
+  if (state !== "queued") return `${title} is working`;
+  return [`Waiting for ${title}`, reason].filter(Boolean).join(": ");
 }

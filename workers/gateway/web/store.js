@@ -1,54 +1,83 @@
-// Keeps a conversation across a reload of its tab, in sessionStorage: about five million characters.
+// Keeps the conversations in localStorage: about five million characters for all of them.
 
-const TURN = "pagemill.turn.";
-const IMAGES = "pagemill.images.";
+const PREFIX = "pagemill/";
+const FILES = "/files";
 
-/** Return the turns that are stored, in order: `{turn, urls}`, with `urls` null where they did not fit. */
-export function load() {
+/** Return the conversations, the newest first: `{id, title, model, system, changedMs}`. */
+export function list() {
+  return Object.keys(localStorage)
+    .filter((name) => name.startsWith(PREFIX) && !name.slice(PREFIX.length).includes("/"))
+    .map((name) => get(name.slice(PREFIX.length)))
+    .filter((conversation) => conversation !== null)
+    .sort((a, b) => b.changedMs - a.changedMs);
+}
+
+/** Return a conversation, or null if there is none. */
+export const get = (id) => read(PREFIX + id);
+
+/** Store a conversation without its turns. Return whether it fits, and what had to be removed for it. */
+export const save = ({ id, ...rest }) => write(PREFIX + id, { id, ...rest });
+
+export function remove(id) {
+  removeTurns(id, 0);
+  localStorage.removeItem(PREFIX + id);
+}
+
+/** Return the turns of a conversation, in order, with their files: null where these are not stored. */
+export function load(id) {
   const turns = [];
-  for (let number = 0; ; number += 1) {
-    const turn = read(TURN + number);
-    if (turn === null) return turns;
-    turns.push({ turn, urls: turn.images.length ? read(IMAGES + number) : [] });
+  for (let turn; (turn = read(turnName(id, turns.length))) !== null; ) {
+    turns.push({ turn, files: read(turnName(id, turns.length) + FILES) });
+  }
+  return turns;
+}
+
+/** Remove the turns from this number on. */
+export function removeTurns(id, number) {
+  for (let at = number; localStorage.getItem(turnName(id, at)) !== null; at += 1) {
+    localStorage.removeItem(turnName(id, at));
+    localStorage.removeItem(turnName(id, at) + FILES);
   }
 }
 
-export function clear() {
-  for (const name of Object.keys(sessionStorage)) {
-    if (name.startsWith(TURN) || name.startsWith(IMAGES)) sessionStorage.removeItem(name);
-  }
-}
+export const saveTurn = (id, number, turn) => write(turnName(id, number), turn);
 
-/** Store the images of a turn. Return whether they fit. */
-export const saveImages = (number, urls) => write(IMAGES + number, urls);
+/** Store the files of a turn: the images of its question and of its answer, as data: URLs. */
+export const saveFiles = (id, number, files) => write(turnName(id, number) + FILES, files);
 
-/**
- * Store a turn without its images. Where it does not fit, images of earlier turns make room.
- *
- * Return the numbers of the turns whose images have been removed.
- */
-export function saveTurn(number, turn) {
-  const removed = [];
-  for (let other = 0; !write(TURN + number, turn) && other <= number; other += 1) {
-    if (sessionStorage.getItem(IMAGES + other) === null) continue;
-    sessionStorage.removeItem(IMAGES + other);
-    removed.push(other);
-  }
-  return removed;
-}
+const turnName = (id, number) => `${PREFIX}${id}/${number}`;
 
+/** Store a value. Where it does not fit, the files of the oldest conversations make room. */
 function write(name, value) {
-  try {
-    sessionStorage.setItem(name, JSON.stringify(value));
-    return true;
-  } catch {
-    return false; // The quota is used up, or the browser stores nothing for this page.
+  const text = JSON.stringify(value);
+  const removed = []; // of turns whose files are no longer stored: `{id, number}`
+  for (;;) {
+    try {
+      localStorage.setItem(name, text);
+      return { fits: true, removed };
+    } catch {
+      // The quota is used up, or the browser stores nothing for this page.
+      const oldest = findOldestFiles(name);
+      if (oldest === undefined) return { fits: false, removed };
+      localStorage.removeItem(oldest);
+      const [id, number] = oldest.slice(PREFIX.length).split("/");
+      removed.push({ id, number: Number(number) });
+    }
   }
+}
+
+function findOldestFiles(except) {
+  const ages = Object.fromEntries(list().map(({ id, changedMs }) => [id, changedMs]));
+  const age = (name) => ages[name.split("/")[1]] ?? 0;
+  const number = (name) => Number(name.split("/")[2]);
+  return Object.keys(localStorage)
+    .filter((name) => name.startsWith(PREFIX) && name.endsWith(FILES) && name !== except)
+    .sort((a, b) => age(a) - age(b) || number(a) - number(b))[0];
 }
 
 function read(name) {
   try {
-    return JSON.parse(sessionStorage.getItem(name));
+    return JSON.parse(localStorage.getItem(name));
   } catch {
     return null;
   }

@@ -1,5 +1,7 @@
 // Reads one answer to its end over any number of connections. Independent of the page.
 
+import { ROOT } from "./elements.js";
+
 const FIRST_PAUSE_MS = 250;
 const MAX_PAUSE_MS = 4000;
 // After this time without a connection the page gives up.
@@ -89,7 +91,7 @@ async function open(path, name, body, headers, signal, id, last) {
         body,
         signal,
       })
-    : fetch(`v1/requests/${encodeURIComponent(id)}/stream`, { headers: { ...headers, ...from }, signal }));
+    : fetch(`${ROOT}v1/requests/${encodeURIComponent(id)}/stream`, { headers: { ...headers, ...from }, signal }));
   if (!response.ok) throw await refusal(response);
   return response;
 }

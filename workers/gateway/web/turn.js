@@ -1,9 +1,10 @@
 // One turn of the conversation: what was asked, its answer, and the path of its request.
 
-import { add, newElement, showLines } from "./elements.js";
+import { add, addButton, addCopy, newElement, showLines } from "./elements.js";
+import { enlargeable } from "./frame.js";
+import { Markdown } from "./markdown.js";
 import { partOf, viewOf } from "./media.js";
-import { Stages, duration } from "./stages.js";
-import { TextWriter } from "./text.js";
+import { drawStages, duration } from "./stages.js";
 
 const FACTS = [
   ["first", "First token"],
@@ -13,9 +14,6 @@ const FACTS = [
   ["speech", "Speech"],
   ["resumed", "Resumed"],
 ];
-const COPIED_MS = 2000;
-// On such a screen the timeline does not fit beside the answer.
-const NARROW = matchMedia("(max-width: 56rem)");
 
 /** Return the part of a turn that is stored: plain values. */
 export function newTurn(question, images, kind) {
@@ -28,36 +26,41 @@ export function newTurn(question, images, kind) {
     id: null,
     last: null, // the id of the last event whose text is in `texts`
     texts: [],
-    painted: [], // the URLs of the images of the answer
     status: "Sending",
     error: [],
-    facts: { resumed: "never" },
+    facts: {},
     request: null,
     beganMs: Date.now(),
     resumes: 0,
   };
 }
 
-/** Shows a turn. `urls` are those of its images, or null where a reload has forgotten them. */
+/**
+ * Shows a turn. `files` has the URLs of the question's images and of the painted ones; it is null where
+ * they are no longer stored. `acts` has the functions edit(turn) and retry(turn).
+ */
 export class Turn {
-  constructor(number, kept, urls) {
+  constructor(number, kept, files, acts) {
     this.number = number;
     this.kept = kept;
-    this.urls = urls;
+    this.acts = acts;
+    this.urls = files?.urls ?? (kept.images.length ? null : []);
+    this.painted = []; // the URLs of the images of the answer
     this.writers = [];
     this.paintings = [];
-    this.element = newElement("article", "turn");
-    this.element.ariaLabel = `Question ${number + 1}`;
-    this.element.append(this.askedPart(), this.answerPart(), this.timelinePart());
-    kept.painted.forEach((url, index) => this.paint(url, index));
+    this.element = newElement("article", "turn", { ariaLabel: `Question ${number + 1}` });
+    this.element.append(this.askedPart(), this.answerPart());
+    files?.painted.forEach((url, index) => this.paint(url, index));
     kept.texts.forEach((text, index) => this.writerOf(index).write(text));
     this.busy = kept.state === "running";
     this.say(kept.status);
     Object.entries(kept.facts).forEach(([name, text]) => this.fact(name, text));
-    if (kept.id !== null) this.accepted(kept.id);
+    this.request.textContent = kept.id ?? kept.name;
     if (kept.request !== null) this.showStages(kept.request);
     if (kept.error.length) this.fail(kept.error);
-    if (urls === null) this.remark("A reload has forgotten the images of this question. They are no longer sent.");
+    const isPainted = ["image", "edit"].includes(kept.kind) && kept.state === "done";
+    if (this.urls === null) this.remark("The images of this question are no longer stored, and are not sent again.");
+    else if (files === null && isPainted) this.remark("The images of this answer are no longer stored.");
     if (!this.busy) this.end(kept.state, kept.status);
   }
 
@@ -69,8 +72,13 @@ export class Turn {
   }
 
   get content() {
-    const images = (this.urls ?? []).map((url, at) => partOf(this.kept.images[at], url));
+    const images = this.files.map((file) => partOf(file, file.url));
     return images.length ? [...images, { type: "text", text: this.kept.question }] : this.kept.question;
+  }
+
+  /** Return the files of the question that are still known: name, size, kind and URL. */
+  get files() {
+    return (this.urls ?? []).map((url, at) => ({ ...this.kept.images[at], url }));
   }
 
   // -- changes that a request makes ------------------------------------------------------------
@@ -78,7 +86,6 @@ export class Turn {
   accepted(id) {
     this.kept.id = id;
     this.request.textContent = id;
-    this.copy.hidden = false;
   }
 
   write(index, text) {
@@ -90,47 +97,51 @@ export class Turn {
   /** Show an image, or a preview of it, in the place of the one before. */
   paint(url, index) {
     while (this.paintings.length <= index) {
-      this.kept.painted[this.paintings.length] ??= "";
-      this.paintings.push(Object.assign(add(this.text, "img", "painted"), { alt: `Painted: ${this.kept.question}` }));
+      const image = newElement("img", "painted", { alt: `Painted: ${this.kept.question}` });
+      this.paintings.push(image);
+      this.painted.push("");
+      this.text.append(enlargeable(image));
     }
-    this.kept.painted[index] = url;
+    this.painted[index] = url;
     if (url) this.paintings[index].src = url;
   }
 
   /** Show how much of a video is made, in percent. */
   progress(percent) {
-    this.bar ??= Object.assign(add(this.text, "progress"), { max: 100, ariaLabel: "Progress of the video" });
+    this.bar ??= add(this.text, "progress", "", { max: 100, ariaLabel: "Progress of the video" });
     this.bar.value = percent;
     this.say(`Making the video: ${percent} %`);
   }
 
   film(url) {
-    const video = Object.assign(newElement("video", "painted"), { src: url, controls: true, loop: true });
+    const video = newElement("video", "painted", { src: url, controls: true, loop: true });
     video.ariaLabel = `Video: ${this.kept.question}`;
     this.text.replaceChildren(video);
   }
 
   /** Whether a reload has forgotten the video. */
   get lacksVideo() {
-    return this.kept.kind === "video" && this.kept.state === "done" && this.text.childElementCount === 0;
+    return this.kept.kind === "video" && this.kept.state === "done" && this.isEmpty;
   }
 
   fact(name, text) {
     this.kept.facts[name] = text;
     this.facts[name].textContent = text;
+    this.facts[name].parentElement.hidden = false;
   }
 
   say(text) {
     this.kept.status = text;
-    this.status.textContent = text;
+    if (this.status.textContent !== text) this.status.textContent = text;
   }
 
   showStages(request) {
     const { state, stage, path, now_ms, waits_for } = request;
     this.kept.request = { state, stage, path, now_ms, waits_for };
-    this.stages.show(this.kept.request);
+    const line = drawStages(this.stages, this.kept.request);
+    this.line.textContent = line || "Timeline";
     const last = path.at(-1);
-    if (last) this.whole.textContent = duration((last.ended_ms ?? now_ms) - path[0].began_ms);
+    if (last) this.whole.textContent = ` · ${duration((last.ended_ms ?? now_ms) - path[0].began_ms)} in all`;
   }
 
   fail(lines) {
@@ -143,16 +154,22 @@ export class Turn {
     this.busy = false;
     this.say(status);
     this.bar?.remove();
-    this.writers.forEach((writer) => writer.finish());
+    this.copy.hidden = this.kept.texts.length === 0;
     if (this.messages.length === 0 && this.kept.kind === "text") this.remark("This question has no answer, and later ones are sent without it.");
   }
 
   remark(text) {
-    add(this.notes, "p", "hint").textContent = text;
+    add(this.notes, "p", "hint", { textContent: text });
+  }
+
+  /** Whether there is nothing of the answer yet. */
+  get isEmpty() {
+    return this.text.childElementCount === 0;
   }
 
   set busy(isBusy) {
     this.text.ariaBusy = String(isBusy);
+    this.element.dataset.state = this.kept.state;
   }
 
   get busy() {
@@ -163,73 +180,59 @@ export class Turn {
 
   askedPart() {
     const asked = newElement("div", "asked");
-    const list = newElement("ul", "thumbs");
-    list.ariaLabel = "Images of the question";
+    const box = add(asked, "div", "bubble");
+    const list = newElement("ul", "thumbs", { ariaLabel: "Images of the question" });
     this.kept.images.forEach(({ name }, at) => {
       const item = add(list, "li");
       if (this.urls === null) item.textContent = name;
-      else item.append(Object.assign(viewOf(this.urls[at], name), { title: name }));
+      else item.append(framed(viewOf(this.urls[at], name)));
     });
-    if (this.kept.images.length) asked.append(list);
-    add(asked, "p", "question").textContent = this.kept.question;
+    if (this.kept.images.length) box.append(list);
+    add(box, "p", "question", { textContent: this.kept.question });
+    addButton(add(asked, "p", "acts"), "Edit", () => this.acts.edit(this)).ariaLabel = `Edit question ${this.number + 1}`;
     return asked;
   }
 
   answerPart() {
-    const answer = newElement("section", "answer");
-    answer.ariaLabel = "Answer";
-    this.status = add(answer, "p", "status");
-    this.status.role = "status";
-    this.text = add(answer, "div", "text");
-    this.text.ariaLive = "polite";
-    this.error = add(answer, "div", "error");
-    this.error.role = "alert";
-    this.error.hidden = true;
+    const answer = newElement("section", "answer", { ariaLabel: `Answer ${this.number + 1}` });
+    this.text = add(answer, "div", "text", { ariaLive: "polite" });
+    this.error = add(answer, "div", "error", { role: "alert", hidden: true });
     this.notes = add(answer, "div", "notes");
+    const foot = add(answer, "div", "foot");
+    this.status = add(foot, "p", "status", { role: "status" });
+    this.request = add(foot, "code", "request");
+    const acts = add(foot, "p", "acts");
+    this.copy = addCopy(acts, "Copy", () => this.kept.texts.join("\n\n"), this.text);
+    this.copy.ariaLabel = "Copy the answer";
+    this.copy.hidden = true;
+    const retry = addButton(acts, "Retry", () => this.acts.retry(this), "quiet small retry");
+    retry.ariaLabel = `Retry question ${this.number + 1}`;
+    answer.append(this.timelinePart());
     return answer;
   }
 
   timelinePart() {
     const timeline = newElement("details", "timeline");
-    timeline.open = !NARROW.matches;
     const summary = add(timeline, "summary");
-    summary.append("Timeline ");
+    this.line = add(summary, "span", "line", { textContent: "Timeline" });
     this.whole = add(summary, "span", "whole");
-    const list = add(timeline, "ol", "stages");
-    list.ariaLabel = "Stages of the request";
-    this.stages = new Stages(list);
+    this.stages = add(timeline, "ol", "stages", { ariaLabel: "Stages of the request" });
     const facts = add(timeline, "dl", "facts");
     this.facts = {};
     for (const [name, title] of FACTS) {
-      const row = add(facts, "div");
-      add(row, "dt").textContent = title;
+      const row = add(facts, "div", "", { hidden: true });
+      add(row, "dt", "", { textContent: title });
       this.facts[name] = add(row, "dd", name);
-      this.facts[name].textContent = "–";
     }
-    const row = add(timeline, "p", "request-row");
-    this.request = add(row, "code", "request");
-    this.request.textContent = "–";
-    this.copy = add(row, "button", "quiet small copy");
-    Object.assign(this.copy, { type: "button", textContent: "Copy id", hidden: true });
-    this.copy.addEventListener("click", () => this.copyId());
+    addCopy(timeline, "Copy id", () => this.kept.id ?? this.kept.name, this.request).classList.add("copy");
     return timeline;
-  }
-
-  async copyId() {
-    try {
-      await navigator.clipboard.writeText(this.kept.id);
-      this.copy.textContent = "Copied";
-    } catch {
-      // Browsers give the clipboard only to pages with TLS or of this machine.
-      getSelection().selectAllChildren(this.request);
-      this.copy.textContent = "Selected";
-    }
-    setTimeout(() => (this.copy.textContent = "Copy id"), COPIED_MS);
   }
 
   /** Each choice of an answer is shown by itself. */
   writerOf(index) {
-    while (this.writers.length <= index) this.writers.push(new TextWriter(add(this.text, "div", "choice")));
+    while (this.writers.length <= index) this.writers.push(new Markdown(add(this.text, "div", "choice")));
     return this.writers[index];
   }
 }
+
+const framed = (view) => (view.tagName === "IMG" ? enlargeable(view) : view);
