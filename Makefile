@@ -59,8 +59,8 @@ upgrade:  ## change the running compose cluster to IMAGE, one container after th
 rolling: .venv/dev  ## workers of older commits with workers of this tree, in every order; 30 minutes
 	$(BIN)/python -m ops.rolling
 
-cluster: .venv/dev  ## the compose cluster on the image `pagemill`: restarts, drains, scale; 15 minutes
-	$(BIN)/python -m ops.cluster
+cluster: .venv/dev  ## the compose cluster on the image IMAGE: upgrade, restarts, drains, scale; 25 minutes
+	$(BIN)/python -m ops.cluster --image $(IMAGE)
 
 kubernetes: .venv/dev  ## the chart in the API server of KUBEBUILDER_ASSETS, a folder with etcd and kube-apiserver
 	@test -n "$(KUBEBUILDER_ASSETS)" || echo "kubernetes: skipped: KUBEBUILDER_ASSETS names no folder"

@@ -112,8 +112,10 @@ class Container:
 
     @property
     def is_healthy(self) -> bool:
+        """Whether it runs, and its health check, where it has one, has succeeded."""
         state = self.description["State"]
-        return bool(state["Running"]) and state.get("Health", {}).get("Status") == "healthy"
+        is_well = "Health" not in state or state["Health"]["Status"] == "healthy"
+        return bool(state["Running"]) and is_well
 
     @property
     def exit_code(self) -> int:
