@@ -4,10 +4,14 @@ import asyncio
 import io
 import os
 import pty
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from shared.config.parsing import parse_config
 from workers.cli.start_display import PROGRESS_S, StartDisplay
+from workers.cli.up import next_step
 from workers.roles import WorkerSpec
 from workers.supervisor.start import Observation, StartWatch
 
@@ -148,3 +152,22 @@ def test_nothing_is_left_to_flush_for_a_closed_terminal() -> None:
         os.close(terminal)
         display.say("draining …")
         file.flush()
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "command"),
+    [
+        ("models: {a: {path: a}}", "pagemill.yaml", "chat, or open http://gate"),
+        ("models: {a: {path: a}, b: {path: b}}", None, "chat --model a, or open http://gate"),
+        ("models: {a: {path: a, graph: qwen-image}}", None, 'draw "a red circle on blue", or open'),
+        (
+            "{models: {a: {path: a}}, nats: {port: 0}}",
+            "x y.yaml",
+            "chat -c 'x y.yaml' --nats nats://broker, or",
+        ),
+    ],
+)
+def test_the_start_ends_with_the_next_command(text: str, file: str | None, command: str) -> None:
+    path = None if file is None else Path(file)
+    line = next_step(parse_config(text, {}, "test"), path, "nats://broker", "http://gate")
+    assert f"pagemill {command}" in line

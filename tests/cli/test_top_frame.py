@@ -1,16 +1,19 @@
 """Frames of `pagemill top`, from surveys made by hand."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 from rich.console import Console
+from rich.live import Live
 
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, PoolPlan, StartReport
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 from shared.telemetry.metrics import Metrics
-from workers.cli.top import render
+from workers.cli.top import Screen, render
 from workers.cli.top_frame import Frame, frame
 
 
@@ -195,3 +198,42 @@ def test_engines_on_gpus_have_columns_of_their_devices() -> None:
     assert "GPU memory" in shown(view)
     assert "95.0%" in shown(view)
     assert "GPU" not in shown(frame(None, survey(10, on_cpu)))
+
+
+def on_screen(view: Frame, *keys: str) -> list[str]:
+    """Return the lines of a terminal of 80 x 24 characters after these keys."""
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, force_terminal=False)
+    screen = Screen(Live(console=console, auto_refresh=False))
+    screen.show(view)
+    assert all(screen.press(key) for key in keys)
+    assert not screen.press("q")
+    console.print(screen.render(view))
+    return out.getvalue().splitlines()
+
+
+def test_a_terminal_of_80_x_24_shows_the_rates_first_and_keys_choose_the_rest() -> None:
+    served = ["small", "a-model-with-a-name-that-is-longer-than-half-of-the-screen", "quick"]
+    engines = [engine(f"engine-{n}-1a2b3c4d", out=n, started_s=1) for n in range(3)]
+    later = [engine(f"engine-{n}-1a2b3c4d", out=20_000 * n, started_s=1) for n in range(3)]
+    queues = tuple(StageQueue("engine", f"m{n}", "batch", 0, 0, None) for n in range(20))
+
+    def view_of(at_s: float, workers: list[Metrics]) -> ClusterSnapshot:
+        view = survey(at_s, *workers, queues=queues)
+        beats = [replace_struct(b, models=[m]) for b, m in zip(view.beats, served, strict=True)]
+        return replace(view, beats=beats)
+
+    view = frame(view_of(100, engines), view_of(101, later))
+    lines = on_screen(view)
+    assert len(lines) == 24
+    assert max(map(len, lines)) <= 80
+    assert re.sub("  +", "|", lines[2]) == "model|req/s|out tok/s|in tok/s|TTFT p50|p95|ITL p50"
+    assert [line.split()[0] for line in lines[3:6]] == ["quick", "a-model-with-a-name…", "small"]
+    assert "39,998.0" in lines[3]
+    assert lines[-1].endswith("s sort: out tok/s  35 more lines")
+    ascending = on_screen(view, "s", "s", "s")
+    assert [line[:5] for line in ascending[3:6]] == ["a-mod", "quick", "small"]
+    only = on_screen(view, "j", "j", "k", "\n")
+    assert "small" not in "".join(only)
+    assert "engine-2" in "".join(only)
+    assert len(on_screen(view, "j", "\n", "\n")) == 24

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import zip_longest
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.segment import Segment, Segments
 from rich.table import Table
+from rich.text import Text
 
 from shared.bus.bus import Bus
 from shared.bus.login import Login
@@ -18,6 +21,7 @@ from shared.telemetry.deltas import ClusterSnapshot
 from workers.cli.broker import CONNECT_TIMEOUT_S
 from workers.cli.terminal import call_on_signals, print_json
 from workers.cli.top_frame import Frame, Throughput, frame
+from workers.cli.top_keys import Selection, keys_read
 
 # Columns of the output to a file or a pipe.
 WIDTH = 120
@@ -77,14 +81,54 @@ async def _until_interrupted(viewer: Viewer, interval_s: float, as_json: bool) -
             show = _printer(as_json)
         else:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+            screen = Screen(live)
 
-            def show(frame: Frame | Unavailable) -> None:
-                live.update(render(frame), refresh=True)
+            def press(key: str) -> None:
+                if not screen.press(key):
+                    showing.cancel()
 
+            stack.enter_context(keys_read(press))
+            show = screen.show
         showing = asyncio.create_task(_show_all(viewer, interval_s, show))
         call_on_signals(showing.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await showing
+
+
+class Screen:
+    """The whole terminal: the selected rows of the last frame, and a line with the keys."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._selection = Selection()
+        self._frame: Frame | Unavailable | None = None
+
+    def show(self, frame: Frame | Unavailable) -> None:
+        self._frame = frame
+        self._live.update(self.render(frame), refresh=True)
+
+    def press(self, key: str) -> bool:
+        """Handle a key, and return whether the display continues."""
+        if not isinstance(self._frame, Frame):
+            return key != "q"
+        continues = self._selection.press(key, self._frame)
+        self.show(self._frame)
+        return continues
+
+    def render(self, frame: Frame | Unavailable) -> RenderableType:
+        """Return the frame with at most the lines and columns of the terminal."""
+        options = self._live.console.options
+        chosen = self._selection
+        if isinstance(frame, Frame):
+            frame = chosen.apply(frame)
+        body = render(frame, selected=chosen.model, is_wide=options.max_width >= WIDTH)
+        lines = self._live.console.render_lines(body, options.update(height=None), pad=False)
+        room = options.size.height - 1
+        cut = len(lines) - room
+        text = f"q quit  j k select a model  Enter only it  s sort: {chosen.sort_key}"
+        text += f"  {cut} more lines" if cut > 0 else ""
+        shown = Segments(segment for line in lines[:room] for segment in (*line, Segment.line()))
+        return Group(shown, Text(text, style="dim", no_wrap=True, overflow="crop"))
 
 
 async def _show_all(viewer: Viewer, interval_s: float, show: Show) -> None:
@@ -114,20 +158,26 @@ def _printer(as_json: bool) -> Show:
 # -- as tables --------------------------------------------------------------------------------
 
 
-def render(frame: Frame | Unavailable) -> RenderableType:
+def render(
+    frame: Frame | Unavailable, *, selected: str | None = None, is_wide: bool = True
+) -> RenderableType:
+    """Return the tables of a frame, rates first. The model `selected` is highlighted.
+
+    Without `is_wide`, tables leave out the columns that do not fit into 80 columns.
+    """
     if isinstance(frame, Unavailable):
         return f"[bold red]{escape(frame.message)}[/]; trying again"
-    tables = [_pools(frame), _queues(frame), _models(frame), _engines(frame)]
-    if frame.starting:
-        tables.insert(1, _starting(frame))
-    if frame.scale:
-        tables.insert(1, _scale(frame))
+    tables = [_models(frame, selected, is_wide), _engines(frame, is_wide)]
+    tables += [_starting(frame)] if frame.starting else []
+    tables += [_queues(frame)]
+    tables += [_scale(frame)] if frame.scale else []
+    tables += [_pools(frame)]
     return Group(_headline(frame), *(part for table in tables for part in ("", table)))
 
 
 def _headline(frame: Frame) -> str:
     at = datetime.fromtimestamp(frame.at_ms / 1000, UTC).strftime("%H:%M:%S")
-    oldest = f", the oldest for {_seconds(frame.oldest_request_s)}" if frame.in_flight else ""
+    oldest = f", oldest {_seconds(frame.oldest_request_s)}" if frame.in_flight else ""
     colour = "red" if frame.dead_letters else "default"
     return (
         f"[bold]pagemill[/] {at} UTC   {frame.in_flight} requests in flight{oldest}   "
@@ -183,8 +233,8 @@ def _queues(frame: Frame) -> Table:
     )
 
 
-def _models(frame: Frame) -> Table:
-    columns = ("model", "#req/s", "#in tok/s", "#out tok/s", "#TTFT p50", "#p95", "#ITL p50")
+def _models(frame: Frame, selected: str | None, is_wide: bool) -> Table:
+    columns = ("model", "#req/s", "#out tok/s", "#in tok/s", "#TTFT p50", "#p95", "#ITL p50")
     rows = (
         (
             row.model,
@@ -193,50 +243,65 @@ def _models(frame: Frame) -> Table:
             _seconds(row.flow.time_to_first_token_p50_s),
             _seconds(row.flow.time_to_first_token_p95_s),
             _seconds(row.flow.inter_token_latency_p50_s),
-            _share(row.flow.prefix_hit_rate),
-            row.totals.preemptions,
+            *((_share(row.flow.prefix_hit_rate), row.totals.preemptions) if is_wide else ()),
         )
         for row in frame.models
     )
-    return _table((*columns, "#prefix hits", "#preempted"), rows)
+    more = ("#prefix hits", "#preempted") if is_wide else ()
+    return _table((*columns, *more), rows, () if is_wide else (20,), selected)
 
 
-def _engines(frame: Frame) -> Table:
-    columns = ("engine", "model", "#run", "#wait", "#KV use", "#waste", "#in tok/s", "#out tok/s")
+def _engines(frame: Frame, is_wide: bool) -> Table:
+    columns = ("engine", "model", "#out tok/s", "#in tok/s", "#run", "#wait", "#KV use", "#busy")
+    more: tuple[str, ...] = ("#waste", "#preempted") if is_wide else ()
     on_gpus = any(row.gpu_memory_usage is not None for row in frame.engines)
+    more += ("#GPU", "#GPU memory") if on_gpus else ()
     rows = (
         (
             row.worker,
             row.model,
+            *_token_rates(row.flow),
             row.running,
             row.waiting,
             _share(row.kv_cache_usage),
-            _share(row.kv_waste),
-            *_token_rates(row.flow),
-            row.totals.preemptions,
             _share(row.device_busy),
+            *((_share(row.kv_waste), row.totals.preemptions) if is_wide else ()),
             *((_share(row.gpu_utilization), _share(row.gpu_memory_usage)) if on_gpus else ()),
         )
         for row in frame.engines
     )
-    return _table(
-        (*columns, "#preempted", "#busy", *(("#GPU", "#GPU memory") if on_gpus else ())), rows
-    )
+    return _table((*columns, *more), rows, () if is_wide else (17, 11))
 
 
-def _table(columns: Iterable[str], rows: Iterable[tuple[str | int, ...]]) -> Table:
-    """Make a table; columns of numbers are marked with #."""
+def _table(
+    columns: Iterable[str],
+    rows: Iterable[tuple[str | int, ...]],
+    max_widths: Sequence[int] = (),
+    selected: str | None = None,
+) -> Table:
+    """Make a table; columns of numbers are marked with #. A name that does not fit is cut.
+
+    `max_widths` are of the first columns.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
-    for column in columns:
-        table.add_column(column.lstrip("#"), justify="right" if column[0] == "#" else "left")
+    for column, width in zip_longest(columns, max_widths):
+        is_number = column[0] == "#"
+        table.add_column(
+            column.lstrip("#"),
+            justify="right" if is_number else "left",
+            no_wrap=True,
+            min_width=len(column) - 1 if is_number else None,
+            max_width=width,
+        )
     for row in rows:
         # Names come from the broker.
-        table.add_row(*(escape(str(cell)) for cell in row))
+        style = "reverse" if row[0] == selected else ""
+        table.add_row(*(escape(str(cell)) for cell in row), style=style)
     return table
 
 
 def _token_rates(flow: Throughput) -> tuple[str, str]:
-    return _rate(flow.prompt_tokens_per_s), _rate(flow.generation_tokens_per_s)
+    return _rate(flow.generation_tokens_per_s), _rate(flow.prompt_tokens_per_s)
 
 
 def _rate(per_s: float | None) -> str:

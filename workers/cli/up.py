@@ -3,6 +3,7 @@ some work is done."""
 
 import asyncio
 import contextlib
+import shlex
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -10,8 +11,11 @@ from typing import Literal
 from shared.bus.login import without_credentials
 from shared.config.schema import Config
 from shared.errors import PagemillError
+from shared.protocol.pipeline import AUDIO, TEXT
+from shared.stage.pipelines import pipelines_of
 from shared.stage.signals import has_terminal
 from shared.telemetry import logs
+from workers import settings
 from workers.cli.start_display import StartDisplay
 from workers.cli.terminal import EXIT_INTERRUPTED, call_on_signals, errors
 from workers.roles import WorkerSpec
@@ -47,7 +51,7 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
 
         cluster.when_refused = tell
         try:
-            return await _run(cluster, display, config, work)
+            return await _run(cluster, config, display, work)
         except PagemillError:
             for event in log_file.errors_since(file, offset)[-NUM_REASONS:]:
                 display.say(event)
@@ -57,7 +61,7 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
 
 
 async def _run(
-    cluster: LocalCluster, display: StartDisplay, config: Config, work: Work | None
+    cluster: LocalCluster, config: Config, display: StartDisplay, work: Work | None
 ) -> int:
     stopping, code = asyncio.Event(), 0 if work is None else EXIT_INTERRUPTED
 
@@ -86,6 +90,9 @@ async def _run(
                     display.say(f"{name}: {model.description}")
             ready = f"ready at {where}"
             display.say(ready if work else f"{ready}; Ctrl-C drains and stops", "bold green")
+            if work is None:
+                file = cluster.processes.config_file
+                display.say(next_step(config, file, addresses[0], addresses[1]))
             code = await _until(stop, work)
         display.say("draining …")
     finally:
@@ -95,6 +102,25 @@ async def _run(
             await start
         await cluster.stop()
     return code
+
+
+def next_step(config: Config, file: Path | None, url: str, page: str | None) -> str:
+    """Return the line with the command to type next.
+
+    `file` is the configuration file, `url` the broker, and `page` the URL of the gateway.
+    """
+    pipelines = pipelines_of(config)
+    writers = [name for name, pipeline in pipelines.items() if TEXT in pipeline.outputs]
+    speaks = any(pipeline.output_of(AUDIO) for pipeline in pipelines.values())
+    command = 'say "Good morning."' if speaks else 'draw "a red circle on blue"'
+    if writers:
+        command = "chat" if len(writers) == 1 else f"chat --model {shlex.quote(writers[0])}"
+    if file not in (None, settings.DEFAULT_FILE, settings.find_running_file()):
+        command += f" -c {shlex.quote(str(file))}"
+    if config.nats.url is None and config.nats.port == 0:
+        command += f" --nats {url}"
+    browser = f", or open {page}" if page else ""
+    return f"next, in another terminal in this folder: pagemill {command}{browser}"
 
 
 async def _until(stop: "asyncio.Task[Literal[True]]", work: Work | None) -> int:
