@@ -22,7 +22,12 @@ from shared.telemetry.metrics import Counter
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_middleware import certificate, check_error
 from tests.gateway.routes.test_chat import question
-from workers.gateway.http.connection import MAX_LINGERING, ConnectionLimits, LimitedHttpProtocol
+from workers.gateway.http.connection import (
+    MAX_LINGERING,
+    PROBE,
+    ConnectionLimits,
+    LimitedHttpProtocol,
+)
 from workers.gateway.http.places import ConnectionPlaces, Place
 from workers.gateway.worker import OTHER_FILES
 
@@ -101,6 +106,65 @@ async def begin_uploads(
         writer.write(with_key(key, UPLOAD) if key else UPLOAD)
         begun.append((await reader.readuntil(b"\r\n\r\n"), (reader, writer)))
     return begun
+
+
+async def answer_to(gateway: Gateway, request: bytes) -> bytes:
+    """Return all bytes that a client gets which sends nothing after its request."""
+    reader, writer = await connect(gateway)
+    writer.write(request)
+    writer.write_eof()
+    answer = await reader.read()
+    await leave((reader, writer))
+    return answer
+
+
+async def test_a_client_that_stops_sending_gets_its_answer(gateway: Gateway) -> None:
+    for stream in (False, True):
+        body = question() | {"max_tokens": 4, "stream": stream}
+        answer = await answer_to(gateway, post("/v1/chat/completions", body))
+        head, _, rest = answer.removeprefix(PROBE).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert rest.endswith(b"0\r\n\r\n" if stream else b"}")
+
+
+async def test_a_client_that_closes_while_it_waits_ends_its_request(gateway: Gateway) -> None:
+    body = question() | {"max_tokens": 900, "ignore_eos": True}
+    connection = await connect(gateway)
+    connection[1].write(post("/v1/chat/completions", body))
+    probe = await connect(gateway)
+    while await metric(probe, IN_FLIGHT) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await leave(connection)
+    while await metric(probe, IN_FLIGHT) > 1:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await leave(probe)
+
+
+async def test_a_stream_to_an_old_client_ends_by_closing(gateway: Gateway) -> None:
+    body = question() | {"max_tokens": 4, "stream": True}
+    request = post("/v1/chat/completions", body).replace(b"HTTP/1.1", b"HTTP/1.0")
+    head, _, events = (await answer_to(gateway, request)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"gzip, chunked", b"identity"])
+async def test_an_unknown_transfer_coding_is_a_501(gateway: Gateway, coding: bytes) -> None:
+    head = post("/v1/completions", {}).partition(b"Content-Length")[0]
+    answer = await answer_to(gateway, head + b"Transfer-Encoding: " + coding + b"\r\n\r\n0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 501")
+    check_error(answer.partition(b"\r\n\r\n")[2], "unknown_transfer_coding")
+
+
+async def test_a_request_without_a_host_is_refused(gateway: Gateway) -> None:
+    without = HEALTH.replace(b"Host: localhost\r\n", b"Connection: close\r\n")
+    answer = await answer_to(gateway, without)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"the header Host is missing" in answer
+    old = await answer_to(gateway, without.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert old.startswith(b"HTTP/1.1 200")
 
 
 async def test_connections_have_a_limit(another: Start) -> None:

@@ -1,21 +1,27 @@
 """HTTP connection protocol: limits that apply before a request reaches the ASGI application.
 
 A connection gets an error response and is closed when its headers arrive too slowly or are too
-large, when its body has too many chunks, or when there are too many connections. A connection whose
-client does not read its response is aborted. An idle connection may close for a new one, as
-`places` decides.
+large, when its body has too many chunks or an unknown coding, or when there are too many
+connections. A connection whose client does not read its response is aborted. An idle connection may
+close for a new one, as `places` decides.
 """
 
 import asyncio
 import math
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 from starlette.types import Scope
+from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from shared.config.schema import GatewayConfig
 from shared.errors import InvalidRequest, PagemillError
@@ -33,6 +39,10 @@ LINGER_S = 2.0
 MAX_LINGERING = 64
 # Keep-alive time while places are scarce.
 SHORT_KEEP_ALIVE_S = 2
+# Time between the end of a client's data and the first search for an error of the connection. It
+# doubles with every further search.
+FIRST_PROBE_S = 0.5
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +108,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Runs while there is data that the client has not read."""
         self._num_unread = 0
         """Unread bytes when `_send_timer` was started."""
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -111,6 +122,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_send_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self._limits.leave(self._place)
         super().connection_lost(exc)
 
@@ -136,9 +149,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head, self._in_body = False, True
         self._stop_timer()
         self._limits.places.renew(self._place)
+        if self._has_unknown_coding:
+            return self._refuse(_UNKNOWN_CODING)
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _end_by_closing(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_refused:
+            return
         super().on_message_complete()
         self._in_body, self._head_bytes = False, 0
         self._stop_timer()
@@ -176,7 +199,39 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(errors.BodyTooLarge(f"a body may have at most {MAX_CHUNKS} chunks"))
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest("this is not a valid HTTP request"))
+        invalid = InvalidRequest("this is not a valid HTTP request")
+        self._refuse(_UNKNOWN_CODING if self._has_unknown_coding else invalid)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: the client may still read its response."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if is_answered or self._in_body or self.scheme == "https":
+            return False
+        self.cycle.keep_alive = False
+        self._probe(FIRST_PROBE_S)
+        return True
+
+    def _probe(self, pause_s: float) -> None:
+        """Abort the connection if its client has closed it, and search again later.
+
+        The end of a client's data looks the same if the client has closed the connection, but then
+        every byte that is sent to it causes an error. Clients skip an interim response. A response
+        that has begun sends pings.
+        """
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self.transport.is_closing() and not self.cycle.response_started:
+            if not self.pipeline and self.scope["http_version"] == "1.1":
+                self.transport.write(PROBE)
+            self._probe_timer = self.loop.call_later(pause_s, self._probe, 2 * pause_s)
+
+    @property
+    def _has_unknown_coding(self) -> bool:
+        return any(
+            name == b"transfer-encoding" and value.strip().lower() != b"chunked"
+            for name, value in self.headers or ()
+        )
 
     @property
     def _is_idle(self) -> bool:
@@ -256,6 +311,29 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+_UNKNOWN_CODING = errors.UnknownCoding(
+    "the header Transfer-Encoding has a coding other than chunked", field="Transfer-Encoding"
+)
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Send a response without a length as HTTP/1.0 has it: without chunks, up to the close."""
+    send, is_unframed = cycle.send, False
+
+    async def send_unframed(message: ASGISendEvent) -> None:
+        nonlocal is_unframed
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            is_unframed = b"content-length" not in names
+            if is_unframed:
+                cycle.chunked_encoding = False
+        elif is_unframed and message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unframed  # type: ignore[method-assign]
 
 
 def claim_place(scope: Scope, tenant: str) -> None:

@@ -112,6 +112,12 @@ class RangeNotSatisfiable(RequestError):
         """Number of bytes of the body."""
 
 
+class UnknownCoding(RequestError):
+    """The header Transfer-Encoding has a coding other than `chunked`."""
+
+    code = "unknown_transfer_coding"
+
+
 class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 
@@ -179,6 +185,7 @@ STATUSES = {
     "token_rate_exceeded": 429,
     "storage_quota_exceeded": 429,
     HeadersTooLarge.code: 431,
+    UnknownCoding.code: 501,
     "unavailable": 503,
     "overloaded": 503,
     "unsupported_version": 503,

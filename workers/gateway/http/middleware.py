@@ -112,9 +112,11 @@ class EdgeMiddleware:
         if size > max_kib * 2**10 or len(headers) > MAX_HEADERS:
             message = f"a request may have at most {MAX_HEADERS} headers of {max_kib} KiB together"
             return self._error_response(HeadersTooLarge(message))
-        if sum(name == b"host" for name, _ in headers) > 1:
+        num_hosts = sum(name == b"host" for name, _ in headers)
+        if num_hosts > 1 or (not num_hosts and scope["http_version"] == "1.1"):
+            complaint = "given twice" if num_hosts else "missing"
             return self._error_response(
-                InvalidRequest("the header Host is given twice", field="Host")
+                InvalidRequest(f"the header Host is {complaint}", field="Host")
             )
         host, origin = (
             None if value is None else value.decode("latin-1")
