@@ -11,8 +11,7 @@ MODEL ?= ops/demo_model
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
-# ops/install.py has the reasons. Bytecode of what is imported comes with its first import; that
-# of all packages would cost half a minute here.
+# ops/install.py has the reasons.
 .venv/installed: pyproject.toml requirements.lock
 	$(PYTHON) -m ops.install
 	touch $@

@@ -37,6 +37,7 @@ from shared.telemetry import logs
 from workers import settings
 from workers.cli.ask import build_request, media_parts, with_media
 from workers.cli.inputs import read_input
+from workers.cli.token_rate import TokenRate
 from workers.supervisor.preloader import Preloader
 
 OPS = Path(__file__).parent
@@ -79,18 +80,14 @@ class Progress:
 
     case: Case
     sent_s: float = 0.0
-    first_s: float | None = None
-    last_s: float = 0.0
-    num_tokens: int = 0
+    rate: TokenRate = field(default_factory=TokenRate)
     answer: str = ""
     final: Finish | Failure | None = None
 
     def add(self, record: LogRecord) -> None:
-        self.last_s = time.perf_counter()
         if isinstance(record, TokenChunk):
-            if self.first_s is None:
-                self.first_s = self.last_s
-            self.num_tokens += sum(len(choice.token_ids) for choice in record.choices)
+            num_tokens = sum(len(choice.token_ids) for choice in record.choices)
+            self.rate.add(num_tokens, time.perf_counter())
             self.answer += "".join(choice.text for choice in record.choices)
         else:
             self.final = record
@@ -98,11 +95,6 @@ class Progress:
     @property
     def is_right(self) -> bool:
         return isinstance(self.final, Finish) and self.case.expect in self.answer.lower()
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second, from the request to the last token."""
-        return self.num_tokens / (self.last_s - self.sent_s) if self.num_tokens else 0.0
 
 
 @dataclass
@@ -154,9 +146,10 @@ class Demo:
         table.add_column("tok/s", justify="right")
         for state in self.progress:
             files = ", ".join(state.case.files) or "—"
-            rate = f"{state.rate:.0f}" if state.num_tokens else ""
             answer = f"[{_colour(state)}]{state.answer}[/]"
-            table.add_row(files, state.case.question, answer, str(state.num_tokens), rate)
+            table.add_row(
+                files, state.case.question, answer, str(state.rate.num_tokens), str(state.rate)
+            )
         return table
 
     def summary(self) -> Table:
@@ -165,10 +158,11 @@ class Demo:
             table.add_column(name, justify="left" if name == "question" else "right")
         table.add_column("path (time in each worker)")
         for state in self.progress:
-            first = f"{1000 * (state.first_s - state.sent_s):.0f} ms" if state.first_s else "—"
+            waited_ms = 1000 * (state.rate.first_s - state.sent_s)
+            first = f"{waited_ms:.0f} ms" if state.rate.num_tokens else "—"
             blocks = str(state.final.kv_blocks) if isinstance(state.final, Finish) else "—"
             path = " → ".join(_format_span(s) for s in state.final.path) if state.final else "—"
-            table.add_row(state.case.question, first, f"{state.rate:.0f}", blocks, path)
+            table.add_row(state.case.question, first, str(state.rate), blocks, path)
         return table
 
 

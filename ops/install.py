@@ -25,6 +25,13 @@ VENV = ROOT / ".venv"
 LOWEST_VENV = VENV / "lowest"
 PYTHON, UV = str(VENV / "bin" / "python"), str(VENV / "bin" / "uv")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+IMPORTS = """
+import importlib
+from workers.roles import all_roles
+for role in all_roles():
+    importlib.import_module(role.module)
+"""
 # No step is silent for longer than five seconds.
 PROBE_TIMEOUT_S = 4
 
@@ -82,7 +89,11 @@ def choose_torch() -> list[str]:
         say("no NVIDIA GPU: torch's CPU build, 0.2 GB to download, 0.7 GB on disk")
         return ["--torch-backend", "cpu"]
     say("no NVIDIA GPU, and PyTorch's index of CPU builds cannot be reached")
-    say("torch is the build of the configured index; PyPI's comes with 2 GB of CUDA packages")
+    say("torch is the build of the configured index: PyPI's has 2 GB to download, 5 GB on disk")
+    say("for the CPU build, 0.2 GB, press Ctrl-C and set one of these, then run it again:")
+    say("  HTTPS_PROXY=http://HOST:PORT, if a proxy reaches download.pytorch.org")
+    say("  UV_INDEX=URL of a mirror of https://download.pytorch.org/whl/cpu")
+    say("  PIP_FIND_LINKS=a folder with the wheel of torch's CPU build")
     return []
 
 
@@ -160,6 +171,18 @@ def install_lowest() -> int:
     return 0
 
 
+def write_bytecode() -> None:
+    """Compile what workers import, if this environment tells Python to keep no bytecode.
+
+    The first import writes it elsewhere. Compiling all packages would take a minute.
+    """
+    if not sys.dont_write_bytecode:
+        return
+    say("compiling what workers import, because PYTHONDONTWRITEBYTECODE is set: 10 s or more")
+    variables = {name: os.environ[name] for name in os.environ if name != NO_BYTECODE}
+    subprocess.run([PYTHON, "-c", IMPORTS], cwd=ROOT, env=variables, check=False)
+
+
 def size_of(folder: Path) -> int:
     """Return the bytes of all files below `folder`."""
     return sum(
@@ -190,6 +213,8 @@ def main() -> int:
     group = ["--group", arguments.group]
     if code := install(group if arguments.group else ["--editable", str(ROOT)]):
         return code
+    if not arguments.group:
+        write_bytecode()
     # A broker's first writes would otherwise wait for a gigabyte of packages.
     say("writing to disk")
     os.sync()

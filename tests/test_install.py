@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,29 @@ def test_without_a_gpu_torch_is_the_cpu_build(
 
 
 def test_with_a_gpu_or_without_the_index_torch_comes_from_the_configured_index(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert choose(monkeypatch, gpu=True, reachable=True) == []
     assert choose(monkeypatch, gpu=False, reachable=False) == []
+    printed = capsys.readouterr().out
+    for part in ("2 GB to download", "UV_INDEX=", "PIP_FIND_LINKS=", "HTTPS_PROXY="):
+        assert part in printed
+
+
+def test_bytecode_is_written_where_python_would_keep_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "imported.py").touch()
+    monkeypatch.setenv(install.NO_BYTECODE, "1")
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    monkeypatch.setattr(install, "PYTHON", sys.executable)
+    monkeypatch.setattr(install, "IMPORTS", "import imported")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    install.write_bytecode()
+    assert not (tmp_path / "__pycache__").exists()
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    install.write_bytecode()
+    assert len(list((tmp_path / "__pycache__").iterdir())) == 1
 
 
 def test_the_users_own_choice_of_torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from shared.protocol.records import ChoiceDelta, Finish, LogRecord, TokenChunk, Usage
 from tests.cli.fake_terminal import FakeTerminal
 from workers.cli.ask import print_records
+from workers.cli.token_rate import TokenRate
 
 TEXT = "a\x1b]52;c;x\x07\tb\n"
 
@@ -27,3 +28,12 @@ async def test_a_text_does_not_steer_the_terminal_and_a_pipe_has_it_as_it_is(
     monkeypatch.setattr("sys.stdout", out)
     assert await print_records(records(), as_json=False) == 0
     assert out.getvalue() == text
+
+
+def test_a_rate_counts_the_tokens_after_the_first_ones_and_needs_16() -> None:
+    rate = TokenRate()
+    for at_s in (10.0, 10.5, 11.0):
+        rate.add(5, at_s)
+    assert str(rate) == "-"
+    rate.add(5, 11.5)
+    assert str(rate) == "10"

@@ -216,7 +216,11 @@ def test_a_terminal_of_80_x_24_shows_the_rates_first_and_keys_choose_the_rest() 
     served = ["small", "a-model-with-a-name-that-is-longer-than-half-of-the-screen", "quick"]
     engines = [engine(f"engine-{n}-1a2b3c4d", out=n, started_s=1) for n in range(3)]
     later = [engine(f"engine-{n}-1a2b3c4d", out=20_000 * n, started_s=1) for n in range(3)]
-    queues = tuple(StageQueue("engine", f"m{n}", "batch", 0, 0, None) for n in range(20))
+    queues = tuple(
+        StageQueue("engine", f"m{n}", lane, 0, 0, None)
+        for n in range(20)
+        for lane in ("interactive", "batch")
+    )
 
     def view_of(at_s: float, workers: list[Metrics]) -> ClusterSnapshot:
         view = survey(at_s, *workers, queues=queues)

@@ -30,6 +30,7 @@ from workers.cli.terminal import (
     print_note,
     write_text,
 )
+from workers.cli.token_rate import TokenRate
 
 HELP = {
     "help": "show the commands",
@@ -143,9 +144,9 @@ class Chat:
     def _ask(self) -> None:
         """Send the last message, print the answer, and then a line with its request id."""
         turn, request_id, began_s = self._turns[-1], client.new_request_id(), time.monotonic()
-        turn.answer = None
+        turn.answer, rate = None, TokenRate()
         try:
-            final, reason = asyncio.run(self._read_answer(turn, request_id))
+            final, reason = asyncio.run(self._read_answer(turn, request_id, rate))
         finally:
             if turn.answer is not None:
                 write_text("\n")
@@ -153,7 +154,8 @@ class Chat:
         match final:
             case Finish(usage=usage):
                 tokens = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
-                summary = [request_id, tokens, seconds, reason or "finished"]
+                speed = [] if str(rate) == "-" else [f"{rate} tokens/s"]
+                summary = [request_id, tokens, seconds, *speed, reason or "finished"]
             case Failure(error=error):
                 self._print_error(error.code, error.message)
                 summary = [request_id, seconds, "failed"]
@@ -161,7 +163,9 @@ class Chat:
                 summary = [request_id, seconds, "interrupted"]
         print_note(" · ".join(summary))
 
-    async def _read_answer(self, turn: Turn, request_id: str) -> tuple[LogRecord | None, str]:
+    async def _read_answer(
+        self, turn: Turn, request_id: str, rate: TokenRate
+    ) -> tuple[LogRecord | None, str]:
         """Print the answer while it comes; return its final record and its finish reason.
 
         Ctrl-C cancels the request: then there is no final record. Raises what `client.ask` raises.
@@ -176,6 +180,7 @@ class Chat:
                         if isinstance(record, Finish):
                             turn.answer = turn.answer or ""
                         return record, reason
+                    rate.add(sum(len(c.token_ids) for c in record.choices), time.monotonic())
                     for choice in record.choices:
                         reason = choice.finish_reason or reason
                         if choice.text:

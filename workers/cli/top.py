@@ -169,7 +169,7 @@ def render(
         return f"[bold red]{escape(frame.message)}[/]; trying again"
     tables = [_models(frame, selected, is_wide), _engines(frame, is_wide)]
     tables += [_starting(frame)] if frame.starting else []
-    tables += [_queues(frame)]
+    tables += [_queues(frame, is_wide)]
     tables += [_scale(frame)] if frame.scale else []
     tables += [_pools(frame)]
     return Group(_headline(frame), *(part for table in tables for part in ("", table)))
@@ -223,13 +223,14 @@ def _read_bytes(done: int, total: int) -> tuple[str, str]:
     return (f"{done / 1e6:,.0f}", f"{total / 1e6:,.0f}") if total else ("-", "-")
 
 
-def _queues(frame: Frame) -> Table:
+def _queues(frame: Frame, is_wide: bool) -> Table:
+    """Return the table of queues; in a narrow terminal without the batch lanes that are empty."""
+    rows = (
+        q for q in frame.queues if is_wide or q.lane == "interactive" or q.pending or q.in_flight
+    )
     return _table(
         ("queue", "model", "lane", "#pending", "#in flight", "#oldest"),
-        (
-            (q.stage, q.model, q.lane, q.pending, q.in_flight, _seconds(q.oldest_s))
-            for q in frame.queues
-        ),
+        ((q.stage, q.model, q.lane, q.pending, q.in_flight, _seconds(q.oldest_s)) for q in rows),
     )
 
 

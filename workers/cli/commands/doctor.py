@@ -280,7 +280,7 @@ async def _check_workers(bus: Bus, beats: list[Heartbeat]) -> list[Finding]:
 
 def _check_gateway(url: str, config: Config) -> Iterator[Finding]:
     try:
-        _, body = _get(url, "/ready")
+        _, body = _get(url, "ready")
         ready = json.loads(body)
         status = str(ready["status"])
         stages = {str(name): str(state) for name, state in ready.get("models", {}).items()}
@@ -295,7 +295,7 @@ def _check_gateway(url: str, config: Config) -> Iterator[Finding]:
         if state != "ok":
             yield Finding("gateway", "failed", f"{name}: {state}", remedy)
     if config.gateway.page:
-        code, _ = _get(url, "/")
+        code, _ = _get(url, "")
         yield Finding("page", "ok" if code == 200 else "failed", f"{url}/ answers {code}")
     else:
         yield Finding("page", "ok", "off (gateway.page)")
@@ -314,7 +314,7 @@ def _get(url: str, path: str) -> tuple[int, bytes]:
     else:
         connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
     try:
-        connection.request("GET", path)
+        connection.request("GET", f"/{path}")
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
