@@ -49,6 +49,17 @@ def test_a_question_about_an_image(page: Browser) -> None:
     for fact in (".first", ".tokens", ".prompt", ".request"):
         assert re.search(r"\d", page.text(f"{LAST} {fact}")), fact
     assert page.text(f"{LAST} .resumed") == ""
+    page.click(f"{LAST} .enlarge")
+    page.wait("document.querySelector('dialog[open] img')?.naturalWidth > 0")
+    page.press(ESCAPE)
+    page.wait("document.querySelector('dialog') === null")
+
+
+def test_an_example_is_asked_by_one_click(page: Browser) -> None:
+    assert page.text("#model") == "demo (toy)"
+    page.click("#examples button")
+    assert ended(page).startswith("Done in ")
+    assert "yellow star" in answer_of(page)
 
 
 def test_a_question_about_a_clip_plays_what_is_sent(page: Browser, tmp_path: Path) -> None:
@@ -170,6 +181,8 @@ async def test_a_request_that_is_cancelled_before_it_is_known_does_not_run_on(
     with stopped(engine):
         ask(page, "What can you do?", LONG)
         page.wait("!document.querySelector('#cancel').hidden")
+        # The id is there before the server has answered.
+        assert page.text(f"{LAST} .request") == page.run("return window.posted")
         page.click("#cancel")
         assert ended(page) == "Cancelled"
     page.run(

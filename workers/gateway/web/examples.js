@@ -41,8 +41,8 @@ function examplesFor({ painter, files, toy }) {
   const seen = files.includes("image")
     ? [["Describe the image.", "yellow star"], ["How many shapes are there?", "three squares"]]
     : [];
-  const told = toy ? ["What can you do?"] : ["What can you do?", "Compare three sorting algorithms in a table."];
-  return [...seen, ...told.map((text) => [text, null])];
+  if (toy) return seen.length ? [...seen, ["What can you do?", null]] : [];
+  return [...seen, ["What can you do?", null], ["Compare three sorting algorithms in a table.", null]];
 }
 
 /** Show the examples of a model. `ask` is called with the question and the files of a chosen one. */
