@@ -9,7 +9,16 @@ from diffusers import DPMSolverMultistepScheduler
 from shared.codec.tensors import from_torch, to_torch
 from workers.generator.core.denoising import Progress
 from workers.generator.core.painting import decode_state, encode_state
-from workers.generator.diffusion.dpm_solver import begin, check_scheduler, make_schedule, stepped
+from workers.generator.diffusion import transfers
+from workers.generator.diffusion.dpm_solver import (
+    PREVIOUS,
+    Schedule,
+    begin,
+    check_scheduler,
+    make_schedule,
+    move,
+)
+from workers.generator.diffusion.transfers import State, download
 
 FLOW = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
 SETTINGS: list[dict[str, Any]] = [
@@ -31,6 +40,15 @@ def predict(latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
     return torch.sin(3 * latents + time / 500)
 
 
+def moved(
+    scheduler: Any, schedule: Schedule, number: int, progress: Progress, predicted: torch.Tensor
+) -> Progress:
+    state = State(to_torch(progress.latents), {PREVIOUS: to_torch(progress.solver[PREVIOUS])})
+    after = move(scheduler.config, schedule, number, state, predicted)
+    (stepped,) = download([after], [after.latents])
+    return stepped.progress
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps", [1, 4, 16])
@@ -47,10 +65,10 @@ def test_latents_equal_the_schedulers_after_each_step(
         assert schedule.times[number] == time
         predicted = predict(latents, time)
         latents = scheduler.step(predicted, time, latents, return_dict=False)[0]
-        result = stepped(scheduler.config, schedule, number, progress, predicted)
-        assert torch.equal(to_torch(result.progress.latents), latents)
+        after = moved(scheduler, schedule, number, progress, predicted)
+        assert torch.equal(to_torch(after.latents), latents)
         assert latents.isfinite().all()
-        resumed = decode_state(encode_state(result.progress, number), number, initial)
+        resumed = decode_state(encode_state(after, number), number, initial)
         assert resumed is not None
         progress = resumed
 
@@ -61,11 +79,9 @@ def test_the_second_order_depends_on_the_step_before() -> None:
     progress = begin(latents)
     for number in range(2):
         last = progress
-        progress = stepped(
-            scheduler.config, schedule, number, progress, predict(latents, latents)
-        ).progress
+        progress = moved(scheduler, schedule, number, progress, predict(latents, latents))
     forgot = Progress(last.latents, {"previous": from_torch(torch.zeros_like(latents))})
-    other = stepped(scheduler.config, schedule, 1, forgot, predict(latents, latents)).progress
+    other = moved(scheduler, schedule, 1, forgot, predict(latents, latents))
     assert other.latents != progress.latents
 
 
@@ -84,3 +100,11 @@ def test_the_second_order_depends_on_the_step_before() -> None:
 def test_other_algorithms_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_scheduler(DPMSolverMultistepScheduler(**settings))
+
+
+def test_tensors_of_any_size_and_dtype_are_copied_together() -> None:
+    dtypes = torch.bfloat16, torch.float32, torch.float64
+    tensors = [torch.rand(3, n, dtype=dtype).T for n, dtype in enumerate(dtypes, 1)]
+    copied = transfers._unpack(transfers._pack(tensors), tensors)
+    assert all(torch.equal(*pair) for pair in zip(copied, tensors, strict=True))
+    assert [tensor.dtype for tensor in copied] == [*dtypes]

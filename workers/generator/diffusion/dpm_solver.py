@@ -12,9 +12,10 @@ import torch
 from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
-from shared.codec.tensors import from_torch, to_torch
+from shared.codec.tensors import from_torch
 from workers.generator.core.denoising import Progress, Step, Stepped
 from workers.generator.diffusion.flow_match import Schedule, check_levels
+from workers.generator.diffusion.transfers import State, download
 
 PREVIOUS = "previous"
 """Name of the finished image that the step before predicted, of the latents' shape and dtype."""
@@ -50,13 +51,16 @@ class DpmSolver:
         """Return the times of images, int64 [images]."""
         return torch.stack([self._schedule(step.steps).times[step.number] for step in steps])
 
-    def move(self, steps: Sequence[Step], predictions: Sequence[Tensor]) -> list[Stepped]:
+    def move(
+        self, steps: Sequence[Step], states: Sequence[State], predictions: Sequence[Tensor]
+    ) -> list[Stepped]:
         """Return the images after their steps; `predictions` have the shape of the latents."""
         config = self._scheduler.config
-        return [
-            stepped(config, self._schedule(step.steps), step.number, step.progress, predicted)
-            for step, predicted in zip(steps, predictions, strict=True)
+        moved = [
+            move(config, self._schedule(step.steps), step.number, state, predicted)
+            for step, state, predicted in zip(steps, states, predictions, strict=True)
         ]
+        return download(moved, [state.solver[PREVIOUS] for state in moved])
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -82,19 +86,15 @@ def begin(latents: Tensor) -> Progress:
     return Progress(from_torch(latents), {PREVIOUS: from_torch(torch.zeros_like(latents))})
 
 
-def stepped(
-    config: Mapping[str, Any],
-    schedule: Schedule,
-    number: int,
-    progress: Progress,
-    predicted: Tensor,
-) -> Stepped:
+def move(
+    config: Mapping[str, Any], schedule: Schedule, number: int, state: State, predicted: Tensor
+) -> State:
     """Return an image after one more step; it has `number` steps.
 
     `config` are the settings of the scheduler, and `predicted` is the network's output in the shape
     of the latents. As in the scheduler, latents are rounded to float32 before a step.
     """
-    latents = to_torch(progress.latents).to(predicted.device)
+    latents = state.latents
     now, then = (_level_of(schedule.sigmas[n], config) for n in (number, number + 1))
     finished = _finished(config, now, latents, predicted)
     sample = latents.to(torch.float32)
@@ -103,15 +103,13 @@ def stepped(
     moved = (then.sigma / now.sigma) * sample - (then.alpha * shrinkage) * finished
     if _is_second_order(config, number, len(schedule.times)):
         before = _level_of(schedule.sigmas[number - 1], config)
-        previous = to_torch(progress.solver[PREVIOUS]).to(predicted.device)
         ratio = (now.log_ratio - before.log_ratio) / change
-        slope = (1.0 / ratio) * (finished - previous)
+        slope = (1.0 / ratio) * (finished - state.solver[PREVIOUS])
         if config["solver_type"] == "midpoint":
             moved = moved - 0.5 * (then.alpha * shrinkage) * slope
         else:
             moved = moved + (then.alpha * (shrinkage / change + 1.0)) * slope
-    preview = from_torch(finished)
-    return Stepped(Progress(from_torch(moved.to(finished.dtype)), {PREVIOUS: preview}), preview)
+    return State(moved.to(finished.dtype), {PREVIOUS: finished})
 
 
 def _is_second_order(config: Mapping[str, Any], number: int, steps: int) -> bool:

@@ -10,9 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.codec.tensors import from_torch
 from shared.errors import InvalidRequest
-from workers.generator.core.denoising import Progress, Step, Stepped
+from workers.generator.core.denoising import Step, Stepped
+from workers.generator.diffusion.transfers import State, download
 
 Levels = NDArray[np.float32]
 """Noise levels of the steps of an image, [steps]."""
@@ -53,16 +53,16 @@ class FlowMatch:
         velocities: Sequence[Tensor],
     ) -> list[Stepped]:
         """Return the images after their steps. All images have the same shape."""
-        results = [
-            _move(image, velocity, self._schedule(step.steps, num_patches).sigmas[step.number :])
-            for step, image, velocity in zip(steps, images, velocities, strict=True)
-        ]
-        # The host waits for the device once, and not for each image.
-        on_host = torch.stack([torch.stack(result) for result in results]).cpu()
-        return [
-            Stepped(Progress(from_torch(moved), {}), from_torch(finished))
-            for moved, finished in on_host
-        ]
+        moved, finished = zip(
+            *(
+                _move(
+                    image, velocity, self._schedule(step.steps, num_patches).sigmas[step.number :]
+                )
+                for step, image, velocity in zip(steps, images, velocities, strict=True)
+            ),
+            strict=True,
+        )
+        return download([State(latents, {}) for latents in moved], finished)
 
     def _make_schedule(self, steps: int, num_patches: int) -> Schedule:
         shift = shift_of(self._scheduler, num_patches)

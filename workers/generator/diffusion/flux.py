@@ -28,11 +28,12 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.flow_match import FlowMatch, linear_levels
-from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents, latents_of
+from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents
 from workers.generator.diffusion.packing import PATCH, unpack
 from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.pixels import to_unit
 from workers.generator.diffusion.text_encoders import TextEncoder
+from workers.generator.diffusion.transfers import upload_states
 
 
 class Flux(PackedLatents):
@@ -67,7 +68,7 @@ class Flux(PackedLatents):
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        images = latents_of(steps, self._transformer.device)
+        images = [s.latents for s in upload_states(steps, self._transformer.device)]
         num_patches = len(images[0])
         states, pooled = (
             torch.stack([to_torch(step.prompt.arrays[name]) for step in steps]).to(images[0])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_torch, to_torch
-from workers.generator.core.denoising import Condition, Noise, Pixels, Progress, Size, Step
+from workers.generator.core.denoising import Condition, Noise, Pixels, Progress, Size
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.packing import PATCH, pack
 from workers.generator.diffusion.pixels import to_pixels, to_unit
@@ -17,11 +17,6 @@ from workers.generator.diffusion.pixels import to_pixels, to_unit
 MAX_PATCHES = 16_384
 """Limit on the patches of an image: 2048x2048 pixels of the published models. One image must not
 take all the memory."""
-
-
-def latents_of(steps: Sequence[Step], device: torch.device) -> list[Tensor]:
-    """Return the latents of images of one size on the device, in one copy."""
-    return list(torch.stack([to_torch(step.progress.latents) for step in steps]).to(device))
 
 
 class DiffusersModel(ABC):

@@ -28,6 +28,7 @@ from workers.generator.diffusion import autoencoder_kl, dpm_solver
 from workers.generator.diffusion.dpm_solver import DpmSolver
 from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents
 from workers.generator.diffusion.parts import PartLoader
+from workers.generator.diffusion.transfers import upload_states
 
 
 class PixArtSigma(SpatialLatents):
@@ -62,17 +63,17 @@ class PixArtSigma(SpatialLatents):
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        images = [to_torch(step.progress.latents) for step in steps]
+        states = upload_states(steps, self._transformer.device)
         times = self._solver.times(steps)
         # As in the pipeline, texts to guide away from are the first rows of the same call.
         guided = {n: step.negative for n, step in enumerate(steps) if step.negative is not None}
         rows = [*guided, *range(len(steps))]
         texts = [*guided.values(), *(step.prompt for step in steps)]
-        predictions = self._predict([images[n] for n in rows], times[rows], texts)
+        predictions = self._predict([states[n].latents for n in rows], times[rows], texts)
         negatives, positives = predictions[: len(guided)], predictions[len(guided) :]
         for n, negative in zip(guided, negatives, strict=True):
             positives[n] = negative + steps[n].guidance * (positives[n] - negative)
-        return self._solver.move(steps, positives)
+        return self._solver.move(steps, states, positives)
 
     def _encode(self, text: str) -> Condition:
         # The transformer reads texts of one length, with a mask.
@@ -89,7 +90,7 @@ class PixArtSigma(SpatialLatents):
         device, dtype = self._transformer.device, self._transformer.dtype
         prompts = torch.stack([to_torch(text.arrays["prompt"]) for text in texts])
         predicted = self._transformer(
-            torch.stack(list(images)).to(device),
+            torch.stack(list(images)),
             encoder_hidden_states=prompts.to(device, dtype),
             encoder_attention_mask=self._mask([text.num_tokens for text in texts]).to(device),
             timestep=times.to(device),

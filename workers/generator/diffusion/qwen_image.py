@@ -24,10 +24,11 @@ from workers.generator.core.denoising import (
     check_sizes,
 )
 from workers.generator.diffusion.flow_match import FlowMatch, linear_levels
-from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents, latents_of
+from workers.generator.diffusion.latents import MAX_PATCHES, PackedLatents
 from workers.generator.diffusion.packing import PATCH, unpack
 from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.pixels import decode_latents, denormalized, to_unit
+from workers.generator.diffusion.transfers import upload, upload_states
 
 TEMPLATE = (
     "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -76,7 +77,7 @@ class QwenImage(PackedLatents):
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        images = latents_of(steps, self._transformer.device)
+        images = [s.latents for s in upload_states(steps, self._transformer.device)]
         num_patches = len(images[0])
         times = self._flow.times(steps, num_patches)
         velocities = self._predict(steps[0].size, images, times, [step.prompt for step in steps])
@@ -133,8 +134,8 @@ class QwenImage(PackedLatents):
         prompts, mask = self._padded(texts)
         sequence, grids = torch.stack(list(images)), [self._grid(size)]
         if texts[0].image_sizes:
-            inputs = [to_torch(text.arrays[INPUT]).to(sequence) for text in texts]
-            sequence = torch.cat([sequence, torch.stack(inputs)], dim=1)
+            inputs = upload([text.arrays[INPUT] for text in texts], sequence.device)
+            sequence = torch.cat([sequence, torch.stack(inputs).to(sequence)], dim=1)
             grids += [self._grid(image_size) for image_size in texts[0].image_sizes]
         predicted = self._transformer(
             hidden_states=sequence,

@@ -28,9 +28,10 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.flow_match import FlowMatch
-from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents, latents_of
+from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents
 from workers.generator.diffusion.parts import PartLoader
 from workers.generator.diffusion.text_encoders import TextEncoder
+from workers.generator.diffusion.transfers import upload_states
 
 T5 = "text_encoder_3"
 
@@ -68,7 +69,7 @@ class StableDiffusion3(SpatialLatents):
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        images = latents_of(steps, self._transformer.device)
+        images = [s.latents for s in upload_states(steps, self._transformer.device)]
         num_patches = images[0][0].numel() // self._transformer.config.patch_size**2
         # As in the pipeline, texts to guide away from are the first rows of the same call.
         guided = {n: step.negative for n, step in enumerate(steps) if step.negative is not None}

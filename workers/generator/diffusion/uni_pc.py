@@ -4,15 +4,16 @@ A step first corrects its latents by the new prediction, and then predicts the l
 noise level. Both use the finished latents that earlier steps have predicted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
-from shared.codec.tensors import from_torch, to_torch
-from workers.generator.core.denoising import Progress, Stepped
+from shared.codec.tensors import from_torch
+from workers.generator.core.denoising import Progress
+from workers.generator.diffusion.transfers import State
 
 ORDER = 2
 SETTINGS = {
@@ -62,18 +63,20 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
 def begin(latents: Tensor, dtype: torch.dtype) -> Progress:
     """Return a sample before its first step; `dtype` is the type of the network."""
     finished = torch.zeros_like(latents, dtype=torch.promote_types(latents.dtype, dtype))
-    state = {SAMPLE: torch.zeros_like(latents), FINISHED: finished, FINISHED_BEFORE: finished}
-    return _progress_of(latents, state)
+    solver = {SAMPLE: torch.zeros_like(latents), FINISHED: finished, FINISHED_BEFORE: finished}
+    return Progress(
+        from_torch(latents), {name: from_torch(value) for name, value in solver.items()}
+    )
 
 
-def stepped(progress: Progress, velocity: Tensor, sigmas: Tensor, number: int) -> Stepped:
-    """Return a sample after step `number`, from 0; `velocity` is predicted at its noise level.
+def move(state: State, velocity: Tensor, sigmas: Tensor, number: int) -> tuple[State, Tensor]:
+    """Return a sample after step `number`, from 0, and as it would be finished.
+
+    The `velocity` is predicted at the noise level of the step.
 
     It is a function of the arguments alone, so that another worker can continue a stored sample.
     """
-    device, steps = velocity.device, len(sigmas) - 1
-    solver = {name: to_torch(tensor).to(device) for name, tensor in progress.solver.items()}
-    latents = to_torch(progress.latents).to(device)
+    steps, (latents, solver) = len(sigmas) - 1, state
     finished = latents - sigmas[number] * velocity
     before = [solver[FINISHED], solver[FINISHED_BEFORE]]
     sample = latents
@@ -82,12 +85,8 @@ def stepped(progress: Progress, velocity: Tensor, sigmas: Tensor, number: int) -
         sample = _corrected(solver[SAMPLE], finished, before[:last_order], sigmas, number)
     latest = [finished, *before][: _order_of(number, steps)]
     moved = _predicted(sample, latest, sigmas, number)
-    state = {SAMPLE: sample, FINISHED: finished, FINISHED_BEFORE: before[0]}
-    return Stepped(_progress_of(moved, state), from_torch(finished.to(latents.dtype)))
-
-
-def _progress_of(latents: Tensor, state: Mapping[str, Tensor]) -> Progress:
-    return Progress(from_torch(latents), {name: from_torch(value) for name, value in state.items()})
+    after = {SAMPLE: sample, FINISHED: finished, FINISHED_BEFORE: before[0]}
+    return State(moved, after), finished.to(latents.dtype)
 
 
 def _order_of(number: int, steps: int) -> int:

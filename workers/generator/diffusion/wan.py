@@ -31,13 +31,8 @@ from workers.generator.core.denoising import (
 from workers.generator.diffusion.latents import DiffusersModel
 from workers.generator.diffusion.parts import PartLoader, refusing
 from workers.generator.diffusion.pixels import denormalized, to_unit
-from workers.generator.diffusion.uni_pc import (
-    Schedule,
-    begin,
-    load_scheduler,
-    make_schedule,
-    stepped,
-)
+from workers.generator.diffusion.transfers import download, upload, upload_states
+from workers.generator.diffusion.uni_pc import Schedule, begin, load_scheduler, make_schedule, move
 
 PATCH = 2
 """Side of a patch in latents."""
@@ -98,16 +93,24 @@ class Wan(DiffusersModel):
         rows_of: dict[int, list[int]] = {}
         for row, time in enumerate(times):
             rows_of.setdefault(self._transformer_at(time), []).append(row)
+        states = upload_states(steps, self._transformers[0].device)
         velocities: dict[int, Tensor] = {}
         for number, rows in rows_of.items():
             predicted = self._predict(
-                self._transformers[number], [steps[row] for row in rows], [times[r] for r in rows]
+                self._transformers[number],
+                [steps[row] for row in rows],
+                [states[row].latents for row in rows],
+                [times[row] for row in rows],
             )
             velocities |= zip(rows, predicted, strict=True)
-        return [
-            stepped(step.progress, velocities[row], schedules[row].sigmas, step.number)
-            for row, step in enumerate(steps)
-        ]
+        moved, finished = zip(
+            *(
+                move(states[row], velocities[row], schedules[row].sigmas, step.number)
+                for row, step in enumerate(steps)
+            ),
+            strict=True,
+        )
+        return download(moved, finished)
 
     @torch.inference_mode()
     def decode(self, latents: TensorData, size: Size) -> Tensor:
@@ -136,10 +139,13 @@ class Wan(DiffusersModel):
         return int(self._boundary is not None and bool(time < self._boundary))
 
     def _predict(
-        self, transformer: Any, steps: Sequence[Step], times: Sequence[Tensor]
+        self,
+        transformer: Any,
+        steps: Sequence[Step],
+        videos: Sequence[Tensor],
+        times: Sequence[Tensor],
     ) -> list[Tensor]:
         """Return the velocity of each video, which has the shape of its latents."""
-        videos = [to_torch(step.progress.latents).to(transformer.device) for step in steps]
         velocities = self._velocities(transformer, videos, times, [step.prompt for step in steps])
         # As in the pipeline, texts to guide away from have a second call.
         guided = {n: step.negative for n, step in enumerate(steps) if step.negative is not None}
@@ -161,7 +167,7 @@ class Wan(DiffusersModel):
         times: Sequence[Tensor],
         texts: Sequence[Condition],
     ) -> list[Tensor]:
-        prompts = [to_torch(text.arrays["prompt"]).to(transformer.device) for text in texts]
+        prompts = upload([text.arrays["prompt"] for text in texts], transformer.device)
         padded = prompts[0].new_zeros(len(prompts), self._max_tokens, prompts[0].shape[-1])
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt

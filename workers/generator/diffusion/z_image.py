@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from shared.codec.tensors import from_torch, to_torch
+from shared.codec.tensors import from_torch
 from shared.models.image_folder import ImageFolder
 from workers.generator.core.denoising import (
     Condition,
@@ -26,8 +26,9 @@ from workers.generator.core.denoising import (
 )
 from workers.generator.diffusion import autoencoder_kl
 from workers.generator.diffusion.flow_match import FlowMatch, Levels
-from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents, latents_of
+from workers.generator.diffusion.latents import MAX_PATCHES, SpatialLatents
 from workers.generator.diffusion.parts import PartLoader
+from workers.generator.diffusion.transfers import upload, upload_states
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PATCH = 2
@@ -69,7 +70,7 @@ class ZImage(SpatialLatents):
 
     @torch.inference_mode()
     def step(self, steps: Sequence[Step]) -> list[Stepped]:
-        images = latents_of(steps, self._transformer.device)
+        images = [s.latents for s in upload_states(steps, self._transformer.device)]
         num_patches = images[0][0].numel() // PATCH**2
         times = self._flow.times(steps, num_patches)
         # As in the pipeline, texts to guide away from are further rows of the same call.
@@ -103,10 +104,11 @@ class ZImage(SpatialLatents):
     ) -> list[Tensor]:
         """Return the prediction for each image with its text at its time, of the image's shape."""
         device, dtype = self._transformer.device, self._transformer.dtype
+        prompts = upload([text.arrays["prompt"] for text in texts], device)
         predicted = self._transformer(
             [image.to(dtype)[:, None] for image in images],
             ((1000 - times) / 1000).to(device),
-            [to_torch(text.arrays["prompt"]).to(device, dtype) for text in texts],
+            [prompt.to(dtype) for prompt in prompts],
             return_dict=False,
         )[0]
         return [prediction.float()[:, 0] for prediction in predicted]
