@@ -38,13 +38,15 @@ DEFAULTS: Headers = [
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
 ]
 REQUEST_ID = b"x-request-id"
+ANTHROPIC_VERSION = b"anthropic-version"
+"""Header of clients of Anthropic's API. They read the id of a request from `request-id`."""
 _VARY = (b"vary", b"origin")
 _CORS: Headers = [
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
     # Clients in browsers send additional headers, such as OpenAI's `x-stainless-…`. The star stands
     # for all headers but Authorization.
     (b"access-control-allow-headers", b"authorization, *"),
-    (b"access-control-expose-headers", b"x-request-id, retry-after"),
+    (b"access-control-expose-headers", b"x-request-id, request-id, retry-after"),
     (b"access-control-max-age", b"600"),
 ]
 
@@ -155,6 +157,9 @@ class _ResponseSender:
             added = [header for header in DEFAULTS if header[0] not in names]
             if REQUEST_ID not in names:
                 added += self._request_id(message["status"])
+            if _header(self.scope["headers"], ANTHROPIC_VERSION) is not None:
+                ids = (value for name, value in [*headers, *added] if name == REQUEST_ID)
+                added += [(b"request-id", value) for value in ids]
             message = {**message, "headers": [*headers, *added, *SECURITY, *self.cors]}
         else:
             self.num_bytes += len(message.get("body", b""))
