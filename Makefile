@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv
 JOBS ?= 3
-PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/core gateway/openai gateway/vllm generator/core shared/codec shared/protocol)
+PURE_TESTS := $(addprefix tests/,engine/core engine/cuda/kernels gateway/anthropic gateway/core gateway/openai gateway/vllm generator/core shared/codec shared/protocol)
 PEERS ?= peers
 MODEL ?= ops/demo_model
 

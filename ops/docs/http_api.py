@@ -34,7 +34,7 @@ _CAUSE = re.compile(r"^\| `(\w+)` \| (\d+|-) \| (?:yes|no) \| ([^|]+) \|", re.MU
 
 def pages() -> dict[Path, str]:
     """Return the page with its tables written again."""
-    structs = structs_in([*types_of(OPERATIONS), errors.ErrorAnswer])
+    structs = structs_in(types_of(OPERATIONS))
     makers: dict[str, Callable[[list[str], set[str]], str]] = {
         "endpoints": lambda names, named: _endpoints(),
         "errors": lambda names, named: _errors(),

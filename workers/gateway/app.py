@@ -23,6 +23,7 @@ from shared.errors import PagemillError, UnknownModel
 from shared.helpers.task_set import TaskSet
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
+from shared.protocol.records import ErrorInfo
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
@@ -36,6 +37,7 @@ from workers.gateway.http.body import BodyReader
 from workers.gateway.http.connection import claim_place
 from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.origins import OriginPolicy
+from workers.gateway.http.sse import ErrorResponder
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
 
@@ -136,7 +138,10 @@ class AppContext:
 
     def authenticate(self, request: Request) -> Caller:
         """Return the sender of a request. Raises InvalidKey."""
-        return self._keyring.authenticate(request.headers.getlist("authorization"))
+        headers = request.headers
+        authorization = headers.getlist("authorization")
+        keys = [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+        return self._keyring.authenticate(authorization or keys)
 
     def reload(self, config: Config) -> None:
         """Take over the API keys of a changed configuration."""
@@ -157,16 +162,24 @@ class AppContext:
         public: bool = False,
         counted: bool = False,
         right: Right = "requests",
+        refuse: ErrorResponder | None = None,
     ) -> Route:
         """Return a route that checks the API key and releases the request's memory at its end.
 
         A `public` route needs no key. Any other route needs a key with `right`. Requests to a
         `counted` route count for the limits of the key. Every route that starts work is counted. A
-        route that shows or ends work, or returns data from the gateway's memory, is not.
+        route that shows or ends work, or returns data from the gateway's memory, is not. `refuse`
+        makes the responses for errors, by default `error_response`.
         """
 
         async def guarded(request: Request) -> Response:
             request.scope["endpoint_path"] = path
+            try:
+                return await answer(request)
+            except PagemillError as error:
+                return (refuse or error_response)(error)
+
+        async def answer(request: Request) -> Response:
             if public:
                 return await endpoint(request, Caller("", ""))
             caller = self.authenticate(request)
@@ -193,14 +206,18 @@ def build_application(context: AppContext, routes: Iterable[Route]) -> EdgeMiddl
     return EdgeMiddleware(router, context.limits, context.metrics, error_response, context.origins)
 
 
-def error_response(error: Exception) -> Response:
+def error_response(
+    error: Exception,
+    body_of: Callable[[ErrorInfo], Any] = errors.body_of,
+    status_of: Callable[[ErrorInfo], int] = errors.status_of,
+) -> Response:
     """Return the response for an error. Errors other than PagemillError are logged as well."""
     if isinstance(error, HTTPException):
         return _router_error_response(error)
     if not isinstance(error, PagemillError):
         _log.error("unexpected_error", exc_info=error)
     info = errors.info_of(error)
-    answer = Json(errors.body_of(info), errors.status_of(info))
+    answer = Json(body_of(info), status_of(info))
     if info.retry_after_s is not None:
         answer.headers["retry-after"] = str(max(1, math.ceil(info.retry_after_s)))
     if isinstance(error, errors.RangeNotSatisfiable):

@@ -28,7 +28,7 @@ from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_form
 from workers.gateway.http.origins import SAFE_METHODS
-from workers.gateway.http.sse import ErrorResponder
+from workers.gateway.http.sse import ErrorResponder, EventStream
 
 T = TypeVar("T")
 
@@ -81,6 +81,8 @@ class ApiOperation(Struct, frozen=True):
     name: str = ""
     """Operation id; "" for the id that is derived from the path."""
     status_of: Callable[[ErrorLike], int] = errors.status_of
+    error: Any = errors.ErrorAnswer
+    """The type of the body of an error."""
 
     @property
     def refusals(self) -> dict[int, list[str]]:
@@ -164,12 +166,20 @@ class RouteTable:
     """The endpoints of one module."""
 
     def __init__(
-        self, tag: str, *, refuse: ErrorResponder = error_response, **details: Any
+        self,
+        tag: str,
+        *,
+        refuse: ErrorResponder = error_response,
+        stream: type[EventStream] = EventStream,
+        **details: Any,
     ) -> None:
-        """`refuse` makes the responses for errors. `details` are fields of ApiOperation that all
-        endpoints of the module have in common."""
+        """`refuse` makes the responses for errors, and `stream` the responses with events.
+
+        `details` are fields of ApiOperation that all endpoints of the module have in common.
+        """
         self.tag = tag
         self._refuse = refuse
+        self._stream = stream
         self._details = details
         self._endpoints: list[tuple[ApiOperation, Handler]] = []
         self.kinds: list[AnswerKind[Any]] = []
@@ -226,7 +236,9 @@ class RouteTable:
                         raise
                     info = call.fields.translate(errors.info_of(error))
                     raise errors.RequestFailed(info, "") from error
-                response = await submit(context, request, caller, kind, plan, refuse=self._refuse)
+                response = await submit(
+                    context, request, caller, kind, plan, refuse=self._refuse, stream=self._stream
+                )
                 return finish(content, response)
 
             for number, path in enumerate(paths):
@@ -243,22 +255,15 @@ class RouteTable:
         return [
             context.route(
                 operation.path,
-                partial(self._handle, context, handler),
+                partial(handler, context),
                 [operation.method],
                 public=operation.public,
                 counted=operation.counted,
                 right=operation.right,
+                refuse=self._refuse,
             )
             for operation, handler in self._endpoints
         ]
-
-    async def _handle(
-        self, context: AppContext, handler: Handler, request: Request, caller: Caller
-    ) -> Response:
-        try:
-            return await handler(context, request, caller)
-        except PagemillError as error:
-            return self._refuse(error)
 
 
 _BODY_ERRORS: Errors = (

@@ -78,6 +78,7 @@ ENDPOINTS = {
     "embedding": "/v1/embeddings",
     "generate": "/inference/v1/generate",
     "images": "/v1/images/generations",
+    "message": "/v1/messages",
     "rerank": "/v1/rerank",
     "score": "/v1/score",
     "speech": "/v1/audio/speech",
@@ -416,6 +417,14 @@ CASES = {
         body={"model": "demo", "stream": True},
         parts=2,
         logs=[text_log()] * 2,
+    ),
+    "message": Case(
+        kind="message",
+        body=HI | {"max_tokens": 9, "tools": [{"name": "f", "input_schema": {}}], "system": "Ho"},
+        logs=[text_log()],
+    ),
+    "message as a stream": Case(
+        kind="message", body=HI | {"max_tokens": 9, "stream": True}, logs=[text_log()]
     ),
 }
 

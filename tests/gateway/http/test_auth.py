@@ -108,7 +108,7 @@ async def test_every_route_but_the_public_ones_needs_a_key(another: Start, bus: 
         for route in routes:
             path = route.path.replace("{", "").replace("}", "")
             for method in (route.methods or set()) - {"HEAD"}:
-                got = await http.request(method, path, headers={"x-api-key": ALICE})
+                got = await http.request(method, path, headers={"api-key": ALICE})
                 status = 200 if route.path in PUBLIC else 401
                 assert got.status_code == status, (method, path)
                 if status == 401:

@@ -62,16 +62,17 @@ async def submit(
     plan: SubmitPlan[Options],
     *,
     refuse: ErrorResponder = error_response,
+    stream: type[EventStream] = EventStream,
 ) -> Response:
     """Publish a request and answer it from its logs.
 
     A request with the name of an earlier one gets the answer of the earlier one. `refuse` makes the
-    responses for errors.
+    responses for errors, and `stream` the response with server-sent events.
     """
     start = read_start(request, plan.options.num_logs)
     active, requests = await _register(context, request, caller, kind, plan)
     logs = await _open_logs(context, active, requests, plan, is_named=_is_named(request))
-    return await _respond(context, request, active, logs, start, refuse, plan)
+    return await _respond(context, request, active, logs, start, refuse, plan.delivery, stream)
 
 
 async def accept(
@@ -322,10 +323,11 @@ async def _respond(
     logs: Sequence[AsyncGenerator[AnyRecord, None]],
     start: Sequence[int],
     refuse: ErrorResponder,
-    plan: SubmitPlan[Options],
+    delivery: Delivery,
+    stream: type[EventStream],
 ) -> Response:
     headers, on_disconnect = {"x-request-id": active.request_id}, active.on_disconnect
-    match plan.delivery:
+    match delivery:
         case Delivery.SOUND:
             assert active.options.output is not None
             sound_format = active.options.output.format
@@ -337,7 +339,7 @@ async def _respond(
         case Delivery.EVENTS:
             active.has_event_ids = numbered = wants_event_ids(request, active.record)
             events = active.events(logs, start)
-            return EventStream(
+            return stream(
                 events, on_disconnect, context.shutting_down, refuse, headers, numbered=numbered
             )
         case Delivery.WHOLE:

@@ -65,7 +65,9 @@ class Keyring:
             return self._anonymous
         scheme, _, key_text = authorization[0].partition(" ") if authorization else ("", "", "")
         if len(authorization) != 1 or scheme.lower() != "bearer":
-            raise InvalidKey("an API key is required: send `Authorization: Bearer KEY`")
+            raise InvalidKey(
+                "an API key is required: send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`"
+            )
         sha256, match = digest(key_text.strip()).encode(), None
         for configured, key in self._keys:
             if hmac.compare_digest(configured, sha256):

@@ -42,13 +42,15 @@ DEFAULTS: Headers = [
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
 ]
 REQUEST_ID = b"x-request-id"
+ANTHROPIC_VERSION = b"anthropic-version"
+"""Header of clients of Anthropic's API. They read the id of a request from `request-id`."""
 _VARY = (b"vary", b"origin")
 _CORS: Headers = [
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
     # Clients in browsers send additional headers, such as OpenAI's `x-stainless-…`. The star stands
     # for all headers but Authorization.
     (b"access-control-allow-headers", b"authorization, *"),
-    (b"access-control-expose-headers", b"x-request-id, retry-after"),
+    (b"access-control-expose-headers", b"x-request-id, request-id, retry-after"),
     (b"access-control-max-age", b"600"),
 ]
 
@@ -183,6 +185,8 @@ class _ResponseSender:
             self.request_id = _header(headers, REQUEST_ID) or self._find_id(message["status"])
             if REQUEST_ID not in names and self.request_id is not None:
                 added.append((REQUEST_ID, self.request_id))
+            if self.request_id is not None and _header(self.scope["headers"], ANTHROPIC_VERSION):
+                added.append((b"request-id", self.request_id))
             message = {**message, "headers": [*headers, *added, *SECURITY, *self.cors]}
         else:
             self.num_bytes += len(message.get("body", b""))

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shared.protocol.encoding import to_json
+from shared.protocol.records import ErrorInfo
 from workers.gateway.http import errors
 
 T = TypeVar("T")
@@ -43,6 +44,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
     end = DONE
     """The last bytes of the body."""
+    ping = PING
+    ping_numbered = PING_NUMBERED
+    error_body: Callable[[ErrorInfo], Any] = staticmethod(errors.body_of)
+    error_head = b""
+    """Line of the event of an error, before its data."""
 
     def __init__(
         self,
@@ -65,7 +71,6 @@ class EventStream(Response):
         self._started = False
         self._written_s = time.monotonic()
         self._error_response = error_response
-        self.ping = PING_NUMBERED if numbered else PING
 
     @staticmethod
     def encode(data: bytes, event_id: str = "") -> bytes:
@@ -108,7 +113,7 @@ class EventStream(Response):
         pinging = asyncio.create_task(self._keep_alive(send))
         try:
             if not first.done():
-                await self._write(self.ping, send)
+                await self._ping(send)
             await self._write(await first, send)
             async for encoded in self._events:
                 await self._write(encoded, send)
@@ -127,7 +132,8 @@ class EventStream(Response):
 
     def _error_event(self, error: Exception) -> bytes:
         event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
-        return self.encode(to_json(errors.body_of(errors.info_of(error))), event_id)
+        body = self.error_body(errors.info_of(error))
+        return self.error_head + self.encode(to_json(body), event_id)
 
     async def _write(self, data: bytes, send: Send) -> None:
         await send(_body(data))
@@ -140,7 +146,10 @@ class EventStream(Response):
             if rest_s > 0:
                 await asyncio.sleep(rest_s)
             else:
-                await self._write(self.ping, send)
+                await self._ping(send)
+
+    async def _ping(self, send: Send) -> None:
+        await self._write(self.ping_numbered if self._numbered else self.ping, send)
 
 
 def _body(data: bytes) -> Message:
@@ -152,10 +161,7 @@ class LineStream(EventStream):
 
     media_type = "application/x-ndjson"
     end = b""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ping = b"\n"
+    ping = b"\n"
 
     @staticmethod
     def encode(data: bytes, _: str = "") -> bytes:

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from shared.protocol.encoding import to_json
 from shared.stage.runtime import VERSION
 from workers.gateway.app import AppContext
-from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.openapi.json_schema import JsonSchema, Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
@@ -24,6 +23,7 @@ from workers.gateway.routes import (
     generate,
     health,
     images,
+    messages,
     models,
     render,
     requests,
@@ -47,6 +47,7 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 TABLES = (
     answers.ROUTES,
+    messages.ROUTES,
     speech.ROUTES,
     transcription.ROUTES,
     files.ROUTES,
@@ -76,7 +77,7 @@ def _encoded(scale_out: bool) -> bytes:
 
 def document(*, scale_out: bool = True) -> dict[str, Any]:
     operations = [o for o in OPERATIONS if scale_out or o.tag != SCALE_OUT]
-    schemas = Schemas([*types_of(operations), errors.ErrorAnswer])
+    schemas = Schemas(types_of(operations))
     paths: dict[str, dict[str, object]] = defaultdict(dict)
     for operation in operations:
         paths[operation.path][operation.method.lower()] = _operation(operation, schemas)
@@ -89,11 +90,14 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         # The empty entry is for servers without configured keys.
-        "security": [{"key": []}, {}],
+        "security": [{"key": []}, {"header": []}, {}],
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -103,7 +107,13 @@ def types_of(operations: Iterable[ApiOperation]) -> list[Any]:
     types = [
         type_
         for operation in operations
-        for type_ in (operation.body, operation.json_body, operation.answer, operation.chunk)
+        for type_ in (
+            operation.body,
+            operation.json_body,
+            operation.answer,
+            operation.chunk,
+            operation.error,
+        )
         if _has_schema(type_)
     ]
     return list({repr(type_): type_ for type_ in types}.values())
@@ -187,7 +197,7 @@ def _answers(operation: ApiOperation, schemas: Schemas) -> dict[str, object]:
 
 
 def _refusals(operation: ApiOperation, schemas: Schemas) -> dict[str, object]:
-    content = {JSON: {"schema": schemas.of(errors.ErrorAnswer)}}
+    content = {JSON: {"schema": schemas.of(operation.error)}}
     return {
         str(status): {"description": ", ".join(codes), "content": content}
         for status, codes in operation.refusals.items()

@@ -1,7 +1,7 @@
 """Endpoints that answer with text, embeddings or scores."""
 
 import asyncio
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -9,6 +9,8 @@ from msgspec.structs import replace
 from shared import client
 from shared.protocol.renderer_rpc import DetokenizeRequest, Tokenized, TokenizeRequest
 from shared.protocol.requests import GenerateRequest
+from workers.gateway.app import AppContext
+from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.plan import SubmitPlan, UsageOptions
 from workers.gateway.openai.chat import ChatOptions, plan_chat
 from workers.gateway.openai.chat_assembler import CHAT
@@ -134,18 +136,25 @@ async def _with_prompt_tokens(call: Call, plan: SubmitPlan[Usage]) -> SubmitPlan
     """Add the number of prompt tokens if every chunk reports usage. A log has it at its end."""
     if not plan.options.continuous_usage:
         return plan
-    token_ids = [r.prompt_token_ids for r in plan.requests if r.prompt_token_ids is not None]
-    texts = [request for request in plan.requests if request.prompt_token_ids is None]
-    tokenized = await asyncio.gather(*(_tokenize(call, text) for text in texts))
-    num_tokens = sum(map(len, token_ids)) + sum(reply.count for reply in tokenized)
+    num_tokens = await count_prompt_tokens(call.context, plan, call.caller.tenant)
     options: Usage = replace(plan.options, prompt_tokens=num_tokens)
     return replace(plan, options=options)
 
 
-async def _tokenize(call: Call, request: GenerateRequest) -> Tokenized:
+async def count_prompt_tokens(context: AppContext, plan: SubmitPlan[Any], tenant: str) -> int:
+    """Return the number of tokens of all prompts. Raises the errors of renderers."""
+    token_ids = [r.prompt_token_ids for r in plan.requests if r.prompt_token_ids is not None]
+    texts = [request for request in plan.requests if request.prompt_token_ids is None]
+    tokenized = await asyncio.gather(*(_tokenize(context, text, tenant) for text in texts))
+    num_tokens = sum(map(len, token_ids)) + sum(reply.count for reply in tokenized)
+    return num_tokens
+
+
+async def _tokenize(context: AppContext, request: GenerateRequest, tenant: str) -> Tokenized:
+    small = await store_large_images(context, request, tenant)
     # A TokenizeRequest has the same fields, and one more, which keeps its default.
-    question = msgspec.convert(request, TokenizeRequest, from_attributes=True)
-    return await client.tokenize(call.context.bus, request.model, question, call.caller.tenant)
+    question = msgspec.convert(small, TokenizeRequest, from_attributes=True)
+    return await client.tokenize(context.bus, request.model, question, tenant)
 
 
 async def _with_echo(
@@ -159,7 +168,7 @@ async def _with_echo(
     for request in plan.requests:
         token_ids, text = request.prompt_token_ids, request.prompt
         if token_ids is None and is_scored:
-            token_ids = (await _tokenize(call, request)).token_ids
+            token_ids = (await _tokenize(context, request, tenant)).token_ids
             request = replace(
                 request, prompt=None, prompt_token_ids=token_ids, add_special_tokens=None
             )

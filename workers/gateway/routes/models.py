@@ -1,4 +1,6 @@
-"""`/v1/models`: the configured models."""
+"""`/v1/models`: the configured models, in OpenAI's form, or in Anthropic's for its clients."""
+
+from datetime import UTC, datetime
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
@@ -8,7 +10,9 @@ from shared.errors import UnknownModel
 from shared.protocol.pipeline import has_embeddings
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
-from workers.gateway.route_table import RouteTable
+from workers.gateway.http.middleware import ANTHROPIC_VERSION
+from workers.gateway.route_table import Parameter, RouteTable
+from workers.gateway.schemas.messages import ModelInfo, ModelInfoList
 
 ROUTES = RouteTable("Models")
 
@@ -34,19 +38,47 @@ class ModelList(Struct, frozen=True):
     object: str = "list"
 
 
-@ROUTES.endpoint("GET", "/v1/models", "The models that are served here", answer=ModelList)
-async def list_models(context: AppContext, _: Request, __: Caller) -> Response:
-    return Json(ModelList([_entry(context, name) for name in context.config.models]))
+FORM = Parameter(
+    ANTHROPIC_VERSION.decode(),
+    "header",
+    "Any value: answer as Anthropic's API does, with a `ModelInfo` for each model",
+)
 
 
 @ROUTES.endpoint(
-    "GET", "/v1/models/{model}", "One of the models", answer=ModelEntry, refuses=(UnknownModel,)
+    "GET",
+    "/v1/models",
+    "The models that are served here",
+    answer=ModelList,
+    parameters=(FORM,),
+)
+async def list_models(context: AppContext, request: Request, _: Caller) -> Response:
+    names = list(context.config.models)
+    if FORM.name in request.headers:
+        infos = [_info(context, name) for name in names]
+        return Json(ModelInfoList(infos, first_id=names[0], last_id=names[-1]))
+    return Json(ModelList([_entry(context, name) for name in names]))
+
+
+@ROUTES.endpoint(
+    "GET",
+    "/v1/models/{model}",
+    "One of the models",
+    answer=ModelEntry,
+    refuses=(UnknownModel,),
+    parameters=(FORM,),
 )
 async def show_model(context: AppContext, request: Request, _: Caller) -> Response:
     name = request.path_params["model"]
     if name not in context.config.models:
         raise UnknownModel(f"there is no model {name!r} here", field="model")
-    return Json(_entry(context, name))
+    return Json((_info if FORM.name in request.headers else _entry)(context, name))
+
+
+def _info(context: AppContext, name: str) -> ModelInfo:
+    created_at = datetime.fromtimestamp(context.started_s, UTC)
+    max_len = context.config.models[name].max_model_len or UNSET
+    return ModelInfo(name, name, created_at.strftime("%Y-%m-%dT%H:%M:%SZ"), max_len)
 
 
 def _entry(context: AppContext, name: str) -> ModelEntry:

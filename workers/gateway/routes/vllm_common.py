@@ -1,17 +1,16 @@
 """Functions of all endpoints of vLLM's token protocol: bodies, requests to renderers, refusals."""
 
+from functools import partial
 from typing import Any, Literal
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from shared import client
 from shared.errors import UnknownModel
 from shared.protocol.renderer_rpc import FeaturesRequest, RenderedFeatures
 from shared.protocol.requests import GenerateRequest
-from workers.gateway.app import AppContext, Json, error_response
+from workers.gateway.app import AppContext, error_response
 from workers.gateway.backend.uploads import store_large_images
-from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_num_values, declares_json
 from workers.gateway.http.errors import WrongContentType
@@ -21,16 +20,9 @@ from workers.gateway.vllm.errors import body_of, status_of
 Payload = Literal["tensors", "none"]
 
 
-def refusal(error: Exception) -> Response:
-    """Return the protocol's response for a client error, and the usual one for other errors."""
-    info = errors.info_of(error)
-    if info.fault != "client":
-        return error_response(error)
-    return Json(body_of(info), status_of(info))
-
-
 def vllm_route_table(tag: str, **details: Any) -> RouteTable:
-    return RouteTable(tag, refuse=refusal, status_of=status_of, **details)
+    refuse = partial(error_response, body_of=body_of, status_of=status_of)
+    return RouteTable(tag, refuse=refuse, status_of=status_of, **details)
 
 
 async def read_body(context: AppContext, request: Request) -> bytes:
