@@ -91,7 +91,7 @@ async def accept(
     for part in await _missing_parts(context, active, is_named=_is_named(request)):
         try:
             await client.publish_request(
-                context.bus, requests[part], active.parts[part], trace=active.record.trace
+                context.bus, requests[part], active.parts[part], trace=active.trace
             )
         except PagemillError:
             active.withdraw()
@@ -130,7 +130,7 @@ async def _register(
     if request.scope.get("body_bytes", 0) > LARGE_BYTES:
         await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
-    record = structs.replace(record, trace=trace_headers(request.headers.items()))
+    record = structs.replace(record, trace=trace_headers(request.headers.items()) or UNSET)
     if plan.delivery is Delivery.WHOLE:
         await _reserve_answer(context, request, kind, plan, record)
     requests = await asyncio.gather(
@@ -245,8 +245,8 @@ async def _publish(
     This generator lives as long as the answer, so it must not refer to the received body.
     """
     # A request with its text given has no sampling parameters. It is refused with empty ones, too.
-    trace = active.record.trace
-    records = client.ask(context.bus, request, active.parts[part], sampling or None, trace=trace)
+    name, trace = active.parts[part], active.trace
+    records = client.ask(context.bus, request, name, sampling or None, trace=trace)
     with active.kind.fields_of(active.options, part).translated(checks=True):
         async for record in records:
             yield record
