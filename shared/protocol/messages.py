@@ -43,7 +43,7 @@ ignored, so that an older reader can still read the other fields of a newer writ
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.helpers import patterns
 from shared.protocol.encoding import Versioned, or_none
@@ -78,7 +78,7 @@ class RequestRecord(Struct, frozen=True):
     digest: str = ""
     """SHA-256 of the request, if the client chose its id: a repeated id must have the same one."""
     version: int = 1
-    trace: dict[str, str] = {}
+    trace: dict[str, str] | UnsetType = UNSET
     """Headers of the client's trace, see `shared.protocol.traces`."""
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import structlog
+from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.requests import Request
 
@@ -91,8 +92,10 @@ class ActiveRequest:
         """Whether the events of the stream have ids."""
         self.parts = part_ids(self.bus_id, record)
         self.kind, self.options = kind, kind.read_options(record)
+        self.trace = {} if record.trace is UNSET else record.trace
+        """Headers of the client's trace."""
         tracing = context.config.tracing
-        trace = trace_of(record.trace, self.bus_id, tracing.ratio if tracing.otlp_url else 0.0)
+        trace = trace_of(self.trace, self.bus_id, tracing.ratio if tracing.otlp_url else 0.0)
         logs.bind_trace(None if trace is None else trace.trace_id)
         self._context = context
         self._holder = holder
@@ -293,7 +296,7 @@ class ActiveRequest:
     async def _cancel(self) -> None:
         try:
             for part in self.parts:
-                await client.cancel(self._context.bus, part, self.record.trace)
+                await client.cancel(self._context.bus, part, self.trace)
         except Unavailable as error:
             _log.warning("cancel_failed", request_id=self.bus_id, reason=error.message)
 

@@ -93,7 +93,7 @@ async def accept(
     for part in await _missing_parts(context, active, is_named=_is_named(request)):
         try:
             await client.publish_request(
-                context.bus, requests[part], active.parts[part], trace=active.record.trace
+                context.bus, requests[part], active.parts[part], trace=active.trace
             )
         except PagemillError:
             active.withdraw()
@@ -132,7 +132,7 @@ async def _register(
     if request.scope.get("body_bytes", 0) > LARGE_BYTES:
         await _check_text_lens(context, kind, plan)
     record = await _record_of(context, kind, caller, plan)
-    record = structs.replace(record, trace=trace_headers(request.headers.items()))
+    record = structs.replace(record, trace=trace_headers(request.headers.items()) or UNSET)
     if plan.delivery is Delivery.WHOLE:
         await _reserve_answer(context, request, kind, plan, record)
     requests = await asyncio.gather(
@@ -253,8 +253,8 @@ async def _publish(
             raise DeadlineExceeded("the request did not end before its deadline")
         request = structs.replace(request, timeout_s=active.rest_s)
     # A request with its text given has no sampling parameters. It is refused with empty ones, too.
-    trace = active.record.trace
-    records = client.ask(context.bus, request, active.parts[part], sampling or None, trace=trace)
+    name, trace = active.parts[part], active.trace
+    records = client.ask(context.bus, request, name, sampling or None, trace=trace)
     with active.kind.fields_of(active.options, part).translated(checks=True):
         async for record in records:
             yield record
