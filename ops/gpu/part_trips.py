@@ -14,28 +14,33 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
 from ops.gpu.models import IMAGE, TEXT, VIDEO, build
 from ops.gpu.round_trips import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, run_requests
 from ops.gpu.trip_counter import DEVICE, Count, Record, counting, is_within, replace_launches
-from ops.harness import qwen_images
-from shared.codec.tensors import from_torch
 from shared.models import registry
-from shared.models.diffusion import qwen_image as family
 from shared.models.tower import Tower
+from shared.protocol.images import parse_size
 from shared.protocol.sampling import SamplingParams
+from tests import omni
+from tests.generator import pipelines
+from tests.generator.pipelines.spec import PipelineSpec
 from workers.engine.core.sequence import EngineRequest, SpokenText
 from workers.engine.cuda.model import GpuModel
 from workers.engine.model.qwen3_talker import CODEC_TOKENS, Qwen3Talker
 from workers.engine.runner import ModelRunner
+from workers.generator import token2wav
 from workers.generator.code2wav import Qwen3OmniVocoder
-from workers.generator.core.denoising import Condition, Step
-from workers.generator.core.vocoder import Chunk
-from workers.generator.diffusion.qwen_image import Networks, QwenImage
+from workers.generator.core.denoising import Step, negative_of, noise_shape_of
+from workers.generator.core.vocoder import Chunk, Speaker
+from workers.generator.image_loader import load_image_model
 
 # transformers leaves some of its names without types.
 transformers: Any = import_module("transformers")
@@ -74,6 +79,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 NUM_CODES, NUM_CODEBOOKS = 48, 4
 START, USER, ASSISTANT = 1, 2, 3
 """Tokens of a chat: the start of a turn, and two roles."""
+PAINTERS = ("qwen_image", "flux", "stable_diffusion_3", "z_image", "pixart_sigma", "wan")
 MOST: Mapping[str, float] = {
     "qwen2_vl": 5,
     "qwen2_5_vl": 5,
@@ -87,7 +93,13 @@ MOST: Mapping[str, float] = {
     "talker": 2,
     "sampled_talker": 2,
     "code2wav": 4,
+    "token2wav": 4,
     "qwen_image": 8,
+    "flux": 7,
+    "stable_diffusion_3": 5,
+    "z_image": 4,
+    "pixart_sigma": 5,
+    "wan": 6,
 }
 """Copies and synchronisations that a step of a part may have. They may only become fewer. A tower
 copies the fields of two items, and waits for the device once."""
@@ -256,27 +268,62 @@ def _open_vocoder() -> Call:
     return decode
 
 
-def _open_painter() -> Call:
-    """Take a step of three images, with a negative prompt of another length for two of them."""
-    parts = qwen_images.build_parts()
-    transformer = parts["transformer"].to(DTYPE).to(DEVICE)
-    vae = parts["vae"]
-    networks = Networks(None, transformer, vae, parts["scheduler"])
-    painter = QwenImage(family.FAMILY, None, networks)
-    size = (64, 64)
-    noise = np.zeros(painter.noise_shape(size))
+def _open_token2wav() -> Call:
+    """Decode four chunks with the tiny model that the tests have."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        omni.write_qwen25(folder)
+        config = AutoConfig.from_pretrained(folder)
+        vocoder: Any = token2wav.load(folder, config, omni.VOICES, torch.float32, "cpu")
+    vocoder._dit.to(DEVICE)
+    vocoder._bigvgan.to(DEVICE)
+    vocoder._voices = {
+        name: type(voice)(*(part.to(DEVICE) for part in voice))
+        for name, voice in vocoder._voices.items()
+    }
+    vocoder._device, vocoder.max_rows = DEVICE, 4
+    codes = np.zeros((30, 1), dtype=np.int32)
+    chunks = [Chunk(codes, 0, 20, 1, speaker=Speaker(omni.VOICES[0], n)) for n in range(4)]
 
-    def text(num_tokens: int) -> Condition:
-        width = transformer.config.joint_attention_dim
-        return Condition({"prompt": from_torch(torch.zeros(num_tokens, width))}, num_tokens)
+    def decode() -> int:
+        vocoder.synthesize(chunks)
+        return 1
 
-    steps = [
-        Step(painter.begin(size, noise), text(5), text(3 + n) if n else None, 4.0, size, n, 8)
-        for n in range(3)
-    ]
+    return decode
+
+
+def _open_painter(name: str) -> Call:
+    """Take a step of three images. Their prompts have different lengths."""
+    spec: PipelineSpec = import_module(f"{pipelines.__name__}.{name}").SPEC
+    with TemporaryDirectory() as folder:
+        spec.write(Path(folder))
+        model: Any = load_image_model(Path(folder), "float32", spec.sizes, "")
+    prompt, params = spec.requests[0]
+    size = parse_size(params.size)
+    negative = negative_of(model, params)
+    noise = np.zeros(noise_shape_of(model, size, params.frames))
+    steps = []
+    for number in range(3):
+        texts = model.encode([prompt + number * " a", *([] if negative is None else [negative])])
+        steps.append(
+            Step(
+                model.begin(size, noise),
+                texts[0],
+                texts[1] if negative is not None else None,
+                params.guidance,
+                size,
+                number,
+                params.steps,
+            )
+        )
+    for attribute in ("_transformer", "_transformers"):
+        if (networks := getattr(model, attribute, None)) is not None:
+            is_one = isinstance(networks, torch.nn.Module)
+            moved = networks.to(DEVICE) if is_one else [each.to(DEVICE) for each in networks]
+            setattr(model, attribute, moved)
 
     def paint() -> int:
-        painter.step(steps)
+        model.step(steps)
         return 1
 
     return paint
@@ -315,5 +362,6 @@ PARTS: Mapping[str, Callable[[], Call]] = {
         _open_talker, SamplingParams(temperature=1, max_tokens=4, ignore_eos=True)
     ),
     "code2wav": _open_vocoder,
-    "qwen_image": _open_painter,
+    "token2wav": _open_token2wav,
+    **{name: partial(_open_painter, name) for name in PAINTERS},
 }

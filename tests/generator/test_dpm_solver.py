@@ -12,12 +12,12 @@ from workers.generator.core.painting import decode_state, encode_state
 from workers.generator.diffusion import transfers
 from workers.generator.diffusion.dpm_solver import (
     PREVIOUS,
-    Schedule,
     begin,
     check_scheduler,
     make_schedule,
     move,
 )
+from workers.generator.diffusion.flow_match import Schedule
 from workers.generator.diffusion.transfers import State, download
 
 FLOW = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}

@@ -6,6 +6,7 @@ so a chunk is equal to a part of the whole speech only if its context is the res
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,10 @@ class Qwen25OmniVocoder(NeuralVocoder):
         times = torch.linspace(0, 1, NUM_POINTS, dtype=noise.dtype, device=noise.device)
         times = times + SWAY * (torch.cos(torch.pi / 2 * times) - 1 + times)
         solver = modeling_qwen2_5_omni.RungeKutta4ODESolver(velocity, noise)
-        mel: Tensor = solver.integrate(times)[-1]
+        mel = noise
+        # `integrate` compares times on the device, and the host would wait for each comparison.
+        for start, end in pairwise(times):
+            mel = mel + solver._rk4_step(velocity, start, end - start, end, mel)
         return mel
 
 

@@ -51,7 +51,7 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the packed tensors, which have the shapes and dtypes of `tensors`."""
-    parts = packed.split([tensor.nbytes for tensor in tensors])
+    parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
     # A clone is aligned for its dtype.
     return [
         part.clone().view(tensor.dtype).view(tensor.shape)
