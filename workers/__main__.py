@@ -2,14 +2,13 @@
 
 import sys
 from importlib.metadata import version
-from typing import Literal
 
 from cyclopts import App, CoercionError, CycloptsError, CycloptsPanel, Group, Parameter
 from rich.panel import Panel
 
 from shared.helpers.validation import TYPES
 from shared.stage import signals
-from workers.cli.terminal import run_app, write_text
+from workers.cli.terminal import run_app
 
 # A command's module is imported when the command runs. All of them together take half a second of
 # processor time, and a container's health check runs every few seconds.
@@ -76,6 +75,10 @@ COMMANDS = {
             "manifests | kubectl apply -f -",
             "manifests --for-helm > values.yaml",
         ),
+        "completion:completion": (
+            "completion bash > ~/.local/share/bash-completion/completions/pagemill",
+            "completion fish > ~/.config/fish/completions/pagemill.fish",
+        ),
     },
 }
 EXAMPLES = {path.partition(":")[2]: e for paths in COMMANDS.values() for path, e in paths.items()}
@@ -105,24 +108,6 @@ for title, paths in COMMANDS.items():
 options = Group.create_ordered("Options")
 for flag in (*app.help_flags, *app.version_flags):
     app[flag].group = options
-
-
-@app.command(group=group)
-def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
-    """Print the script that completes commands and options in a shell.
-
-    Parameters
-    ----------
-    shell
-        Shell that reads the script.
-    """
-    write_text(app.generate_completion(shell=shell))
-
-
-EXAMPLES["completion"] = (
-    "completion bash > ~/.local/share/bash-completion/completions/pagemill",
-    "completion fish > ~/.config/fish/completions/pagemill.fish",
-)
 
 
 def add_examples(command: str) -> None:
