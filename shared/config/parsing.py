@@ -38,7 +38,7 @@ T = TypeVar("T")
 def parse_config(text: str, env: Mapping[str, str], source: str, defaults: str = "") -> Config:
     """Decode `text` (YAML) with overrides from `env`.
 
-    A text without models has the models of `defaults`, and its other settings. Raises ConfigError,
+    A text without models gets the models and the other settings of `defaults`. Raises ConfigError,
     with `source` or the variable, the key and the expected type.
     """
     tree = _parse_tree(text, source)

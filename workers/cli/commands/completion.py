@@ -1,8 +1,8 @@
 """The command `pagemill completion`."""
 
+from importlib import import_module
 from typing import Literal
 
-from workers.__main__ import app
 from workers.cli.terminal import write_text
 
 
@@ -14,4 +14,6 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     shell
         Shell that reads the script.
     """
+    # The application imports the modules of commands by their names, and this one imports it so.
+    app = import_module("workers.__main__").app
     write_text(app.generate_completion(shell=shell))
