@@ -117,7 +117,6 @@ def take_screenshots(url: str, folder: Path) -> None:
             ask(browser, "What can you do?")
             browser.run("document.querySelector('#new').click()")
             browser.wait("document.querySelector('.turn') === null")
-            browser.run("document.querySelector('#speak').checked = true")
             ask(browser, "Describe the image.", "yellow_star.jpg")
             browser.run("document.querySelector('.timeline').open = true")
             (DOCS / file).write_bytes(browser.screenshot())

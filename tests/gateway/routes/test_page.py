@@ -58,6 +58,7 @@ def test_a_question_about_an_image(page: Browser) -> None:
 def test_an_example_is_asked_by_one_click(page: Browser) -> None:
     assert page.text("#model") == "demo (toy)"
     page.click("#examples button")
+    page.wait(f"document.querySelector('{LAST}')")
     assert ended(page).startswith("Done in ")
     assert "yellow star" in answer_of(page)
 
