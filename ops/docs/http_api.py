@@ -75,7 +75,7 @@ def _name(body: Any) -> str:
 
 
 def _errors() -> str:
-    used = {errors.UnknownRoute.code, errors.WrongMethod.code}
+    used = {errors.UnknownRoute.code, errors.WrongMethod.code, errors.UnknownCoding.code}
     for operation in OPERATIONS:
         used.update(*operation.refusals.values())
     causes = _CAUSE.findall(TROUBLESHOOTING.read_text(encoding="utf-8"))

@@ -63,7 +63,7 @@ def _body(kind: Any) -> FuzzTarget:
             check_json(data)
             msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
-            raise validation_error(error, frozenset()) from error
+            raise validation_error(error, frozenset(), kind) from error
 
     name = f"body_{kind.__name__.removesuffix('Request').lower()}"
     answers = (RequestError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -685,6 +685,9 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the size of one request body."""
     max_header_kib: Positive = 32
     """Limit on the size of all headers of one request."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """Whether a body with an unknown field is refused, or the field has no effect. Fields that are
+    known and not supported are refused in either case."""
     header_timeout_s: Seconds = 10.0
     """Time in which the headers, or a TLS handshake, must arrive."""
     body_timeout_s: Seconds = 60.0

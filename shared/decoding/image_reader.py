@@ -18,11 +18,10 @@ from shared.decoding.still_image import read_still_image
 from shared.errors import InvalidMedia, MediaTooLarge, RequestError
 from shared.protocol.multimodal import IMAGE, FileKind
 
-FORMATS = ("JPEG", "PNG", "WEBP")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 # Formats that are named in errors, by magic number. Pillow's readers of `FORMATS` decide what is
 # accepted.
 _MAGIC = (
-    (b"GIF8", "GIF"),
     (b"BM", "BMP"),
     (b"II*\0", "TIFF"),
     (b"MM\0*", "TIFF"),
@@ -53,7 +52,7 @@ def read_image(
     field: str,
     convert: Callable[[Image.Image], Image.Image],
 ) -> Image.Image:
-    """Decode a still JPEG, PNG or WEBP, turned upright by its EXIF orientation, and convert it.
+    """Decode a still image, turned upright by its EXIF orientation, and convert it.
 
     Raises MediaTooLarge from the header alone, and InvalidMedia for any other fault.
     """

@@ -1,4 +1,4 @@
-"""Copies of JPEG, PNG and WEBP files with only the parts that are needed for their pixels. Pure.
+"""Copies of image files with only the parts that are needed for their pixels. Pure.
 
 Pillow reads metadata in Python and holds the GIL meanwhile: profiles that expand from a kilobyte to
 a megabyte, fill bytes one at a time, directories with overlapping entries. Only the orientation is
@@ -31,6 +31,9 @@ MAX_METADATA_BYTES = 2**16
 """Number of first bytes of a metadata block that are searched for the orientation. In a JPEG, a
 block is not longer."""
 
+MAX_BLOCKS = 2**18
+"""Limit on the blocks of a GIF. A file of 32 MiB in blocks of 255 bytes has 131,586."""
+
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _SCAN_END = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
@@ -55,6 +58,7 @@ _PNG_CHUNK = struct.Struct(">I4s")
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 _RIFF_CHUNK = struct.Struct("<4sI")
 _HAS_ALPHA = 0x10
+_GIF_FRAME, _GIF_END, _GIF_CONTROL = 0x2C, 0x3B, b"!\xf9"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,9 @@ def read_still_image(data: bytes) -> StillImage | None:
             return _read_png(data)
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             return _read_webp(data)
-    except struct.error:
+        if data.startswith((b"GIF87a", b"GIF89a")):
+            return _read_gif(data)
+    except (struct.error, IndexError):
         raise damaged() from None
     return None
 
@@ -288,6 +294,43 @@ def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
         yield kind, start, min(end, len(data))
         position = end + length % 2
     raise _over(MAX_CHUNKS, "chunks of a WEBP")
+
+
+# -- GIF ------------------------------------------------------------------------------------------
+
+
+def _read_gif(data: bytes) -> StillImage:
+    position = 13 + _table_len(data[10])
+    parts, has_frame = [data[:position]], False
+    while data[position] != _GIF_END:
+        start = position
+        if data[position] == _GIF_FRAME:
+            if has_frame:
+                raise _animated()
+            has_frame = True
+            position += 11 + _table_len(data[position + 9])
+        else:
+            position += 2
+        is_kept = data[start] == _GIF_FRAME or data[start : start + 2] == _GIF_CONTROL
+        position = _after_blocks(data, position)
+        if is_kept:
+            parts.append(data[start:position])
+    return StillImage(b"".join([*parts, bytes([_GIF_END])]), 1, 1)
+
+
+def _table_len(flags: int) -> int:
+    """Return the number of bytes of the colour table that the flags announce."""
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def _after_blocks(data: bytes, position: int) -> int:
+    """Return the position after the data blocks that begin here. The last one is empty."""
+    for _ in range(MAX_BLOCKS):
+        length = data[position]
+        position += 1 + length
+        if not length:
+            return position
+    raise _over(MAX_BLOCKS, "blocks of a GIF")
 
 
 # -- orientation ----------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Call:
         try:
             return msgspec.convert(_single(values), body_type, strict=False), files
         except msgspec.ValidationError as error:
-            raise errors.validation_error(error, unsupported) from error
+            raise errors.validation_error(error, unsupported, body_type) from error
 
 
 def _single(values: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from shared.errors import InvalidRequest
 from shared.protocol.records import ErrorInfo, named_error
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Start
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.http.errors import RequestFailed
 from workers.gateway.openai.chat_assembler import CHAT
@@ -158,3 +158,13 @@ async def test_errors_of_generate_name_only_its_fields(http: httpx.AsyncClient) 
     full = {"token_ids": [5] * CONTEXT, "sampling_params": {}}
     answer = await http.post("/inference/v1/generate", json=full)
     assert answer.json()["error"]["param"] == "token_ids"
+
+
+async def test_unknown_fields_may_be_ignored(another: Start) -> None:
+    gateway = another(unknown_fields="ignore")
+    body = {"model": "demo", "messages": HI, "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+        path = "/v1/chat/completions"
+        assert (await http.post(path, json=body | {"new_field": {"a": 1}})).status_code == 200
+        refused = await http.post(path, json=body | {"new_field": 1, "web_search_options": {}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "web_search_options")

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 
 from shared.errors import InvalidRequest
 from shared.protocol.renderer_rpc import ModelCard
-from shared.protocol.requests import FunctionDefinition, Tool
+from shared.protocol.requests import FunctionDefinition
 from shared.protocol.sampling import StructuredOutputs
 from shared.tool_calls.grammars import required_grammar, strict_grammar
 from shared.tool_calls.parser import ToolParser
@@ -29,7 +29,12 @@ from workers.engine.sampling.grammar import to_llguidance
 from workers.engine.sampling.grammar_sandbox import compile_grammar
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import plan_chat
-from workers.gateway.schemas.openai_request import ChatMessage, ChatRequest, StructuredOutputsBody
+from workers.gateway.schemas.openai_request import (
+    ChatMessage,
+    ChatRequest,
+    ChatTool,
+    StructuredOutputsBody,
+)
 
 PAINT = {
     "type": "object",
@@ -42,9 +47,9 @@ PAINT = {
     "$defs": {"colour": {"enum": ["red", "blue"]}},
 }
 TOOLS = [
-    Tool(FunctionDefinition("paint", parameters=PAINT, strict=True)),
-    Tool(FunctionDefinition("now", strict=True)),
-    Tool(FunctionDefinition("free", parameters=PAINT)),
+    ChatTool(FunctionDefinition("paint", parameters=PAINT, strict=True)),
+    ChatTool(FunctionDefinition("now", strict=True)),
+    ChatTool(FunctionDefinition("free", parameters=PAINT)),
 ]
 VALID = {
     "paint": jsonschema_rs.validator_for(PAINT),

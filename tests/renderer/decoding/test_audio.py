@@ -1,6 +1,7 @@
 """Samples of sounds: one channel at the wanted rate, by librosa's arithmetic."""
 
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -56,6 +57,29 @@ def test_flac_without_a_length_is_counted(reader: Reader) -> None:
     _, expected = reader.audio(data)
     probe, read = reader.audio(files.without_length(data))
     assert probe.num_samples == len(read) == 40_000
+    np.testing.assert_array_equal(read, expected)
+
+
+@pytest.mark.parametrize(
+    ("file_len", "data_len"), [(0, 0), (36, 0), (2**32 - 1, 0), (2**32 - 1, 2**32 - 1)]
+)
+def test_wav_without_a_length_is_read_to_its_end(
+    reader: Reader, file_len: int, data_len: int
+) -> None:
+    data = files.sound(files.noise(40_000), RATE, format="WAV", subtype="PCM_16")
+    _, expected = reader.audio(data)
+    head = data[:4] + struct.pack("<I", file_len) + data[8:40] + struct.pack("<I", data_len)
+    probe, read = reader.audio(head + data[44:])
+    assert probe.num_samples == len(read) == 40_000
+    np.testing.assert_array_equal(read, expected)
+
+
+def test_a_sound_that_libsndfile_cannot_read_is_read_by_pyav(reader: Reader) -> None:
+    pytest.importorskip("av", reason="needs PyAV")
+    tone = files.noise(RATE)
+    data = files.packed_sound("aac", "adts", tone, RATE)
+    _, expected = reader.audio(data)
+    _, read = reader.audio(b"ID3\4\0\0\0\0\0\0" + data)
     np.testing.assert_array_equal(read, expected)
 
 

@@ -152,7 +152,24 @@ def test_very_small_images_are_read(size: tuple[int, int]) -> None:
 # what is refused
 
 
-@pytest.mark.parametrize("fmt", ["GIF", "BMP", "TIFF", "PDF", "ICO", "EPS"])
+def test_a_still_gif_is_an_image() -> None:
+    expected = draw_image("P")
+    for options in ({}, {"comment": b"x" * 1000}, {"interlace": 0}):
+        image = decode_image(saved(expected, "GIF", **options), LIMITS, FIELD).image
+        assert image.tobytes() == expected.convert("RGB").tobytes()
+    whole = saved(expected, "GIF")
+    for end in range(len(whole)):
+        refusal(whole[:end])
+
+
+@pytest.mark.parametrize("payload", ["QUJD\nREVG", "QUJDREVG ", "QUJDREU", "QUJDREU=\r\n", "QUI"])
+def test_base64_may_have_white_space_and_no_padding(payload: str) -> None:
+    data = decode_data_url(f"data:;base64,{payload}", LIMITS, FIELD)
+    assert data == b"ABCDEF"[: len(data)]
+    assert len(data) == len(payload.strip().strip("=").replace("\n", "")) * 3 // 4
+
+
+@pytest.mark.parametrize("fmt", ["BMP", "TIFF", "PDF", "ICO", "EPS"])
 def test_other_formats_are_named(fmt: str) -> None:
     message = refusal(saved(draw_image(size=(32, 32)), fmt))
     assert ("PostScript" if fmt == "EPS" else fmt) in message
@@ -183,7 +200,7 @@ def test_bytes_that_are_no_image_are_refused(data: bytes) -> None:
 def test_every_other_reader_of_pillow_stays_shut() -> None:
     Image.init()
     num_refused = 0
-    for fmt in sorted(set(Image.SAVE) - {"JPEG", "PNG", "WEBP", "MPO", "JPEG2000"}):
+    for fmt in sorted(set(Image.SAVE) - {"JPEG", "PNG", "WEBP", "GIF", "MPO", "JPEG2000"}):
         try:
             data = saved(draw_image(size=(32, 32)), fmt)
         except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, Warning):
@@ -193,7 +210,7 @@ def test_every_other_reader_of_pillow_stays_shut() -> None:
     assert num_refused >= 10
 
 
-@pytest.mark.parametrize("fmt", ["PNG", "WEBP"])
+@pytest.mark.parametrize("fmt", ["PNG", "WEBP", "GIF"])
 def test_animations_are_refused(fmt: str) -> None:
     frames = [draw_image(), draw_image().rotate(90)]
     data = saved(frames[0], fmt, save_all=True, append_images=frames[1:], duration=100)
@@ -297,8 +314,7 @@ def test_truncations_and_bit_flips_end_in_an_image_or_a_refusal() -> None:
     "url",
     [
         "data:image/png;base64,====",
-        "data:image/png;base64,QUJD\nQUJD",
-        "data:image/png;base64,QUJ",
+        "data:image/png;base64,QUJDQ",
         "data:image/png;base64,QUJD%3D",
         "data:image/png;base64,\uff21",
         "data:image/png,QUJD",

@@ -1,13 +1,13 @@
 """Storage of files that are too large for a message. Messages refer to them by `media:` URLs."""
 
 import asyncio
-import base64
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from msgspec.structs import replace
 
 from shared.errors import InvalidMedia, InvalidRequest, MediaNotFound, UnsupportedContent
+from shared.helpers.base64_text import decode_base64
 from shared.protocol.items import (
     FunctionOutputItem,
     ImageCallItem,
@@ -230,7 +230,7 @@ def decode_data(url: str, field: str) -> bytes:
         return SEQUENCE_HEAD + data.encode()
     try:
         if head.endswith(";base64"):
-            return base64.b64decode(data, validate=True)
+            return decode_base64(data)
         complaint = "a data: URL must be base64-encoded"
     except ValueError:
         complaint = "not base64"

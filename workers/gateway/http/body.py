@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -13,9 +13,11 @@ from shared.protocol.value_limits import check_json, count_bytes
 from shared.tenants.fair_turns import FairTurns
 from shared.tenants.tenant_shares import TenantShares
 from workers.gateway.http.auth import has_several_tenants
+from workers.gateway.http.body_types import without_unknown
 from workers.gateway.http.errors import (
     BodyTooLarge,
     RequestTimeout,
+    UnknownParameter,
     WrongContentType,
     validation_error,
 )
@@ -95,9 +97,19 @@ class BodyReader:
             check_json(body)
             return msgspec.json.decode(body, type=body_type)
         except msgspec.ValidationError as error:
-            raise validation_error(error, unsupported) from error
+            refusal = validation_error(error, unsupported, body_type)
+            if self._limits.unknown_fields == "refuse" or not isinstance(refusal, UnknownParameter):
+                raise refusal from error
+            return self._convert(msgspec.json.decode(body), body_type, unsupported)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {_reason(error)}") from error
+
+    def _convert(self, value: Any, body_type: type[T], unsupported: frozenset[str]) -> T:
+        """Return a decoded body as this type, without its unknown fields."""
+        try:
+            return msgspec.convert(without_unknown(value, body_type, unsupported), body_type)
+        except msgspec.ValidationError as error:
+            raise validation_error(error, unsupported, body_type) from error
 
     async def in_turn(self, request: Request, work: Callable[[], T]) -> T:
         """Run work that takes seconds in a thread. Tenants take turns. Raises Overloaded."""

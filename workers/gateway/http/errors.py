@@ -4,6 +4,8 @@ An error that the client has caused carries its message and field. An internal e
 message, which does not reveal its cause.
 """
 
+from typing import Any
+
 import msgspec
 from msgspec import Struct
 
@@ -22,6 +24,7 @@ from shared.errors import (
 )
 from shared.helpers.validation import split_validation_error
 from shared.protocol.records import ErrorInfo, error_info
+from workers.gateway.http.body_types import fields_at, nearest, values_at
 
 UNKNOWN_FIELD = "Object contains unknown field `"
 MISSING_FIELD = "Object missing required field `"
@@ -273,17 +276,21 @@ def info_of(error: Exception) -> ErrorInfo:
     return error_info(WorkerFailure("unexpected exception"))
 
 
-def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
+def validation_error(
+    error: msgspec.ValidationError, unsupported: frozenset[str], body_type: Any
+) -> RequestError:
     """Return the error for a body that is valid JSON and does not have the endpoint's type.
 
-    `unsupported` are the names of parameters that are known but not implemented.
+    It names the allowed values, and the most similar field. `unsupported` are the names of
+    parameters that are known but not implemented.
     """
     complaint, field, name = split_field_error(error)
     path = f"{field}.{name}".removeprefix(".") if name else field
     if complaint == UNKNOWN_FIELD:
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
-        return UnknownParameter(f"unknown parameter: {path}", field=path)
+        question = nearest(name, fields_at(body_type, field))
+        return UnknownParameter(f"unknown parameter: {path}{question}", field=path)
     if complaint == MISSING_FIELD:
         return InvalidRequest(f"{path} is missing", field=path)
     for part in UNSUPPORTED_CONTENT:
@@ -296,6 +303,11 @@ def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]
     root = field.partition(".")[0].partition("[")[0]
     if root in unsupported:
         return UnsupportedParameter(f"{root}: this value is not supported here", field=root)
+    values = values_at(body_type, field) if complaint.startswith(("Invalid value", "'")) else []
+    if values:
+        value = complaint.removeprefix("Invalid value ").partition("' is not")[0].strip("'")
+        allowed = f"{', '.join(values)}{nearest(value, values)}"
+        complaint = f"{value!r} is not one of the possible values: {allowed}"
     return InvalidRequest(f"{field or 'the body'}: {complaint}", field=field or None)
 
 

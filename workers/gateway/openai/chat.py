@@ -17,6 +17,7 @@ from shared.protocol.requests import (
     ImagePart,
     Message,
     TextPart,
+    Tool,
     ToolCall,
     VideoPart,
 )
@@ -141,7 +142,7 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
     return generate_request(
         request,
         messages=messages_of(request.messages, request.mm_processor_kwargs),
-        tools=(request.tools or []) if shows_tools else [],
+        tools=[Tool(tool.function) for tool in request.tools or []] if shows_tools else [],
         template_kwargs=kwargs,
     )
 

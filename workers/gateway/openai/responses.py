@@ -78,14 +78,14 @@ def input_of(value: Any, response_id: str) -> list[Item]:
 
 def _item_of(value: Any, field: str) -> Item:
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{field}: Expected `object`", field=field)
+        raise InvalidRequest(f"{field}: must be an object", field=field)
     kind = value.get("type")
     if kind in _UNSUPPORTED_ITEMS:
         raise UnsupportedParameter(f"{field}: {kind} is not supported here", field=f"{field}.type")
     try:
         item: Item = msgspec.convert({"type": "message"} | value, Item)
     except msgspec.ValidationError as error:
-        refusal = validation_error(error, frozenset())
+        refusal = validation_error(error, frozenset(), Item)
         path = field if refusal.field is None else f"{field}.{refusal.field}"
         raise type(refusal)(f"{field}: {refusal.message}", field=path) from error
     match item:

@@ -194,7 +194,7 @@ async def _store(
     try:
         return filename[:MAX_FILENAME_LEN], msgspec.convert(values, FileForm, strict=False)
     except msgspec.ValidationError as error:
-        raise validation_error(error, frozenset()) from error
+        raise validation_error(error, frozenset(), FileForm) from error
 
 
 async def _finish(

@@ -124,8 +124,13 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 # -- chat -----------------------------------------------------------------------------------------
 
 
+CacheControl = dict[str, Any] | None
+"""Anthropic's mark of a prefix to cache. It has no effect: every prefix is cached."""
+
+
 class ChatTextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
     text: str
+    cache_control: CacheControl = None
 
 
 class ChatRefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
@@ -134,10 +139,12 @@ class ChatRefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag="refu
 
 class ChatImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"):
     image_url: ImageURL
+    cache_control: CacheControl = None
 
 
 class ChatInputAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="input_audio"):
     input_audio: InputAudio
+    cache_control: CacheControl = None
 
 
 class ChatAudioPart(Struct, frozen=True, forbid_unknown_fields=True, tag="audio_url"):
@@ -150,6 +157,7 @@ class ChatVideoPart(Struct, frozen=True, forbid_unknown_fields=True, tag="video_
 
 class ChatDocumentPart(Struct, frozen=True, forbid_unknown_fields=True, tag="file"):
     file: InputFile
+    cache_control: CacheControl = None
 
 
 ChatFilePart = ChatImagePart | ChatInputAudioPart | ChatAudioPart | ChatVideoPart | ChatDocumentPart
@@ -185,6 +193,16 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     audio: ChatMessageAudio | None = None
     function_call: None = None
 
+    # These fields have no effect.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    cache_control: CacheControl = None
+
+
+class ChatTool(Tool, frozen=True, forbid_unknown_fields=True):
+    cache_control: CacheControl = None
+    """No effect."""
+
 
 class FunctionName(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
@@ -218,7 +236,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[ChatTool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """With false, an answer has at most one call."""

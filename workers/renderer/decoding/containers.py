@@ -46,8 +46,22 @@ MP4 = Container("mov", "MP4")
 MATROSKA = Container("matroska", "WebM or Matroska")
 AVI = Container("avi", "AVI")
 ADTS = Container("aac", "AAC")
+MP3 = Container("mp3", "MP3")
+# Formats of libsndfile, for files that it does not read, by their first bytes.
+_SOUNDS = {
+    b"RIFF": (Container("wav", "WAV"),),
+    b"fLaC": (Container("flac", "FLAC"),),
+    b"OggS": (Container("ogg", "OGG"),),
+    b"ID3": (MP3, ADTS),
+}
 # First boxes of MP4 files; files from before the introduction of `ftyp` begin with another one.
 _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+
+
+def sound_containers(data: Bytes) -> tuple[Container, ...]:
+    """Return the containers that a file of one of libsndfile's formats may be read as."""
+    head = bytes(data[:4])
+    return next((found for magic, found in _SOUNDS.items() if head.startswith(magic)), (MP3,))
 
 
 def find_container(data: Bytes) -> Container | None:

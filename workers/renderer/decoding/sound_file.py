@@ -1,6 +1,7 @@
 """Sounds in WAV, FLAC, OGG and MP3, by libsndfile."""
 
 import os
+import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,12 +10,16 @@ from numpy.typing import NDArray
 
 from shared.decoding.refusal import Refusal
 from workers.renderer.decoding import audio_file
-from workers.renderer.decoding.containers import Bytes
+from workers.renderer.decoding.containers import Bytes, MemoryFile
 from workers.renderer.decoding.messages import AudioProbe, DecodingLimits
 
 FORMATS = frozenset({"WAV", "WAVEX", "FLAC", "OGG", "MP3"})
 # libsndfile's number of samples for a header without one, as in FLAC that is streamed.
 NO_LEN = 2**63 - 1
+UNKNOWN = b"\xff" * 4
+"""Length of a chunk of WAV that ends with the file."""
+MAX_CHUNKS = 64
+"""Limit on the chunks before the samples of a WAV."""
 SUBTYPES = frozenset(
     {
         "PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE",
@@ -32,8 +37,10 @@ class _Stream(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no ty
 
 
 class SoundFile:
-    def __init__(self, descriptor: int, limits: DecodingLimits) -> None:
+    def __init__(self, data: Bytes, descriptor: int, limits: DecodingLimits) -> None:
+        """`data` is a mapping of the file `descriptor`."""
         self._descriptor = descriptor
+        self._streamed = _streamed_wave(data)
         file = self._file = self._open()
         if file.format not in FORMATS or file.subtype not in SUBTYPES:
             raise Refusal(
@@ -54,6 +61,8 @@ class SoundFile:
             yield block
 
     def _open(self) -> _Stream:
+        if self._streamed is not None:
+            return _Stream(MemoryFile(self._streamed))
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         return _Stream(self._descriptor, closefd=False)
 
@@ -65,6 +74,27 @@ class SoundFile:
             audio_file.check_duration(num_samples / self._file.samplerate, limits)
         self._file = self._open()
         return num_samples
+
+
+def _streamed_wave(data: Bytes) -> bytes | None:
+    """Return a WAV file whose writer did not know its length, with a header that says so.
+
+    Such a header ends the file before its first sample. None for any other file.
+    """
+    if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WAVE":
+        return None
+    (file_len,) = struct.unpack("<I", data[4:8])
+    position = 12
+    for _ in range(MAX_CHUNKS):
+        if len(head := bytes(data[position : position + 8])) < 8:
+            return None
+        kind, length = head[:4], int.from_bytes(head[4:], "little")
+        if kind == b"data":
+            if length or position < file_len < 2**32 - 1:
+                return None
+            return b"".join([data[: position + 4], UNKNOWN, data[position + 8 :]])
+        position += 8 + length + length % 2
+    return None
 
 
 def is_sound(data: Bytes) -> bool:

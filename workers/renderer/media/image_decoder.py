@@ -3,13 +3,11 @@
 All functions block; the worker calls them in its thread pool.
 """
 
-import base64
-import binascii
-
 from shared.config.schema import RendererConfig
 from shared.decoding.image_reader import check_num_bytes, read_image
 from shared.decoding.pictures import to_rgb
 from shared.errors import InvalidMedia
+from shared.helpers.base64_text import decode_base64
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE, VIDEO, FileKind, content_hash
 from shared.protocol.requests import SEQUENCE_HEAD
@@ -37,13 +35,13 @@ def decode_data_url(url: str, limits: RendererConfig, field: str, kind: FileKind
     if kind == VIDEO and header.lower().encode() + b"," == SEQUENCE_HEAD:
         return SEQUENCE_HEAD + payload.encode()
     try:
-        return base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError):
+        return decode_base64(payload)
+    except ValueError:
         raise InvalidMedia("the base64 of the data: URL is not valid", field=field) from None
 
 
 def decode_image(data: bytes, limits: RendererConfig, field: str) -> DecodedImage:
-    """Decode a still JPEG, PNG or WEBP to RGB.
+    """Decode a still JPEG, PNG, WEBP or GIF to RGB.
 
     The image is turned upright by its EXIF orientation, transparent pixels are laid over white,
     and 16-bit grey keeps its upper 8 bits. Raises MediaTooLarge from the header alone, and
