@@ -278,8 +278,8 @@ async def _check_workers(bus: Bus, beats: list[Heartbeat]) -> list[Finding]:
 def _check_gateway(url: str, config: Config) -> Iterator[Finding]:
     # The certificate is for the name that clients use, and not for this address.
     with httpx2.Client(base_url=url, verify=False, timeout=HTTP_TIMEOUT_S, trust_env=False) as http:
-        ready = http.get("/ready").json()
-        page = http.get("/").status_code if config.gateway.page else None
+        ready = http.get("ready").json()
+        page = http.get("").status_code if config.gateway.page else None
     remedy = "see `pagemill logs --level warning`"
     if ready["status"] == "ok":
         yield Finding("gateway", "ok", f"{url} accepts requests")
