@@ -115,7 +115,7 @@ ALLOWED = {
     "workers.kubernetes": {"httpx2", ".read_bytes", ".read_text"},
     "workers.cli.key_secrets": {".read_bytes"},  # keys that it has just made
     # The gateway and the metrics listeners of this machine.
-    "workers.cli.commands.doctor": {"http.client"},
+    "workers.cli.commands.doctor": {"httpx2"},
     "workers.cli.commands.health": {"http.client"},
     "workers.supervisor.log_file": {".open", "os.open"},
     "shared.helpers.process_usage": {".read_text"},  # of /proc

@@ -250,7 +250,7 @@ async def test_the_slot_is_released_before_the_final_byte() -> None:
         OriginPolicy(GatewayConfig()),
     )
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}
-    await edge({**scope, "headers": []}, receive, send)
+    await edge({**scope, "http_version": "1.0", "headers": []}, receive, send)
     assert happened == ["released", "sent", "answered"]
 
 

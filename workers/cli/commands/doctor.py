@@ -1,20 +1,17 @@
 """The command `pagemill doctor`: checks of this machine and of its broker."""
 
 import asyncio
-import http.client
-import json
 import os
 import platform
 import shutil
-import ssl
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
-from urllib.parse import urlsplit
 
+import httpx2
 from rich.filesize import decimal
 
 from shared.blobs.server import host_id
@@ -111,7 +108,7 @@ def _run(
     findings: list[Finding] = []
     try:
         findings.extend(function(*arguments))
-    except (PagemillError, OSError) as error:
+    except (PagemillError, OSError, httpx2.HTTPError) as error:
         text = error.message if isinstance(error, PagemillError) else str(error)
         findings.append(Finding(check, "failed", text))
     return findings
@@ -279,43 +276,17 @@ async def _check_workers(bus: Bus, beats: list[Heartbeat]) -> list[Finding]:
 
 
 def _check_gateway(url: str, config: Config) -> Iterator[Finding]:
-    try:
-        _, body = _get(url, "ready")
-        ready = json.loads(body)
-        status = str(ready["status"])
-        stages = {str(name): str(state) for name, state in ready.get("models", {}).items()}
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        remedy = "see `pagemill logs --role gateway`"
-        yield Finding("gateway", "failed", f"{url} does not answer: {error}", remedy)
-        return
-    is_ok, remedy = status == "ok", "see `pagemill logs --level warning`"
-    text = f"{url} {'accepts requests' if is_ok else f'refuses requests: {status}'}"
-    yield Finding("gateway", "ok" if is_ok else "failed", text, "" if is_ok else remedy)
-    for name, state in stages.items():
+    # The certificate is for the name that clients use, and not for this address.
+    with httpx2.Client(base_url=url, verify=False, timeout=HTTP_TIMEOUT_S, trust_env=False) as http:
+        ready = http.get("ready").json()
+        page = http.get("").status_code if config.gateway.page else None
+    remedy = "see `pagemill logs --level warning`"
+    if ready["status"] == "ok":
+        yield Finding("gateway", "ok", f"{url} accepts requests")
+    else:
+        yield Finding("gateway", "failed", f"{url} refuses requests: {ready['status']}", remedy)
+    for name, state in ready.get("models", {}).items():
         if state != "ok":
             yield Finding("gateway", "failed", f"{name}: {state}", remedy)
-    if config.gateway.page:
-        code, _ = _get(url, "")
-        yield Finding("page", "ok" if code == 200 else "failed", f"{url}/ answers {code}")
-    else:
-        yield Finding("page", "ok", "off (gateway.page)")
-
-
-def _get(url: str, path: str) -> tuple[int, bytes]:
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port
-    if parts.scheme == "https":
-        # The certificate is for the name that clients use, and not for this address.
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            host, port, timeout=HTTP_TIMEOUT_S, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
-    try:
-        connection.request("GET", f"/{path}")
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
+    if page is not None:
+        yield Finding("page", "ok" if page == 200 else "failed", f"{url}/ answers {page}")
