@@ -68,17 +68,17 @@ class Reader:
                 beats = await self._bus.heartbeats.read()
                 queues = await self._read_queues()
         except (Unavailable, TimeoutError) as error:
-            return self._miss(str(error) or "the broker does not answer")
-        if not reports:
-            return self._miss("no actuator reports workers")
+            self._log_missing(str(error) or "the broker does not answer")
+            return None
         # A broker that has restarted has no heartbeats at first, not even the one of this worker.
-        if not any(beat.worker == self._worker for beat in beats):
-            return self._miss("heartbeats are missing")
+        if not reports or not any(beat.worker == self._worker for beat in beats):
+            self._log_missing("heartbeats are missing" if reports else "no actuator reports workers")
+            return None
         self._missing = ""
         actuators = {pool: report.actuator for pool, report in reports.items()}
         return Look(queues, self._workers(reports, beats), actuators, beats)
 
-    def _miss(self, reason: str) -> None:
+    def _log_missing(self, reason: str) -> None:
         if reason != self._missing:
             _log.warning("no_figures", reason=reason)
         self._missing = reason

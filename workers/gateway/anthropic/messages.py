@@ -10,7 +10,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.encoding import to_json
 from shared.protocol.items import InputFile
 from shared.protocol.renderer_rpc import ModelCard
-from shared.protocol.requests import FunctionCall, FunctionDefinition, ImageURL, Tool
+from shared.protocol.requests import FunctionCall, FunctionDefinition, ImageURL
 from workers.gateway.core.field_names import ClientFields
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.openai.chat import MAX_NAMED_FILES, ChatOptions, plan_chat
@@ -39,6 +39,7 @@ from workers.gateway.schemas.openai_request import (
     ChatPart,
     ChatRequest,
     ChatTextPart,
+    ChatTool,
     ChatToolCall,
     FunctionName,
     JsonSchemaFormat,
@@ -224,8 +225,8 @@ def _check_role(role: str, required: str, kind: str, field: str) -> None:
         )
 
 
-def _tool_of(tool: MessagesTool) -> Tool:
-    return Tool(FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict))
+def _tool_of(tool: MessagesTool) -> ChatTool:
+    return ChatTool(FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
 def _choice_of(request: CountTokensRequest) -> Any:
