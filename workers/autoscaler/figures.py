@@ -68,12 +68,15 @@ class Reader:
                 beats = await self._bus.heartbeats.read()
                 queues = await self._read_queues()
         except (Unavailable, TimeoutError) as error:
-            return self._miss(str(error) or "the broker does not answer")
+            self._miss(str(error) or "the broker does not answer")
+            return None
         if not reports:
-            return self._miss("no actuator reports workers")
+            self._miss("no actuator reports workers")
+            return None
         # A broker that has restarted has no heartbeats at first, not even the one of this worker.
         if not any(beat.worker == self._worker for beat in beats):
-            return self._miss("heartbeats are missing")
+            self._miss("heartbeats are missing")
+            return None
         self._missing = ""
         actuators = {pool: report.actuator for pool, report in reports.items()}
         return Look(queues, self._workers(reports, beats), actuators, beats)

@@ -126,11 +126,10 @@ class KubernetesPools(Actuator):
         count = self._wanted.pop(pool, scale.wanted)
         if count < scale.wanted:
             await self._set_costs(pool, scale)
-        if count != scale.wanted:
-            # None if another client has changed the size meanwhile. The next read gets it.
-            if changed := await self._api.set(name, scale, count):
-                _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
-                self._scales[pool] = changed
+        # None if another client has changed the size meanwhile. The next read gets it.
+        if count != scale.wanted and (changed := await self._api.set(name, scale, count)):
+            _log.info("pool_changed", pool=pool, deployment=name, wanted=count)
+            self._scales[pool] = changed
 
     async def _set_costs(self, pool: str, scale: Scale) -> None:
         """Set the deletion costs of a pool's pods. A failure must not keep the pool large."""
