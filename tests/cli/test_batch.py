@@ -119,7 +119,7 @@ async def test_a_file_with_errors_is_not_uploaded(
     with pytest.raises(InvalidRequest, match="errors in its lines: 1"):
         batch.run(folder / "bad.jsonl", output=folder / "out", nats=broker.url)
     assert "bad.jsonl:1: custom_id: the field is missing" in capsys.readouterr().err
-    with pytest.raises(InvalidRequest, match="missing/out cannot be written"):
+    with pytest.raises(InvalidRequest, match="missing/out: No such file"):
         batch.run(folder / "bad.jsonl", output=Path("missing/out"), nats=broker.url)
     with pytest.raises(NotFound):
         await batch.show("batch_0", nats=broker.url)
@@ -128,9 +128,9 @@ async def test_a_file_with_errors_is_not_uploaded(
 def test_results_never_replace_a_device_or_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(InvalidRequest, match="pipe cannot be written"):
+    with pytest.raises(InvalidRequest, match="pipe: it is not a file"):
         ResultFiles(pipe, tmp_path / "errors").check()
-    with pytest.raises(InvalidRequest, match="pipe cannot be written"):
+    with pytest.raises(InvalidRequest, match="pipe: it is not a file"):
         ResultFiles(tmp_path / "out", pipe).check()
 
 

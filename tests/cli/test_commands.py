@@ -126,6 +126,7 @@ def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
         # As in coreutils, output that is lost is a failure.
         ("check >&-", 1, "ok: embedded default\n"),
         ("key alice >&- 2>&-", 1, ""),
+        ("--version >/dev/full", 1, "error disk_full: stdout: No space left on device\n"),
         ("--version >&-", 1, ""),
         ("where r-1 --nats nats://127.0.0.1:9 2>&-", 1, ""),
     ],

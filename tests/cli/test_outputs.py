@@ -1,13 +1,11 @@
 """Files that commands write."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from shared.errors import DiskFull, InvalidRequest
-from tests import preloaded
 from workers.cli.outputs import NewFile, check_output, write_file
 
 
@@ -36,19 +34,3 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, name: str, message: str) -
 def test_a_full_disk() -> None:
     with pytest.raises(DiskFull, match="/dev/full: No space left on device"):
         write_file(Path("/dev/full"), b"data")
-
-
-@pytest.mark.parametrize("command", ["--help", "key alice"])
-def test_stdout_on_a_full_disk_is_an_error_in_one_line(tmp_path: Path, command: str) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*preloaded.PYTHON, "-m", "workers", *command.split()],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error disk_full: stdout: No space left on device"
-    assert "Traceback" not in done.stderr
