@@ -72,7 +72,9 @@ class Reader:
             return None
         # A broker that has restarted has no heartbeats at first, not even the one of this worker.
         if not reports or not any(beat.worker == self._worker for beat in beats):
-            self._log_missing("heartbeats are missing" if reports else "no actuator reports workers")
+            self._log_missing(
+                "heartbeats are missing" if reports else "no actuator reports workers"
+            )
             return None
         self._missing = ""
         actuators = {pool: report.actuator for pool, report in reports.items()}
