@@ -90,9 +90,9 @@ def _parse_tree(text: str, source: str) -> dict[str, Any]:
 
 def _add_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     for key, section in defaults.items():
-        given = tree.setdefault(key, {})
-        if isinstance(given, dict):
-            tree[key] = section | given
+        own = tree.setdefault(key, {})
+        if isinstance(own, dict):
+            tree[key] = section | own
 
 
 def _entries(tree: Any, key: str) -> Iterable[tuple[Any, Any]]:

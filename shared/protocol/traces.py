@@ -57,11 +57,11 @@ def trace_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
         if (lower := name.lower()) in values:
             values[lower].append(value.strip())
     parents, state = values[TRACEPARENT], ",".join(filter(None, values[TRACESTATE]))
-    found = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
-    if found is None or (found["version"] == "00" and found["more"] is not None):
+    parent = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
+    if parent is None or (parent["version"] == "00" and parent["more"] is not None):
         return {}
-    is_sampled = int(found["flags"], 16) & 1
-    context = {TRACEPARENT: f"00-{found['trace']}-{found['parent']}-{is_sampled:02x}"}
+    is_sampled = int(parent["flags"], 16) & 1
+    context = {TRACEPARENT: f"00-{parent['trace']}-{parent['parent']}-{is_sampled:02x}"}
     if state and len(state) <= MAX_STATE_LEN and state.isascii() and state.isprintable():
         context[TRACESTATE] = state
     return context
@@ -76,10 +76,10 @@ def trace_of(
     same trace.
     """
     root = span_id_of(request_id, accepted_ms)
-    given = trace_headers(headers.items())
-    if given:
-        _, trace_id, parent_id, flags = given[TRACEPARENT].split("-")
-        state = given.get(TRACESTATE, "")
+    context = trace_headers(headers.items())
+    if context:
+        _, trace_id, parent_id, flags = context[TRACEPARENT].split("-")
+        state = context.get(TRACESTATE, "")
         return Trace(trace_id, root, accepted_ms, parent_id, state, is_sampled=flags == "01")
     trace_id = trace_id_of(_whole_of(request_id))
     return Trace(trace_id, root, accepted_ms, is_sampled=True) if is_in(trace_id, ratio) else None

@@ -41,7 +41,7 @@ def read_input(text: str, *, takes_stdin: bool = True) -> tuple[str, list[Medium
     """
     if takes_stdin and text == STDIN:
         return _decode("stdin", _read_stdin()), []
-    found: list[Medium] = []
+    media: list[Medium] = []
 
     def take(match: re.Match[str]) -> str:
         name, rest = match[1] or match[2], match[3]
@@ -57,11 +57,11 @@ def read_input(text: str, *, takes_stdin: bool = True) -> tuple[str, list[Medium
         kind = _kind_of(name, data)
         if kind is None:
             return _decode(name, data) + rest
-        found.append(Medium(name, kind, data))
+        media.append(Medium(name, kind, data))
         return rest.lstrip(" \t")
 
     text = _FILE.sub(take, text)
-    return text.strip() if found else text, found
+    return text.strip() if media else text, media
 
 
 def read_text(text: str, *kinds: FileKind) -> tuple[str, list[Medium]]:

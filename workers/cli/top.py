@@ -127,8 +127,8 @@ class Screen:
         cut = len(lines) - room
         text = f"q quit  j k select a model  Enter only it  s sort: {chosen.sort_key}"
         text += f"  {cut} more lines" if cut > 0 else ""
-        shown = Segments(segment for line in lines[:room] for segment in (*line, Segment.line()))
-        return Group(shown, Text(text, style="dim", no_wrap=True, overflow="crop"))
+        rows = Segments(segment for line in lines[:room] for segment in (*line, Segment.line()))
+        return Group(rows, Text(text, style="dim", no_wrap=True, overflow="crop"))
 
 
 async def _show_all(viewer: Viewer, interval_s: float, show: Show) -> None:

@@ -158,8 +158,8 @@ def _spans_of_run(
     end_ms = run.start_ms if run.end_ms is None else max(run.start_ms, run.end_ms)
     error = run.outcome if run.outcome in ("failed", "lost") else ""
     if queued_ms < run.start_ms:
-        name, shown = f"{run.stage} queue", {"pagemill.stage": run.stage}
-        yield _child(name, ids[1], queued_ms, run.start_ms, shown, common)
+        name, stage = f"{run.stage} queue", {"pagemill.stage": run.stage}
+        yield _child(name, ids[1], queued_ms, run.start_ms, stage, common)
     yield _child(run.stage, ids[0], run.start_ms, end_ms, attributes, common, links, error)
 
 

@@ -53,20 +53,20 @@ async def audit(
             and tenant in (None, record.tenant)
         )
 
-    shown: list[AuditEntry] = []
+    entries: list[AuditEntry] = []
     async with connected(find_login(config, nats), "audit") as bus:
         async for entry in audit_log.read_newest(bus):
             if since is not None and entry.at_ms < 1000 * since.timestamp():
                 break
             if is_wanted(entry):
-                shown.append(entry)
-            if len(shown) == limit:
+                entries.append(entry)
+            if len(entries) == limit:
                 break
     if json:
-        for entry in shown:
+        for entry in entries:
             print_json(entry._asdict())
-    elif shown:
-        print_columns([HEADER, *map(_cells, shown)])
+    elif entries:
+        print_columns([HEADER, *map(_cells, entries)])
     return 0
 
 

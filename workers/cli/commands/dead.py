@@ -93,8 +93,8 @@ async def show_letter(
         Print one JSON object.
     """
     async with connected(find_login(config, nats), "dead") as bus:
-        found = await dead_letters.find(bus, letter)
-    print_json(found.letter) if json else _print_letter(found)
+        stored = await dead_letters.find(bus, letter)
+    print_json(stored.letter) if json else _print_letter(stored)
     return 0
 
 

@@ -96,9 +96,9 @@ def _restart_rank(config: Config, beat: Heartbeat) -> tuple[int, int]:
 
 def _stages_after(pipeline: Pipeline, stage: str, before: frozenset[str] = frozenset()) -> int:
     """Return the length of the longest chain of stages that read the output of `stage`."""
-    seen = before | {stage}
-    readers = pipeline.readers_of(stage) - seen
-    return max((1 + _stages_after(pipeline, reader, seen) for reader in readers), default=0)
+    path = before | {stage}
+    readers = pipeline.readers_of(stage) - path
+    return max((1 + _stages_after(pipeline, reader, path) for reader in readers), default=0)
 
 
 def _cells(step: Step) -> tuple[str, ...]:

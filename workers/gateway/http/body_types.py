@@ -10,15 +10,15 @@ from msgspec import inspect
 _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 
 
-def without_unknown(value: Any, body_type: Any, kept: Set[str] = frozenset()) -> Any:
+def without_unknown(value: Any, body_type: Any, extra: Set[str] = frozenset()) -> Any:
     """Return a decoded body without the fields that its type does not have.
 
-    Fields of the body itself that are in `kept` stay.
+    Fields of the body itself that are in `extra` stay.
     """
-    return _pruned(value, inspect.type_info(body_type), kept)
+    return _pruned(value, inspect.type_info(body_type), extra)
 
 
-def _pruned(value: Any, kind: inspect.Type, kept: Set[str] = frozenset()) -> Any:
+def _pruned(value: Any, kind: inspect.Type, extra: Set[str] = frozenset()) -> Any:
     if isinstance(value, list):
         items = next((k.item_type for k in _kinds(kind) if isinstance(k, inspect.ListType)), None)
         return value if items is None else [_pruned(item, items) for item in value]
@@ -32,7 +32,7 @@ def _pruned(value: Any, kind: inspect.Type, kept: Set[str] = frozenset()) -> Any
     return {
         name: _pruned(inner, types[name]) if name in types else inner
         for name, inner in value.items()
-        if name in types or name == fits[0].tag_field or name in kept
+        if name in types or name == fits[0].tag_field or name in extra
     }
 
 

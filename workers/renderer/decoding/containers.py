@@ -61,7 +61,7 @@ _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 def sound_containers(data: Bytes) -> tuple[Container, ...]:
     """Return the containers that a file of one of libsndfile's formats may be read as."""
     head = bytes(data[:4])
-    return next((found for magic, found in _SOUNDS.items() if head.startswith(magic)), (MP3,))
+    return next((read_as for magic, read_as in _SOUNDS.items() if head.startswith(magic)), (MP3,))
 
 
 def find_container(data: Bytes) -> Container | None:
