@@ -76,12 +76,13 @@ def read_image(
 def _other_format(data: bytes, field: str) -> InvalidMedia:
     name = _name_format(data)
     if name is None:
-        return InvalidMedia("not a readable JPEG, PNG or WEBP image", field=field)
+        return InvalidMedia("not a readable GIF, JPEG, PNG or WEBP image", field=field)
     if name == "PDF":
         return InvalidMedia(
-            "PDF is not an image; send JPEG, PNG or WEBP, or send it as a document", field=field
+            "PDF is not an image; send GIF, JPEG, PNG or WEBP, or send it as a document",
+            field=field,
         )
-    return InvalidMedia(f"{name} is not accepted; send JPEG, PNG or WEBP", field=field)
+    return InvalidMedia(f"{name} is not accepted; send GIF, JPEG, PNG or WEBP", field=field)
 
 
 def _name_format(data: bytes) -> str | None:

@@ -239,7 +239,7 @@ async def test_previews_come_before_the_edited_image(api: AsyncOpenAI) -> None:
 @pytest.mark.parametrize(
     ("changed", "field", "message"),
     [
-        ({"image": b"hello"}, "image", "not a readable JPEG, PNG or WEBP image"),
+        ({"image": b"hello"}, "image", "not a readable GIF, JPEG, PNG or WEBP image"),
         ({"image": FILES[WIDE][:-30]}, "image", "the image is damaged or incomplete"),
         ({"image": file_of(draw((404, 4)))}, "image", "an image of 404 x 4 is too narrow"),
         ({"image": [FILES[WIDE]] * 2}, "image", "the model edits one image, not 2"),

@@ -68,7 +68,7 @@ def test_files_have_the_pixels_that_diffusers_reads(
 @pytest.mark.parametrize(
     ("file", "limits", "error", "message"),
     [
-        (b"not an image", LIMITS, InvalidMedia, "not a readable JPEG, PNG or WEBP image"),
+        (b"not an image", LIMITS, InvalidMedia, "not a readable GIF, JPEG, PNG or WEBP image"),
         (b"", LIMITS, InvalidMedia, "the image's file is empty"),
         (file_of(PHOTO, "GIF"), LIMITS, InvalidMedia, "GIF is not accepted"),
         (file_of(PHOTO)[:-40], LIMITS, InvalidMedia, "damaged or incomplete"),
