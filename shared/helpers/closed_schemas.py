@@ -8,13 +8,16 @@ allows the listed properties alone, which every reader of the schema accepts. A 
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from shared.errors import InvalidRequest
 
-_MAPS = frozenset({"properties", "$defs", "definitions"})
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _INNER = _MAPS | {"items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf"}
-_PARTS = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "$ref")
-"""Keywords that may describe further properties of the same object."""
+_OWN = ("properties", "required", "minProperties")
+"""Keywords that describe an object in the schema itself."""
+_PARTS = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "$ref")
+"""Keywords that may describe further properties of the same object, as `allOf` does."""
 
 
 def closed(
@@ -26,44 +29,69 @@ def closed(
     lists all properties. With `strict`, objects without any properties are closed too, and one that
     would stay open raises InvalidRequest for `field`. Its message begins with `name`.
     """
-    closer = _Closer(field, name or field, strict, set(_shared_references(schema)))
-    result: dict[str, Any] = closer.close(schema, "", stays_open=False)
+    closer = _Closer(field, name or field, strict, _parts_of_objects(schema))
+    result: dict[str, Any] = closer.close(schema, "")
     return result
 
 
-def _shared_references(schema: Any) -> Iterator[str]:
-    """Yield the references to schemas that describe only a part of an object."""
-    if isinstance(schema, list):
-        for inner in schema:
-            yield from _shared_references(inner)
-    elif isinstance(schema, dict):
-        parts = schema.get("allOf")
-        if isinstance(parts, list) and len(parts) + ("properties" in schema) > 1:
-            yield from (part["$ref"] for part in parts if _refers(part))
-        if "properties" in schema and _refers(schema):
-            yield schema["$ref"]
-        for inner in schema.values():
-            yield from _shared_references(inner)
+def _parts_of_objects(root: Any) -> set[int]:
+    """Return the `id` of each schema that describes only a part of an object."""
+    found: set[int] = set()
+    waiting: list[Any] = [schema for schema in _dicts_in(root) if _has_several_parts(schema)]
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, dict) and id(schema) not in found:
+            found.add(id(schema))
+            for name in ("allOf", *_PARTS):
+                inner = schema.get(name)
+                if name == "$ref":
+                    waiting.append(_target(root, inner))
+                else:
+                    waiting += inner if isinstance(inner, list) else [inner]
+    return found
 
 
-def _refers(schema: Any) -> bool:
-    return isinstance(schema, dict) and isinstance(schema.get("$ref"), str)
+def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, dict | list):
+            yield from _dicts_in(inner)
+
+
+def _has_several_parts(schema: Mapping[str, Any]) -> bool:
+    parts = schema.get("allOf")
+    num_parts = len(parts) if isinstance(parts, list) else 0
+    num_parts += any(name in schema for name in _OWN)
+    return num_parts + sum(name in schema for name in _PARTS) > 1
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """Return the schema that a reference within the document names, or None."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for step in unquote(reference).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and key.isdecimal() and int(key) < len(root):
+            root = root[int(key)]
+        else:
+            root = root.get(key) if isinstance(root, dict) else None
+    return root
 
 
 class _Closer:
-    def __init__(self, field: str, name: str, strict: bool, shared: set[str]) -> None:
+    def __init__(self, field: str, name: str, strict: bool, parts: set[int]) -> None:
         self._field = field
         self._name = name
         self._strict = strict
-        self._shared = shared
+        self._parts = parts
 
-    def close(self, schema: Any, path: str, *, stays_open: bool) -> Any:
+    def close(self, schema: Any, path: str) -> Any:
         if not isinstance(schema, dict):
             return schema
-        is_part = stays_open or self._has_several_parts(schema)
-        closed = schema | self._close_inner(schema, path, are_parts=is_part)
+        closed = schema | self._close_inner(schema, path)
         if self._is_open(schema):
-            if not is_part and self._lists_required(schema):
+            if id(schema) not in self._parts and self._lists_required(schema):
                 closed["additionalProperties"] = False
             elif self._strict:
                 raise InvalidRequest(
@@ -73,28 +101,20 @@ class _Closer:
                 )
         return closed
 
-    def _close_inner(
-        self, schema: Mapping[str, Any], path: str, *, are_parts: bool
-    ) -> dict[str, Any]:
-        """Return the schemas inside, closed. With `are_parts`, `anyOf` and the like stay open."""
+    def _close_inner(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
         closed: dict[str, Any] = {}
         for name in schema.keys() & _INNER:
             inner, inner_path = schema[name], f"{path}.{name}"
             if name in _MAPS and isinstance(inner, dict):
                 closed[name] = {
-                    key: self.close(
-                        value, f"{inner_path}.{key}", stays_open=f"#/{name}/{key}" in self._shared
-                    )
-                    for key, value in inner.items()
+                    key: self.close(value, f"{inner_path}.{key}") for key, value in inner.items()
                 }
             elif isinstance(inner, list):
-                stays_open = are_parts and name != "prefixItems"
                 closed[name] = [
-                    self.close(value, f"{inner_path}[{i}]", stays_open=stays_open)
-                    for i, value in enumerate(inner)
+                    self.close(value, f"{inner_path}[{i}]") for i, value in enumerate(inner)
                 ]
             else:
-                closed[name] = self.close(inner, inner_path, stays_open=False)
+                closed[name] = self.close(inner, inner_path)
         return closed
 
     def _is_open(self, schema: Mapping[str, Any]) -> bool:
@@ -105,12 +125,8 @@ class _Closer:
             return True
         kinds = schema.get("type")
         is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
-        return self._strict and is_object and not any(name in schema for name in _PARTS)
-
-    def _has_several_parts(self, schema: Mapping[str, Any]) -> bool:
-        parts = schema.get("allOf")
-        has_several = isinstance(parts, list) and len(parts) > 1
-        return has_several or ("properties" in schema and any(name in schema for name in _PARTS))
+        has_parts = any(name in schema for name in ("allOf", *_PARTS))
+        return self._strict and is_object and not has_parts
 
     def _lists_required(self, schema: Mapping[str, Any]) -> bool:
         required, properties = schema.get("required", ()), schema.get("properties", {})

@@ -15,6 +15,7 @@ A, B = {"type": "string"}, {"type": "integer"}
 OBJECT = {"type": "object", "properties": {"a": A}}
 CLOSED = OBJECT | {"additionalProperties": False}
 BARE = {"type": "object"}
+OTHER = {"properties": {"b": B}}
 REFERENCE = {"$ref": "#/$defs/x"}
 
 
@@ -29,6 +30,10 @@ REFERENCE = {"$ref": "#/$defs/x"}
             {"$ref": "#/$defs/x", "$defs": {"x": CLOSED}},
         ),
         ({"allOf": [OBJECT]}, {"allOf": [CLOSED]}),
+        (
+            OBJECT | {"patternProperties": {"b": OBJECT}},
+            CLOSED | {"patternProperties": {"b": CLOSED}},
+        ),
     ],
 )
 def test_objects_are_closed(schema: Any, result: Any) -> None:
@@ -38,12 +43,17 @@ def test_objects_are_closed(schema: Any, result: Any) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"allOf": [OBJECT, {"properties": {"b": B}}]},
-        OBJECT | {"anyOf": [{"properties": {"b": B}}]},
+        {"allOf": [OBJECT, OTHER]},
+        OBJECT | {"anyOf": [OTHER]},
         OBJECT | {"required": ["b"]},
         OBJECT | {"minProperties": 2},
-        {"allOf": [REFERENCE, {"properties": {"b": B}}], "$defs": {"x": OBJECT}},
-        OBJECT | REFERENCE | {"$defs": {"x": {"properties": {"b": B}}}},
+        {"allOf": [REFERENCE, OTHER], "$defs": {"x": OBJECT}},
+        OBJECT | REFERENCE | {"$defs": {"x": OTHER}},
+        {"allOf": [{"anyOf": [REFERENCE]}, OTHER], "$defs": {"x": OBJECT}},
+        OTHER | {"anyOf": [REFERENCE], "$defs": {"x": OBJECT}},
+        {"allOf": [REFERENCE, OTHER], "$defs": {"x": {"$ref": "#/$defs/y"}, "y": OBJECT}},
+        {"allOf": [{"$ref": "#/$defs/x/allOf/0"}, OTHER], "$defs": {"x": {"allOf": [OBJECT]}}},
+        {"anyOf": [REFERENCE], "required": ["b"], "$defs": {"x": OBJECT}},
     ],
 )
 def test_an_object_of_several_schemas_stays_open_and_is_not_strict(schema: Any) -> None:
