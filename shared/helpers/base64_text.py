@@ -1,6 +1,9 @@
 """Base64 as clients send it: with line ends, or without padding. Pure."""
 
 import base64
+import string
+
+_SPACE = string.whitespace.encode()
 
 
 def decode_base64(text: str) -> bytes:
@@ -12,7 +15,7 @@ def decode_base64(text: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except ValueError:
-        letters = b"".join(data.split()).rstrip(b"=")
+        letters = data.translate(None, _SPACE).rstrip(b"=")
         if not letters:
             raise
         return base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
