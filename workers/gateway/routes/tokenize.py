@@ -1,6 +1,6 @@
 """`/tokenize` and `/detokenize`: the token ids of text, and the text of token ids."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from workers.gateway.openai.chat import messages_of
 from workers.gateway.openai.chat_assembler import CHAT
 from workers.gateway.route_table import RENDERER_ERRORS
 from workers.gateway.routes.vllm_common import read_body, resolve_model, vllm_route_table
+from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.openai_request import ChatMessage, ProcessorKwargs
 from workers.gateway.vllm.errors import decode
 
@@ -36,7 +37,7 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     chat_template: None = None
     media_io_kwargs: None = None

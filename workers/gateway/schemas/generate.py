@@ -3,10 +3,11 @@
 Responses are equal to vLLM's, byte for byte: they have its fields in its order, nulls included.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.openai_response import TokenLogprob
 
 OutputMode = Literal["tokens", "text"]
@@ -49,27 +50,27 @@ class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     token_ids: list[int]
     token_offsets: list[tuple[int, int]] | None = None
     features: FeaturesInfo | None = None
-    content_parts: list[dict[str, Any]] | None = None
-    sampling_params: dict[str, Any]
+    content_parts: list[JsonObject] | None = None
+    sampling_params: JsonObject
     model: str | None = None
     reasoning_ended: bool | None = None
-    reasoning_parser_kwargs: dict[str, Any] | None = None
+    reasoning_parser_kwargs: JsonObject | None = None
     return_token_ids: bool | None = None
     output_mode: OutputMode = "tokens"
     stream: bool | None = False
     stream_options: GenerateStreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: JsonObject | None = None
+    ec_transfer_params: JsonObject | None = None
 
 
 class UsageInfo(Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     total_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-    completion_tokens_details: dict[str, Any] | None = None
+    prompt_tokens_details: JsonObject | None = None
+    completion_tokens_details: JsonObject | None = None
 
 
 class TotalUsage(Struct, frozen=True, kw_only=True):
@@ -146,9 +147,9 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
     prompt_token_id_logprobs: str | None = None
     prompt_token_ids: list[int] | None = None
     mm_placeholders: Placeholders | None = None
-    metrics: dict[str, Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
+    metrics: JsonObject | None = None
+    kv_transfer_params: JsonObject | None = None
+    ec_transfer_params: JsonObject | None = None
     output_mode: OutputMode = "tokens"
     choices: list[GenerateChoice] = field(default_factory=list)
 

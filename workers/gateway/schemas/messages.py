@@ -12,6 +12,7 @@ from shared.helpers import patterns
 from shared.protocol.items import FileId
 from shared.protocol.multimodal import IMAGE, MEDIA_SCHEME
 from shared.protocol.sampling import Probability, StopStrings
+from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.openai_request import Int64, Positive
 
 MESSAGES_UNSUPPORTED = frozenset(
@@ -52,7 +53,7 @@ class TextSource(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
 
 
 class Block(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    cache_control: dict[str, Any] | None = None
+    cache_control: JsonObject | None = None
     """No effect: prompts with the same beginning share it in the cache anyway."""
 
 
@@ -110,8 +111,8 @@ class RedactedThinkingBlock(
 class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
-    caller: dict[str, Any] | None = None
+    input: JsonObject
+    caller: JsonObject | None = None
     """No effect."""
     toolset_name: None = None
 
@@ -139,11 +140,11 @@ class MessagesTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A function that the client runs. Tools that Anthropic runs or defines are refused."""
 
     name: Annotated[str, Meta(pattern=patterns.NAME)]
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: JsonObject | None = None
     """No effect."""
     eager_input_streaming: bool | None = None
     """No effect: arguments are streamed as the model writes them."""
@@ -169,7 +170,7 @@ class NoneChoice(Struct, frozen=True, forbid_unknown_fields=True, tag="none"):
 
 
 class OutputFormat(Struct, frozen=True, forbid_unknown_fields=True):
-    schema: dict[str, Any]
+    schema: JsonObject
     type: Literal["json_schema"] = "json_schema"
 
 
@@ -194,13 +195,13 @@ class CountTokensRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tools: Annotated[list[MessagesTool], Meta(max_length=128)] | None = None
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoneChoice | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     """Variables of the model's chat template."""
 
     # These fields have no effect.
-    thinking: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
+    thinking: JsonObject | None = None
+    cache_control: JsonObject | None = None
+    context_management: JsonObject | None = None
     speed: Literal["standard"] | None = None
     mcp_servers: Annotated[list[Any], Meta(max_length=0)] | None = None
 
@@ -225,7 +226,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None
-    diagnostics: dict[str, Any] | None = None
+    diagnostics: JsonObject | None = None
     container: None = None
 
 

@@ -14,6 +14,7 @@ from shared.protocol.items import InputAudio, InputFile
 from shared.protocol.requests import AudioURL, FunctionCall, ImageURL, OnLate, Tool, VideoURL
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.generate import GenerateStreamOptions
+from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.sampling_fields import SamplingFields
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -42,7 +43,7 @@ class StreamOptions(GenerateStreamOptions, frozen=True, kw_only=True, forbid_unk
 class StructuredOutputsBody(Struct, frozen=True, forbid_unknown_fields=True):
     """Constraint on the text of an answer: exactly one of these fields."""
 
-    json: dict[str, Any] | str | None = None
+    json: JsonObject | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -61,7 +62,7 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
 
     response_format: "ResponseFormat | None" = None
     structured_outputs: StructuredOutputsBody | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -84,7 +85,7 @@ class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_
 
     # These fields have no effect.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
@@ -109,7 +110,7 @@ class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="jso
 
 class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(pattern=patterns.NAME)]
-    schema: dict[str, Any] | None = None
+    schema: JsonObject | None = None
     description: str | None = None
     strict: bool | None = None
 
@@ -124,7 +125,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 # -- chat -----------------------------------------------------------------------------------------
 
 
-CacheControl = dict[str, Any] | None
+CacheControl = JsonObject | None
 """Anthropic's mark of a prefix to cache. It has no effect: every prefix is cached."""
 
 
@@ -240,7 +241,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """With false, an answer has at most one call."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -13,6 +13,7 @@ from shared.protocol.items import Item, Label, OutputItem, ToolName
 from shared.protocol.multimodal import AUDIO
 from shared.protocol.sampling import NumLogprobs, Probability
 from shared.protocol.steps import Approval, ToolFilter
+from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.openai_request import JsonObjectFormat, Positive, TextFormat
 
 RESPONSE_UNSUPPORTED = frozenset(
@@ -32,7 +33,7 @@ Include = Literal["message.output_text.logprobs", "message.input_image.image_url
 
 class SchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="json_schema"):
     name: Annotated[str, Meta(pattern=patterns.NAME)]
-    schema: dict[str, Any]
+    schema: JsonObject
     description: str | None = None
     strict: bool | None = None
 
@@ -56,7 +57,7 @@ class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
     name: Annotated[str, Meta(pattern=patterns.NAME)]
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     description: str | None = None
 
@@ -233,12 +234,12 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
-    reasoning: dict[str, Any] = {}
+    reasoning: JsonObject = {}
     safety_identifier: str | None = None
     service_tier: str = "default"
     store: bool = True
     temperature: float | None = None
-    text: dict[str, Any] = {}
+    text: JsonObject = {}
     tool_choice: Any = "auto"
     tools: list[Any] = []
     top_logprobs: int = 0
