@@ -207,6 +207,14 @@ def test_an_agents_conversation_becomes_messages() -> None:
     assert named.name_of("messages[1].content") == "messages"
 
 
+def test_a_prompt_after_a_line_of_billing_is_kept() -> None:
+    system = "x-anthropic-billing-header: cch=1;\nBe brief."
+    assert planned("Hi", system=system).requests[0].messages == [
+        Message("system", system),
+        Message("user", "Hi"),
+    ]
+
+
 def test_documents_and_results_of_searches_become_parts() -> None:
     source = {"type": "content", "content": [{"type": "text", "text": "two"}]}
     document = {"type": "document", "title": "A book"}

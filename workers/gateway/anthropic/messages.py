@@ -48,8 +48,8 @@ from workers.gateway.schemas.openai_request import (
 )
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a system block of Claude Code. It has a new number in each request, which would keep
-the prompts of a conversation from sharing their beginning in the prefix cache."""
+"""Beginning of a line that is a system block of Claude Code. It has a new number in each request,
+which would keep the prompts of a conversation from sharing their beginning in the prefix cache."""
 FAILED = "The tool has failed."
 """First line of a result with `is_error`."""
 
@@ -156,7 +156,7 @@ def _pieces_of(request: CountTokensRequest) -> Iterator[_Piece]:
     if isinstance(system, str):
         system = [TextBlock(text=system)]
     for i, block in enumerate(system):
-        if not block.text.startswith(BILLING):
+        if not block.text.startswith(BILLING) or "\n" in block.text.strip():
             yield _Piece("system", ChatTextPart(block.text), f"system[{i}]")
     for i, message in enumerate(request.messages):
         field = f"messages[{i}].content"
