@@ -7,6 +7,7 @@ router and the check of keys cannot disagree.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import structlog
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
+from starlette.types import Scope
 
 from shared import client
 from shared.bus.bus import Bus
@@ -28,6 +30,7 @@ from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
 from shared.tenants.storage_quotas import MediaQuotas, StorageQuotas
+from workers.gateway.anthropic import errors as message_errors
 from workers.gateway.caches import ReportsCache, SizeCache, StoreUseCache, TokenBytesCache
 from workers.gateway.core.kinds import AnswerKind
 from workers.gateway.core.memory_budget import AnswerBudget
@@ -35,7 +38,7 @@ from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter
 from workers.gateway.http.body import BodyReader
 from workers.gateway.http.connection import claim_place
-from workers.gateway.http.middleware import EdgeMiddleware
+from workers.gateway.http.middleware import ANTHROPIC_VERSION, EdgeMiddleware
 from workers.gateway.http.origins import OriginPolicy
 from workers.gateway.http.sse import ErrorResponder
 
@@ -169,7 +172,7 @@ class AppContext:
         A `public` route needs no key. Any other route needs a key with `right`. Requests to a
         `counted` route count for the limits of the key. Every route that starts work is counted. A
         route that shows or ends work, or returns data from the gateway's memory, is not. `refuse`
-        makes the responses for errors, by default `error_response`.
+        makes the responses for errors, by default `responder_of`.
         """
 
         async def guarded(request: Request) -> Response:
@@ -177,7 +180,9 @@ class AppContext:
             try:
                 return await answer(request)
             except PagemillError as error:
-                return (refuse or error_response)(error)
+                if refuse is None:
+                    raise
+                return refuse(error)
 
         async def answer(request: Request) -> Response:
             if public:
@@ -203,7 +208,7 @@ class AppContext:
 def build_application(context: AppContext, routes: Iterable[Route]) -> EdgeMiddleware:
     # A redirect would lead to the host in the client's own Host header.
     router = Router(list(routes), redirect_slashes=False)
-    return EdgeMiddleware(router, context.limits, context.metrics, error_response, context.origins)
+    return EdgeMiddleware(router, context.limits, context.metrics, responder_of, context.origins)
 
 
 def error_response(
@@ -212,8 +217,9 @@ def error_response(
     status_of: Callable[[ErrorInfo], int] = errors.status_of,
 ) -> Response:
     """Return the response for an error. Errors other than PagemillError are logged as well."""
-    if isinstance(error, HTTPException):
-        return _router_error_response(error)
+    router_error = error if isinstance(error, HTTPException) else None
+    if router_error is not None:
+        error = _without_route(router_error)
     if not isinstance(error, PagemillError):
         _log.error("unexpected_error", exc_info=error)
     info = errors.info_of(error)
@@ -224,12 +230,24 @@ def error_response(
         answer.headers["content-range"] = f"bytes */{error.total}"
     if answer.status_code == 401:
         answer.headers["www-authenticate"] = "Bearer"
+    if router_error is not None:
+        answer.headers.update(router_error.headers or {})
     return answer
 
 
-def _router_error_response(error: HTTPException) -> Response:
-    if error.status_code != 405:
-        return error_response(errors.UnknownRoute("there is nothing at this URL"))
-    answer = error_response(errors.WrongMethod("this method is not for this URL"))
-    answer.headers["allow"] = (error.headers or {}).get("Allow", "")
-    return answer
+message_error_response = partial(
+    error_response, body_of=message_errors.body_of, status_of=message_errors.status_of
+)
+"""Returns the response for an error in the form of Anthropic's API."""
+
+
+def responder_of(scope: Scope) -> ErrorResponder:
+    """Return the function for errors of a request that no endpoint answers in another form."""
+    is_anthropic = any(name == ANTHROPIC_VERSION for name, _ in scope["headers"])
+    return message_error_response if is_anthropic else error_response
+
+
+def _without_route(error: HTTPException) -> PagemillError:
+    if error.status_code == 405:
+        return errors.WrongMethod("this method is not for this URL")
+    return errors.UnknownRoute("there is nothing at this URL")

@@ -16,7 +16,7 @@ from shared import errors as shared_errors
 from shared.config.schema import Right
 from shared.errors import InvalidRequest, PagemillError
 from shared.protocol.records import ErrorInfo
-from workers.gateway.app import AppContext, error_response
+from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.assembler import Options
 from workers.gateway.core.field_names import ClientFields
@@ -169,11 +169,12 @@ class RouteTable:
         self,
         tag: str,
         *,
-        refuse: ErrorResponder = error_response,
+        refuse: ErrorResponder | None = None,
         stream: type[EventStream] = EventStream,
         **details: Any,
     ) -> None:
-        """`refuse` makes the responses for errors, and `stream` the responses with events.
+        """`refuse` makes the responses for errors, by default in the form of the client's API.
+        `stream` makes the responses with events.
 
         `details` are fields of ApiOperation that all endpoints of the module have in common.
         """

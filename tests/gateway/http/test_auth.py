@@ -20,7 +20,7 @@ from shared.state.token_log import last_record
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.routes.test_chat import events, question
-from workers.gateway.app import AppContext, error_response
+from workers.gateway.app import AppContext, responder_of
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter, digest, make_key
 from workers.gateway.http.errors import InvalidKey, RateLimited
 from workers.gateway.http.middleware import EdgeMiddleware
@@ -246,7 +246,7 @@ async def test_the_slot_is_released_before_the_final_byte() -> None:
         app,
         GatewayConfig(),
         Metrics("gateway", "gateway-1"),
-        error_response,
+        responder_of,
         OriginPolicy(GatewayConfig()),
     )
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}

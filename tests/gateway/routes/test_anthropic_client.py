@@ -218,3 +218,22 @@ async def test_a_key_in_the_header_of_anthropics_api(another: Start) -> None:
             await stranger.messages.create(**body)  # type: ignore[call-overload]
     error: Any = refused.value.body
     assert error["error"]["type"] == "authentication_error"
+
+
+async def test_any_error_of_a_client_with_the_header_has_its_form(http: httpx.AsyncClient) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    got = [
+        await http.request(method, path, headers=headers)
+        for method, path in (
+            ("GET", "/v1/messages"),
+            ("GET", "/v1/messages/x"),
+            ("GET", "/v1/models/x"),
+        )
+    ]
+    assert [(it.status_code, it.json()["type"], it.json()["error"]["code"]) for it in got] == [
+        (405, "error", "method_not_allowed"),
+        (404, "error", "unknown_url"),
+        (404, "error", "unknown_model"),
+    ]
+    assert got[0].headers["allow"] == "POST"
+    assert got[1].json()["error"]["type"] == "not_found_error"

@@ -61,7 +61,7 @@ async def submit(
     kind: AnswerKind[Options],
     plan: SubmitPlan[Options],
     *,
-    refuse: ErrorResponder = error_response,
+    refuse: ErrorResponder | None = None,
     stream: type[EventStream] = EventStream,
 ) -> Response:
     """Publish a request and answer it from its logs.
@@ -72,7 +72,9 @@ async def submit(
     start = read_start(request, plan.options.num_logs)
     active, requests = await _register(context, request, caller, kind, plan)
     logs = await _open_logs(context, active, requests, plan, is_named=_is_named(request))
-    return await _respond(context, request, active, logs, start, refuse, plan.delivery, stream)
+    return await _respond(
+        context, request, active, logs, start, refuse or error_response, plan.delivery, stream
+    )
 
 
 async def accept(

@@ -9,6 +9,7 @@ too, and preflight requests are subject to the same limits and metrics as all ot
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -63,14 +64,14 @@ class EdgeMiddleware:
         app: ASGIApp,
         limits: GatewayConfig,
         metrics: Metrics,
-        error_response: ErrorResponder,
+        responder_of: Callable[[Scope], ErrorResponder],
         origins: OriginPolicy,
     ) -> None:
-        """`error_response` makes the response for an exception of `app`."""
+        """`responder_of` returns the function that makes the response for an exception of `app`."""
         self._app = app
         self._limits = limits
         self._metrics = metrics
-        self._error_response = error_response
+        self._responder_of = responder_of
         self._origins = origins
         self._in_flight = 0
         self._cors: dict[bytes | None, Headers] = {
@@ -99,7 +100,7 @@ class EdgeMiddleware:
         except Exception as error:
             if response.status is not None:
                 raise  # The connection breaks in the middle of the response, which clients notice.
-            await self._error_response(error)(scope, receive, response.send)
+            await self._responder_of(scope)(error)(scope, receive, response.send)
         finally:
             self._in_flight -= 1
             response.release_slot()
@@ -108,18 +109,17 @@ class EdgeMiddleware:
     def _early_response(self, scope: Scope) -> Response | None:
         """Return the response to a request that is not routed: a refusal, or a CORS preflight."""
         headers: Headers = scope["headers"]
+        refuse = self._responder_of(scope)
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         size += len(scope["raw_path"]) + len(scope["query_string"])
         max_kib = self._limits.max_header_kib
         if size > max_kib * 2**10 or len(headers) > MAX_HEADERS:
             message = f"a request may have at most {MAX_HEADERS} headers of {max_kib} KiB together"
-            return self._error_response(HeadersTooLarge(message))
+            return refuse(HeadersTooLarge(message))
         num_hosts = sum(name == b"host" for name, _ in headers)
         if num_hosts > 1 or (not num_hosts and scope["http_version"] == "1.1"):
             complaint = "given twice" if num_hosts else "missing"
-            return self._error_response(
-                InvalidRequest(f"the header Host is {complaint}", field="Host")
-            )
+            return refuse(InvalidRequest(f"the header Host is {complaint}", field="Host"))
         host, origin = (
             None if value is None else value.decode("latin-1")
             for value in (_header(headers, b"host"), _header(headers, b"origin"))
@@ -127,7 +127,7 @@ class EdgeMiddleware:
         try:
             self._origins.check(scope["method"], host, origin)
         except RequestError as error:
-            return self._error_response(error)
+            return refuse(error)
         is_allowed = _header(headers, b"origin") in self._cors
         method = _header(headers, b"access-control-request-method")
         if scope["method"] == "OPTIONS" and is_allowed and method is not None:

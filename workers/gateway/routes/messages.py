@@ -1,7 +1,5 @@
 """`/v1/messages`: Anthropic's Messages API."""
 
-from functools import partial
-
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,7 +8,7 @@ from shared.protocol.renderer_rpc import ModelCard
 from workers.gateway.anthropic.assembler import MESSAGE
 from workers.gateway.anthropic.errors import body_of, status_of
 from workers.gateway.anthropic.messages import plan_count, plan_messages
-from workers.gateway.app import AppContext, Json, error_response
+from workers.gateway.app import AppContext, Json, message_error_response
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
@@ -45,7 +43,7 @@ class MessageStream(EventStream):
 
 ROUTES = RouteTable(
     "Messages",
-    refuse=partial(error_response, body_of=body_of, status_of=status_of),
+    refuse=message_error_response,
     stream=MessageStream,
     status_of=status_of,
     error=MessageErrorAnswer,
