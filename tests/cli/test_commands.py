@@ -70,7 +70,7 @@ def test_every_command_that_prints_can_print_json(
             ]
         return [] if "json" in signature(command.default_command).parameters else [name]
 
-    other = {*["run", "up", "worker", "chat", "metrics", "manifests", "completion"]}
+    other = {"run", "up", "worker", "chat", "metrics", "manifests", "completion"}
     # They write JSON lines, or nothing to stdout.
     other |= {f"batch {name}" for name in ("run", "make", "follow", "results")}
     other |= {"keys remove-tenant", "keys secrets", "dead drop", "dead requeue"}
