@@ -70,10 +70,10 @@ def test_every_command_that_prints_can_print_json(
             ]
         return [] if "json" in signature(command.default_command).parameters else [name]
 
-    other = {*["run", "up", "worker", "chat", "metrics", "manifests", "completion"]}
+    other = {"run", "up", "worker", "chat", "metrics", "manifests", "completion"}
     # They write JSON lines, or nothing to stdout.
     other |= {f"batch {name}" for name in ("run", "make", "follow", "results")}
-    other |= {"keys remove-tenant", "keys secrets", "dead list", "dead requeue"}
+    other |= {"keys remove-tenant", "keys secrets", "dead drop", "dead requeue"}
     assert {text for name in EXAMPLES for text in without_json(name, app[name])} == other
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys").mkdir()
