@@ -49,8 +49,6 @@ def run_app(app: App) -> NoReturn:
     except PagemillError as error:
         print_refusal(error)
         code = 1
-    except KeyboardInterrupt:  # While the modules of the command were imported.
-        code = EXIT_INTERRUPTED
     except BrokenPipeError:
         discard_buffered(sys.stdout)
         code = 1
