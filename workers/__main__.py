@@ -8,7 +8,7 @@ from rich.panel import Panel
 
 from shared.helpers.validation import TYPES
 from shared.stage import signals
-from workers.cli.terminal import run_app
+from workers.cli.terminal import EXIT_INTERRUPTED, run_app
 
 # A command's module is imported when the command runs. All of them together take half a second of
 # processor time, and a container's health check runs every few seconds.
@@ -121,11 +121,14 @@ def add_examples(command: str) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         signals.end_at_once()
-    if not sys.argv[1:] or sys.argv[1].startswith("-"):
-        app.resolved_commands()  # The help has one line for each command.
-    elif sys.argv[1] in EXAMPLES:
-        add_examples(sys.argv[1])
-    run_app(app)
+    try:
+        if not sys.argv[1:] or sys.argv[1].startswith("-"):
+            app.resolved_commands()  # The help has one line for each command.
+        elif sys.argv[1] in EXAMPLES:
+            add_examples(sys.argv[1])
+        run_app(app)
+    except KeyboardInterrupt:  # While modules of commands are imported.
+        sys.exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

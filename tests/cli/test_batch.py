@@ -165,10 +165,11 @@ async def test_ctrl_c_leaves_the_batch_and_the_same_command_continues(
         running = preloaded.start(command, cwd=folder, stderr=err)
         begun = await newest(bus, tenant)
         await until(lambda: begun.batch_id in (folder / "err").read_text())
+        await until((folder / "out.jsonl.part").exists)
         running.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(running.wait, 60) == 130
     assert f"pagemill batch cancel {begun.batch_id}" in (folder / "err").read_text()
-    assert not (folder / "out.jsonl").exists()
+    assert sorted(os.listdir(folder)) == ["err", "in.jsonl", "pagemill.yaml"]
     await finish(bus, tenant)
     assert (await asyncio.to_thread(preloaded.run, *command, cwd=folder)).returncode == 2
     assert len((folder / "out.jsonl").read_text().splitlines()) == 3

@@ -67,6 +67,7 @@ def test_an_image_that_moves_is_a_video() -> None:
     [
         ("what is @missing.png?", "missing.png: No such file"),
         ("short: @missing.md", "missing.md: No such file"),
+        ("what is @~missing/a.png", "~missing/a.png: No such file"),
         ("what is @damaged", "damaged: it is neither an image"),
     ],
 )

@@ -22,6 +22,16 @@ def test_a_file_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out.png"]
 
 
+def test_a_link_stays_and_a_link_to_itself_is_replaced(tmp_path: Path) -> None:
+    link, loop = tmp_path / "link", tmp_path / "loop"
+    link.symlink_to("out.png")
+    loop.symlink_to("loop")
+    for path in (link, loop):
+        write_file(path, b"new")
+    assert (link.is_symlink(), loop.is_symlink()) == (True, False)
+    assert (tmp_path / "out.png").read_bytes() == loop.read_bytes() == b"new"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("missing/out.png", "missing/out.png: No such file"), (".", "Is a directory")],

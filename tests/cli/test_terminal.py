@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from shared.errors import UnknownModel
 from shared.protocol.records import error_info
 from tests.cli.fake_terminal import FakeTerminal
-from workers.cli import terminal
+from workers.cli import terminal, up
 from workers.cli.ask import print_error
+from workers.cli.commands.run import START
 from workers.cli.terminal import (
+    EXIT_INTERRUPTED,
     call_on_signals,
     harmless,
     print_json,
@@ -64,6 +66,28 @@ async def test_under_nohup_the_end_of_the_terminal_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     call_on_signals(lambda: None)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+async def test_a_signal_before_the_work_has_begun_ends_it() -> None:
+    stopping = asyncio.Event()
+    stopping.set()
+
+    async def work() -> int:
+        return await asyncio.sleep(60, 0)
+
+    stop = asyncio.create_task(stopping.wait())
+    assert await up._until(stop, work) == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("module", "code"), [("cyclopts", -signal.SIGINT), ("uvloop", EXIT_INTERRUPTED)]
+)
+def test_ctrl_c_during_imports_is_no_traceback(tmp_path: Path, module: str, code: int) -> None:
+    interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / f"{module}.py").write_text(interrupt)
+    command = [sys.executable, "-c", START, "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (code, b"")
 
 
 # Streams that a process has in place of the ones that its caller has closed.

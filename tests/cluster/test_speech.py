@@ -8,6 +8,7 @@ alone, also when the workers are killed in the middle of a speech.
 
 import asyncio
 import io
+import os
 import wave
 from collections.abc import Iterator
 from functools import partial
@@ -454,6 +455,13 @@ async def test_the_command_line_saves_what_is_said(
     codes, _ = talker.speak(TEXTS[0], MAX_CODES)
     assert read_wav(file) == sound_of(processes.folder, codes)
     assert f"{len(codes) / 50:.1f} s of sound" in done.stderr
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    piped = await asyncio.to_thread(preloaded.run, "say", TEXTS[0], "-o", str(pipe), *options)
+    assert piped.returncode == 0, piped.stderr
+    assert os.read(reader, 2**16)[44:] == sound_of(processes.folder, codes)
+    os.close(reader)
     answer = await asyncio.to_thread(
         preloaded.run, "ask", "What can you do?", "--speak", "-o", str(file), *options
     )

@@ -31,7 +31,7 @@ from shared.state import batch_files, batch_intake, batch_log, batch_room
 from shared.state.media_store import MediaUpload, StoredFile
 from shared.tenants.storage_quotas import StorageQuotas
 from workers.cli.batch_display import BatchDisplay
-from workers.cli.outputs import writing
+from workers.cli.outputs import NewFile, writing
 from workers.cli.terminal import print_note
 
 READ_BYTES = 2**20
@@ -195,21 +195,18 @@ async def collect(
 
     The files get their names when the batch has ended. The error file exists only with errors.
     """
-    parts = [file.with_name(f"{file.name}.part") for file in (output, error_file)]
     with (
-        writing(output),
-        parts[0].open("wb") as answers,
-        parts[1].open("wb") as refusals,
+        NewFile(output) as answers,
+        NewFile(error_file) as refusals,
     ):
         async for latest, records in follow(bus, state):
             state = latest
-            for record in records:
-                answers.writelines(bytes(line) + b"\n" for line in record.output)
-                refusals.writelines(bytes(line) + b"\n" for line in record.errors)
+            with writing(output):
+                for record in records:
+                    answers.stream.writelines(bytes(line) + b"\n" for line in record.output)
+                    refusals.stream.writelines(bytes(line) + b"\n" for line in record.errors)
             display.update(state)
-    parts[0].replace(output)
-    if state.checkpoint.num_refused:
-        parts[1].replace(error_file)
-    else:
-        parts[1].unlink()
+        answers.keep()
+        if state.checkpoint.num_refused:
+            refusals.keep()
     return state

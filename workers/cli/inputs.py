@@ -1,6 +1,7 @@
 """Texts and files that commands read: `@FILE` in a text names a file, and `-` is stdin."""
 
 import mimetypes
+import os
 import re
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def read_input(text: str, *, takes_stdin: bool = True) -> tuple[str, list[Medium
         is_stdin = takes_stdin and name == STDIN
         if not is_stdin and not _is_file(name):
             return match[0]
-        data = _read_stdin() if is_stdin else read_media(Path(name).expanduser(), "text")
+        data = _read_stdin() if is_stdin else read_media(_path_of(name), "text")
         kind = _kind_of(name, data)
         if kind is None:
             return _decode(name, data) + rest
@@ -90,9 +91,14 @@ def _is_file(name: str) -> bool:
         return True
     is_text = (mimetypes.guess_type(name)[0] or "").startswith("text/")
     try:
-        return is_text or Path(name).expanduser().is_file()
-    except (OSError, RuntimeError, ValueError):  # No name of a file, or an unknown home.
+        return is_text or _path_of(name).is_file()
+    except (OSError, ValueError):  # No name of a file.
         return False
+
+
+def _path_of(name: str) -> Path:
+    # Path.expanduser raises RuntimeError for the home of an unknown user.
+    return Path(os.path.expanduser(name))
 
 
 def _kind_of(name: str, data: bytes) -> FileKind | None:

@@ -41,7 +41,8 @@ class NewFile:
             is_other = path.exists() and not path.is_file()
             if path.exists() and not os.access(path, os.W_OK):
                 path.open("ab").close()  # It says why.
-            self._target = path if is_other else path.resolve()
+            # Path.resolve raises RuntimeError for a link to itself.
+            self._target = path if is_other else Path(os.path.realpath(path))
             self._part = path if is_other else self._target.with_name(f"{self._target.name}.part")
             self.stream = self._part.open("wb")
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
-import wave
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from shared import client
@@ -16,6 +14,7 @@ from shared.stage.pipelines import pipelines_of
 from workers.cli.options import only_model
 from workers.cli.outputs import NewFile, writing
 from workers.cli.terminal import print_note
+from workers.gateway.core.sound_formats import wav_header
 
 
 def find_audio(config: Config, model: str | None, *, text_given: bool = False) -> tuple[str, str]:
@@ -63,15 +62,17 @@ async def while_saving(
 
 async def _save(bus: Bus, request_id: str, output: str, file: NewFile) -> float:
     """Write the sound, and return its duration in seconds."""
-    num_samples, sample_rate = 0, 1
-    with writing(file.path), contextlib.ExitStack() as opened:
-        sound = None
+    num_samples, sample_rate, stream = 0, 1, file.stream
+    with writing(file.path):
         async for record in client.follow_output(bus, request_id, output):
             if not isinstance(record, AudioChunk):
                 continue
-            if sound is None:
-                sound = opened.enter_context(wave.open(file.stream, "wb"))
-                sound.setparams((1, 2, record.sample_rate, 0, "NONE", ""))
-            sound.writeframes(base64.b64decode(record.pcm))
+            if not num_samples:
+                stream.write(wav_header(record.sample_rate))
+            stream.write(base64.b64decode(record.pcm))
+            stream.flush()
             num_samples, sample_rate = num_samples + record.num_samples, record.sample_rate
+        if num_samples and stream.seekable():
+            stream.seek(0)
+            stream.write(wav_header(sample_rate, 2 * num_samples))
     return num_samples / sample_rate

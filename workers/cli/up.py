@@ -32,7 +32,7 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
     """Run the cluster and return the exit code. Raises ConfigError or Unavailable at the start.
 
     With `work`, the cluster also stops when this has ended, and its exit code is returned. A signal
-    cancels it, and it must then still return an exit code.
+    cancels it.
     """
     file = cluster.log_file
     display = StartDisplay(errors, live=errors.is_terminal and file is not None)
@@ -133,7 +133,10 @@ async def _until(stop: "asyncio.Task[Literal[True]]", work: Work | None) -> int:
         await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         working.cancel()
-    return await working
+    try:
+        return await working
+    except asyncio.CancelledError:
+        return EXIT_INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -20,6 +20,15 @@ from workers.cli.options import ConfigFile, find_writer, load
 from workers.cli.terminal import EXIT_INTERRUPTED
 from workers.cli.up import run_until_stopped
 
+# Ctrl-C ends a command that is still importing its modules, without a traceback.
+START = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from workers.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
 
 def run(model: str | None = None, /, *prompt: str, config: ConfigFile = None) -> int:
     """Serve a model on this machine and talk with it, or get one answer; then stop everything.
@@ -74,7 +83,7 @@ def _command(name: str, prompt: Sequence[str], file: Path | None, url: str) -> l
     options = [f"--model={name}", "--nats", url]  # The name may begin with a hyphen.
     options += [] if file is None else ["--config", str(file)]
     command = ["ask", *options, "--", " ".join(prompt)] if prompt else ["chat", *options]
-    return [sys.executable, "-m", "workers", *command]
+    return [sys.executable, "-c", START, *command]
 
 
 async def _in_terminal(command: Sequence[str]) -> int:
@@ -83,11 +92,12 @@ async def _in_terminal(command: Sequence[str]) -> int:
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     process = await asyncio.create_subprocess_exec(*command)
     try:
-        return await process.wait()
+        code = await process.wait()
+        return code if code >= 0 else EXIT_INTERRUPTED  # A signal has ended it.
     except asyncio.CancelledError:
         process.terminate()
         await process.wait()
-        return EXIT_INTERRUPTED
+        raise
     finally:
         # From now on, Ctrl-C means the same as SIGTERM again.
         loop.add_signal_handler(signal.SIGINT, signal.raise_signal, signal.SIGTERM)
