@@ -29,7 +29,7 @@ from transformers import conversion_mapping
 
 from shared.helpers.forking import Forks, end_with_parent
 from shared.models import registry
-from tests.preloaded import PYTHON, PYTHON_OF, ROLES_OF, ForkedCommand
+from tests.preloaded import PYTHON, PYTHON_OF, ROLES_OF, WITHOUT_FORKED_RANKS, ForkedCommand
 from tests.support.folders import check_by_engine
 from workers import __main__ as pagemill
 from workers import roles
@@ -80,7 +80,8 @@ def _main() -> None:
         importlib.import_module(own).register_roles()
     if (python := os.environ.get(PYTHON_OF)) is not None:
         vars(processes)["sys"] = SimpleNamespace(executable=python, stderr=sys.stderr)
-    vars(followers).update(PYTHON=PYTHON)
+    if WITHOUT_FORKED_RANKS not in os.environ:
+        vars(followers).update(PYTHON=PYTHON)
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
         vars(console).update(vars(Console(stderr=console.stderr)))

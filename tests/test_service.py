@@ -39,7 +39,8 @@ def test_compose_gives_workers_more_time_to_stop_than_a_drain_takes() -> None:
     for file in (ROOT / "compose").glob("*.y*ml"):
         for name, settings in yaml.safe_load(file.read_text()).get("services", {}).items():
             grace = re.fullmatch(r"(\d+)s", str(settings.get("stop_grace_period", "")))
-            if grace is not None:
+            # A proxy has no requests: it ends after its connections, which the gateways drain.
+            if grace is not None and name != "proxy":
                 assert int(grace[1]) > DeliveryConfig().drain_s, f"{file.name}: {name}"
 
 

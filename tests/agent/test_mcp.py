@@ -118,7 +118,7 @@ async def test_control_tokens_end_the_call_and_not_the_response(
         refusal = InvalidRequest("a control token", field="messages[0].content")
         return to_json(ErrorReply(error_info(refusal)))
 
-    rig.scripts["Hello"] = [call("free__book", title="x"), "I am sorry."]
+    rig.scripts["Hello"] = [call("free__book", title="hello"), "I am sorry."]
     await agent_bus.add_responder(subjects.renderer("tokenize", "scripted"), tokenize)
     done = await respond(openai_client, "Hello", mcp())
     (booking,) = [item for item in done.output if item.type == "mcp_call"]

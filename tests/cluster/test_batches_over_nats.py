@@ -187,7 +187,8 @@ async def test_an_invalid_id_is_refused(cluster: Cluster, nc: Client) -> None:
     await publish(nc, "x" * 65, {"endpoint": CHAT, "lines": [line(1)]})
 
     async def is_dead() -> bool:
-        return "coordinator" in await asyncio.to_thread(run, cluster, "dead", "list")
+        listed = await asyncio.to_thread(run, cluster, "dead", "list", "--json")
+        return any(json.loads(letter)["role"] == "coordinator" for letter in listed.splitlines())
 
     await until(is_dead)
     assert (await read(nc, "x" * 65))["error"]["code"] == "not_found"

@@ -4,6 +4,8 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from ops.harness.machine import has_ended
 from tests.cluster.conftest import (
     CONFIG,
@@ -15,6 +17,7 @@ from tests.cluster.conftest import (
     stop_cluster,
 )
 from tests.cluster.streams import attempts_of, read_amid_signal, tokens_of
+from tests.preloaded import WITHOUT_FORKED_RANKS
 from tests.support.waiting import until
 
 ENGINE = "engine: {tensor_parallel: 2, threads: 1, step_timeout_s: 3}\n"
@@ -24,7 +27,10 @@ def processes() -> set[int]:
     return {int(file.name) for file in Path("/proc").iterdir() if file.name.isdigit()}
 
 
-async def test_answers_continue_after_the_end_and_the_hang_of_a_rank(tmp_path: Path) -> None:
+async def test_answers_continue_after_the_end_and_the_hang_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WITHOUT_FORKED_RANKS, "1")
     request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=400)
     faults = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
     with running_cluster(tmp_path, CONFIG + ENGINE) as cluster:

@@ -19,7 +19,7 @@ PATH = "/v1/chat/completions"
 async def test_embeddings_that_take_too_much_memory_are_refused(another: Start) -> None:
     gateway = another(max_answer_mib=1)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
-        body = {"model": "demo", "input": ["Hi"] * 64}
+        body = {"model": "demo", "input": ["Hi"] * 256}
         refused = await http.post("/v1/embeddings", json=body)
         assert refused.status_code == 400
         check_error(refused.content, "answer_too_large", "input")

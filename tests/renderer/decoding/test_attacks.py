@@ -128,7 +128,7 @@ VIDEOS: dict[str, tuple[Callable[[], bytes], type[RequestError], str]] = {
         r"frame 1 of the video is 8 x 16, and the first one 8 x 8",
     ),
     "sequence of others": (
-        lambda: files.sequence([files.jpeg(files.picture(0)), b"GIF89a", b""]),
+        lambda: files.sequence([files.jpeg(files.picture(0)), b"BM", b""]),
         InvalidMedia,
         "frame 1 of the video is not a JPEG",
     ),

@@ -92,7 +92,7 @@ async def test_a_request_says_that_no_worker_lives_or_that_one_starts(
         assert (await request_status.find(bus, request_id)).why == reason
 
 
-@pytest.mark.parametrize("parts", ["3", "0", "65", "1000000000", "2.5", "true", '"2"', "null"])
+@pytest.mark.parametrize("parts", ["3", "0", "4097", "1000000000", "2.5", "true", '"2"', "null"])
 async def test_a_foreign_number_of_parts_is_no_record(
     bus: Bus, request_id: str, parts: str, jetstream: JetStreamContext
 ) -> None:
