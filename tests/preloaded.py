@@ -34,7 +34,7 @@ ADDRESS = "TESTS_PRELOADER"
 ROLES_OF = "TESTS_ROLES_OF"
 # Environment variable that names an interpreter for the workers that `pagemill up` does not fork.
 PYTHON_OF = "TESTS_PYTHON_OF_WORKERS"
-# Environment variable with which the ranks of engines are no forks. A fork is no child of its engine,
+# Environment variable with which ranks of engines are no forks. A fork is no child of its engine,
 # and a signal to the process that stands for it does not reach it.
 WITHOUT_FORKED_RANKS = "TESTS_WITHOUT_FORKED_RANKS"
 # An interpreter with the options -m and -c. In runs of pytest-xdist, it forks its programs.

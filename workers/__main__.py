@@ -124,7 +124,7 @@ def main() -> None:
     try:
         if not sys.argv[1:] or sys.argv[1].startswith("-"):
             app.resolved_commands()  # The help has one line for each command.
-        elif sys.argv[1] in EXAMPLES:
+        elif sys.argv[1] in EXAMPLES and not {*app.help_flags}.isdisjoint(sys.argv[2:]):
             add_examples(sys.argv[1])
         run_app(app)
     except KeyboardInterrupt:  # While modules of commands are imported.

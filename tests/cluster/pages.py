@@ -7,7 +7,7 @@ def choose(page: Browser, model: str) -> None:
     """Choose a model, and show its parameters."""
     page.run(
         """
-        document.querySelector("#settings").open = true;
+        document.querySelector("#settings").togglePopover(true);
         const select = document.querySelector("#model");
         select.value = arguments[0];
         select.dispatchEvent(new Event("change"));

@@ -196,11 +196,13 @@ def film_on_page(url: str, folder: Path) -> bytes:
         for name, value in values.items():
             page.type(f"#paint-{name}", str(value))
         page.type("#question", PROMPT + ENTER)
-        page.wait("document.querySelector('#fault-seconds').innerText.includes('limit of 161')")
+        page.wait(
+            "document.querySelector('#fault-paint-seconds')?.innerText.includes('limit of 161')"
+        )
         (refused,) = page.console_errors()
         assert "400" in refused
         page.run("document.querySelector('#paint-seconds').value = '0.25'")
-        page.type("#question", ENTER)
+        page.run("document.querySelector('.turn:last-child .retry').click()")
         page.wait("document.querySelector('.turn:last-child progress')?.value > 0", timeout_s=60)
         assert "%" in page.text(".turn:last-child .status")
         video = "document.querySelector('.turn:last-child video.painted')"
