@@ -125,7 +125,8 @@ class Job:
         self.header, self.body, self.tensors = header, body, tensors
         self.path = header.path
         if header.ticket is not None and header.ticket.traceparent:
-            logs.bind_trace(header.ticket.traceparent.split("-")[1])
+            # A version of two digits, and a trace id of 32. A worker may have sent anything else.
+            logs.bind_trace(header.ticket.traceparent[3:35])
 
     def replace_ticket(self, data: bytes) -> None:
         """Take the ticket and the payloads of `data`, the same task, published again after a loss.

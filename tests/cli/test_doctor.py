@@ -2,12 +2,17 @@
 
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 
+from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
 from workers.cli.commands.doctor import doctor
 
 Row = dict[str, str]
@@ -31,6 +36,7 @@ async def test_each_fault_of_a_machine_has_a_remedy(
     keys.mkdir()
     (keys / "engine.nk").write_text("SU")
     (keys / "engine.nk").chmod(0o644)
+    (tmp_path / "store").touch()
     nats = {"port": 1, "store_dir": str(tmp_path / "store"), "keys": str(keys)}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gateway = {"port": taken.getsockname()[1]}
@@ -38,6 +44,7 @@ async def test_each_fault_of_a_machine_has_a_remedy(
     assert code == 1
     assert found["keys"]["remedy"].startswith(f"run `chmod 600 {keys}/engine.nk`")
     assert "nowhere: it has no config.json" in found["models"]["text"]
+    assert found["disk"]["text"] == f"{tmp_path / 'store'} is not a folder"
     assert "gateway.port" in found["ports"]["text"]
     assert (found["broker"]["state"], found["broker"]["text"]) == (
         "note",
@@ -52,3 +59,22 @@ async def test_a_broker_without_workers_is_described(
     assert found["streams"]["remedy"] == "the first coordinator creates them"
     assert found["workers"]["text"] == "none runs"
     assert found["ports"]["state"] == "ok"
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+
+async def test_another_server_is_no_gateway(
+    tmp_path: Path, broker: EmbeddedServer, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        beat = Heartbeat("gateway", "gateway-1", "1", 1, [], {}, url=url)
+        await bus.heartbeats.publish(beat.worker, to_json(beat))
+        code, found = await examine(tmp_path, capsys, broker.url)
+        server.shutdown()
+    text = f"{url} does not answer as a gateway does"
+    assert (code, found["gateway"]["text"]) == (1, text)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import httpx2
+import msgspec
 from rich.filesize import decimal
 
 from shared.blobs.server import host_id
@@ -38,6 +39,13 @@ from workers.supervisor.start import read_signs
 
 HTTP_TIMEOUT_S = 8.0
 State = Literal["ok", "note", "failed"]
+
+
+class Ready(msgspec.Struct):
+    """The body of `/ready`, as far as it is read here."""
+
+    status: str
+    models: dict[str, str] = {}
 
 
 class Finding(NamedTuple):
@@ -153,9 +161,11 @@ def _check_disk(config: Config) -> Iterator[Finding]:
     folder = existing = Path(config.nats.store_dir).absolute()
     while not existing.exists():
         existing = existing.parent
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        fault = "cannot be written" if existing.is_dir() else "is not a folder"
         remedy = "set nats.store_dir to a folder of this user"
-        yield Finding("disk", "failed", f"{existing} cannot be written", remedy)
+        yield Finding("disk", "failed", f"{existing} {fault}", remedy)
+        return
     for store in measure_folder(existing, config.nats):
         numbers = f"{decimal(store.free_bytes)} free, of {decimal(store.min_free_bytes)} required"
         remedy = "delete files, or lower nats.min_free_percent"
@@ -278,14 +288,20 @@ async def _check_workers(bus: Bus, beats: list[Heartbeat]) -> list[Finding]:
 def _check_gateway(url: str, config: Config) -> Iterator[Finding]:
     # The certificate is for the name that clients use, and not for this address.
     with httpx2.Client(base_url=url, verify=False, timeout=HTTP_TIMEOUT_S, trust_env=False) as http:
-        ready = http.get("ready").json()
+        body = http.get("ready").content
         page = http.get("").status_code if config.gateway.page else None
     remedy = "see `pagemill logs --level warning`"
-    if ready["status"] == "ok":
+    try:
+        ready = msgspec.json.decode(body, type=Ready)
+    except msgspec.DecodeError:
+        remedy = "see what listens there"
+        yield Finding("gateway", "failed", f"{url} does not answer as a gateway does", remedy)
+        return
+    if ready.status == "ok":
         yield Finding("gateway", "ok", f"{url} accepts requests")
     else:
-        yield Finding("gateway", "failed", f"{url} refuses requests: {ready['status']}", remedy)
-    for name, state in ready.get("models", {}).items():
+        yield Finding("gateway", "failed", f"{url} refuses requests: {ready.status}", remedy)
+    for name, state in ready.models.items():
         if state != "ok":
             yield Finding("gateway", "failed", f"{name}: {state}", remedy)
     if page is not None:
