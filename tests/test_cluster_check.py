@@ -148,6 +148,8 @@ def test_an_upgrade_uses_the_container_that_an_interrupted_one_has_made(
     events = upgraded(compose, {"engine": 2})
     assert events[:3] == ["start engine-3", "stop engine-1", "rm engine-1"]
     assert [c.image for c in compose.containers("engine")] == ["new", "new"]
+    with pytest.raises(CheckFailed, match="has lost talker since"):
+        upgraded(compose, {"engine": 2, "talker": 1})
 
 
 @pytest.mark.parametrize("service", ["engine", "nats-0"])

@@ -66,10 +66,15 @@ class Upgrade:
     """Upgrade of a running cluster to the images that the variables of `compose` name."""
 
     def __init__(self, compose: Compose, counts: dict[str, int]) -> None:
+        """Raises CheckFailed if the compose file lacks one of the services."""
         self._compose = compose
         self._counts = counts
         """Containers of each service before the upgrade."""
         self._services: dict[str, dict[str, Any]] = compose.config["services"]
+        if missing := ", ".join(sorted(counts.keys() - self._services.keys())):
+            raise CheckFailed(
+                f"the compose file has lost {missing} since an upgrade was interrupted: run it again"
+            )
         self._hashes = dict(line.split() for line in compose.hashes().splitlines())
         names = {str(self._services[name]["image"]) for name in (*counts, "secrets")}
         self._images = {name: image_id(name) for name in names}
