@@ -73,7 +73,7 @@ class Upgrade:
         self._services: dict[str, dict[str, Any]] = compose.config["services"]
         if missing := ", ".join(sorted(counts.keys() - self._services.keys())):
             raise CheckFailed(
-                f"the compose file has lost {missing} since an upgrade was interrupted: run it again"
+                f"the compose file has lost {missing} since the interrupted upgrade: run it again"
             )
         self._hashes = dict(line.split() for line in compose.hashes().splitlines())
         names = {str(self._services[name]["image"]) for name in (*counts, "secrets")}
