@@ -101,7 +101,7 @@ GROUPS = (
 ALLOWED_SKIPS = {
     "needs a CUDA device": 1,
     "there is a GPU": 2,
-    "needs Debian's packages chromium and chromium-driver": 83,
+    "needs Debian's packages chromium and chromium-driver": 85,
     "needs Debian's package fonts-liberation": 1,
     "needs Debian's package prometheus": 2,
     "needs curl": 3,

@@ -177,9 +177,9 @@ async def test_a_fault_of_this_machine_is_one_line(
     monkeypatch.setattr("sys.stdout", FullDisk())
     assert await talk.run("a", "@~no-such-user/a.png", answers=(HELLO,)) == 1
     notes = capsys.readouterr().err.splitlines()
-    full, unknown = [line for line in notes if line.startswith("error")]
+    full, missing = [line for line in notes if line.startswith("error")]
     assert full == "error OSError: [Errno 28] No space left"
-    assert unknown.startswith("error RuntimeError: ")
+    assert missing == "error invalid_media: ~no-such-user/a.png: No such file or directory"
 
 
 async def test_a_closed_output_ends_the_chat(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,11 @@ def test_ctrl_c_stops_everything_and_the_same_command_continues(tmp_path: Path, 
     with (tmp_path / "err").open("wb") as err:
         running = preloaded.start(command, cwd=tmp_path, env=env_of(port), stderr=err)
         wait_until(lambda: part.exists() and part.stat().st_size > 0)
+        num_before = len(part.read_text().splitlines())
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 130
     assert not is_listening(port)
-    num_before = len(part.read_text().splitlines())
+    assert not part.exists()
     done = preloaded.run(*command, cwd=tmp_path, env=env_of(port), limit_s=300)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -194,7 +194,9 @@ async def test_a_response_is_an_edited_image_and_the_next_one_edits_it(
         monkeypatch.setitem(FILES, source, file)
 
 
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.skipif(
+    MISSING is not None, reason="needs Debian's packages chromium and chromium-driver"
+)
 async def test_the_page_edits_an_image(url: str, tmp_path: Path) -> None:
     (tmp_path / "wide.png").write_bytes(FILES[WIDE])
     file = await asyncio.to_thread(edit_on_page, url, tmp_path)

@@ -180,7 +180,9 @@ async def test_a_video_shows_its_progress_until_it_is_deleted(
     await until_nothing_is_left(bus)
 
 
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.skipif(
+    MISSING is not None, reason="needs Debian's packages chromium and chromium-driver"
+)
 async def test_the_page_shows_a_video(url: str, tmp_path: Path) -> None:
     shown = await asyncio.to_thread(film_on_page, url, tmp_path)
     assert shown == file_of(PROMPT, params_of())

@@ -115,4 +115,6 @@ async def test_the_messages_of_a_short_request(
             assert len([record async for record in ask(client, request, f"r-{number}")]) == 2
         # The last message of each request.
         await until(lambda: counts["an answer to a delivery of STAGES"] >= 6)
+        # Each subscription counts in a separate task.
+        await until(lambda: counts.total() >= sum(expected.values()), 10, str(counts))
     assert dict(counts) == expected
