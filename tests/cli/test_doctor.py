@@ -63,7 +63,9 @@ async def test_a_broker_without_workers_is_described(
 
 class OtherServer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
 
 
 async def test_another_server_is_no_gateway(
@@ -76,5 +78,5 @@ async def test_another_server_is_no_gateway(
         await bus.heartbeats.publish(beat.worker, to_json(beat))
         code, found = await examine(tmp_path, capsys, broker.url)
         server.shutdown()
-    text = f"{url} does not answer as a gateway does"
-    assert (code, found["gateway"]["text"]) == (1, text)
+    assert code == 1
+    assert found["gateway"]["text"].startswith(f"{url} does not answer as a gateway does: Object")

@@ -288,15 +288,14 @@ async def _check_workers(bus: Bus, beats: list[Heartbeat]) -> list[Finding]:
 def _check_gateway(url: str, config: Config) -> Iterator[Finding]:
     # The certificate is for the name that clients use, and not for this address.
     with httpx2.Client(base_url=url, verify=False, timeout=HTTP_TIMEOUT_S, trust_env=False) as http:
-        body = http.get("ready").content
+        try:
+            ready = msgspec.json.decode(http.get("ready").content, type=Ready)
+        except (msgspec.DecodeError, httpx2.HTTPError) as error:
+            text = f"{url} does not answer as a gateway does: {error}"
+            yield Finding("gateway", "failed", text, "see what listens there")
+            return
         page = http.get("").status_code if config.gateway.page else None
     remedy = "see `pagemill logs --level warning`"
-    try:
-        ready = msgspec.json.decode(body, type=Ready)
-    except msgspec.DecodeError:
-        remedy = "see what listens there"
-        yield Finding("gateway", "failed", f"{url} does not answer as a gateway does", remedy)
-        return
     if ready.status == "ok":
         yield Finding("gateway", "ok", f"{url} accepts requests")
     else:
