@@ -236,18 +236,12 @@ async def show(
     batch_id: BatchId,
     /,
     *,
-    json: bool = False,
+    json: Json = False,
     tenant: Tenant = "",
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Print the state of a batch.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object.
-    """
+    """Print the state of a batch."""
     async with connected(find_login(config, nats), "batch") as bus:
         state = await batches.find(bus, batch_id, tenant)
         paused = await batches.find_pause(bus, state)
