@@ -266,12 +266,7 @@ async def show(
 
 @batch.command
 async def follow(
-    batch_id: BatchId,
-    /,
-    *,
-    tenant: Tenant = "",
-    config: ConfigFile = None,
-    nats: NatsUrl = None,
+    batch_id: BatchId, /, *, tenant: Tenant = "", config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Print the results of a batch as they arrive, until it has ended."""
     return await _print_results(batch_id, tenant, config, nats, which="all", follow=True)

@@ -168,12 +168,7 @@ async def follow(
 
 
 async def cancel(
-    request_id: RequestId,
-    /,
-    *,
-    json: Json = False,
-    config: ConfigFile = None,
-    nats: NatsUrl = None,
+    request_id: RequestId, /, *, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Cancel a request in any stage. Its answer ends with the error `cancelled`.
 
