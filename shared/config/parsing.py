@@ -89,6 +89,7 @@ def _parse_tree(text: str, source: str) -> dict[str, Any]:
 
 
 def _add_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Add sections of `defaults`, and their settings that a section of `tree` lacks."""
     for key, section in defaults.items():
         own = tree.setdefault(key, {})
         if isinstance(own, dict):
