@@ -53,6 +53,8 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, name: str, message: str) -
         check_output(tmp_path / name)
 
 
-def test_a_full_disk() -> None:
+@pytest.mark.parametrize("num_bytes", [4, 2**17])
+def test_a_full_disk(num_bytes: int) -> None:
+    """Few bytes are written when the file is closed."""
     with pytest.raises(DiskFull, match="/dev/full: No space left on device"):
-        write_file(Path("/dev/full"), b"data")
+        write_file(Path("/dev/full"), bytes(num_bytes))
