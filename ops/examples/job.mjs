@@ -12,10 +12,16 @@ import { connect, nkeyAuthenticator } from "@nats-io/transport-node";
 const [command, text, file] = process.argv.slice(2);
 // The key of a tenant, which is signed with and never sent.
 const key = process.env.NATS_NKEY ?? "data/nats/keys/tenants/local.nk";
-const nc = await connect({
-  servers: process.env.NATS_URL ?? "nats://127.0.0.1:4222",
-  authenticator: key ? nkeyAuthenticator(readFileSync(key)) : undefined,
+const servers = process.env.NATS_URL ?? "nats://127.0.0.1:4222";
+const nc = await open().catch((error) => {
+  console.error(`cannot connect to ${servers} with the key ${key}: ${error.message}`);
+  process.exit(1);
 });
+
+async function open() {
+  const authenticator = key ? nkeyAuthenticator(readFileSync(key)) : undefined;
+  return connect({ servers, authenticator });
+}
 
 async function queue(request) {
   const job = randomUUID();
@@ -73,6 +79,7 @@ const commands = {
   save: () => save(text, file),
 };
 try {
+  if (!text || !commands[command]) throw new Error("usage: node job.mjs ask|paint|read|save ...");
   await commands[command]();
 } catch (error) {
   console.error(error.message);

@@ -18,6 +18,7 @@ from typing import Any
 
 import nats
 from nats.aio.client import Client
+from nats.errors import Error
 
 # The key of a tenant signs, and is never sent. An empty name is for a broker without keys.
 KEY = os.environ.get("NATS_NKEY", "data/nats/keys/tenants/local.nk")
@@ -73,10 +74,22 @@ async def save(nc: Client, job: str, file: str) -> None:
         Path(file).write_bytes(data)
 
 
-async def main(command: str, *arguments: str) -> None:
+async def report(error: Exception) -> None:
+    """Print what the server refuses, such as a subject that the key may not use."""
+    print(error, file=sys.stderr)
+
+
+async def main(*arguments: str) -> None:
+    if len(arguments) < 2:
+        sys.exit(__doc__)
     url = os.environ.get("NATS_URL", "nats://127.0.0.1:4222")
-    nc = await nats.connect(url, nkeys_seed=KEY or None)
-    match command, *arguments:
+    try:
+        nc = await nats.connect(
+            url, nkeys_seed=KEY or None, max_reconnect_attempts=1, error_cb=report
+        )
+    except (OSError, Error):
+        sys.exit(f"cannot connect to {url} with the key {KEY}: run pagemill up")
+    match arguments:
         case "ask", question:
             messages = [{"role": "user", "content": question}]
             print(await queue(nc, {"model": "demo", "messages": messages}))

@@ -1,9 +1,11 @@
 """The commands of the page "Your first job from a queue", as a reader would type them."""
 
+import os
 import re
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +126,26 @@ def test_the_shell_program_gets_the_same_answer(reader: Reader) -> None:
 def test_a_job_that_does_not_exist_is_an_error(reader: Reader, program: str) -> None:
     with pytest.raises(AssertionError, match="there is no request with this id"):
         reader.type(f"{program} read never-queued")
+
+
+@pytest.mark.parametrize(
+    ("program", "file"),
+    [(sys.executable, "job.py"), pytest.param("node", "job.mjs", marks=needs_npm)],
+)
+def test_a_program_without_a_server_says_so(program: str, file: str, tmp_path: Path) -> None:
+    examples = tmp_path / "examples"
+    shutil.copytree(ROOT / "ops" / "examples", examples)
+    if program == "node":
+        install(examples)
+    done = subprocess.run(
+        [program, file, "ask", "Hello"],
+        cwd=examples,
+        env=os.environ | {"NATS_URL": "nats://127.0.0.1:1", "NATS_NKEY": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "cannot connect to nats://127.0.0.1:1" in done.stderr
+    assert len(done.stderr.splitlines()) <= 4
