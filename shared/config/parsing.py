@@ -84,7 +84,32 @@ def _parse_tree(text: str, source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
+    for key, node in _repeated_keys(yaml.compose(text, yaml.SafeLoader)):
+        line = node.start_mark.line + 1
+        raise ConfigError(f"{source}: line {line}: {key}: the key is there twice", field=key)
     return tree
+
+
+def _repeated_keys(root: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
+    """Yield the path and the node of each key that its mapping has before, too.
+
+    YAML's readers take the last of equal keys, and drop the others without a word.
+    """
+    waiting, known = [("", root)], {id(root)}
+    while waiting:
+        path, node = waiting.pop()
+        inner: list[tuple[str, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            names = [f"{path}.{key.value}".strip(".") for key, _ in node.value]
+            for number, (key, _) in enumerate(node.value):
+                if names[number] in names[:number]:
+                    yield names[number], key
+            inner = [(name, value) for name, (_, value) in zip(names, node.value, strict=True)]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = [(f"{path}[{number}]", item) for number, item in enumerate(node.value)]
+        # An alias may lead back to a node around it.
+        waiting += [entry for entry in inner if id(entry[1]) not in known]
+        known.update(id(value) for _, value in inner)
 
 
 def _add_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -282,7 +307,7 @@ def _faults_of_gateway(config: Config) -> Iterator[Fault]:
         yield Fault("gateway.tls_key", "set both tls_cert and tls_key, or neither")
     if len({key.sha256 for key in gateway.api_keys}) < len(gateway.api_keys):
         yield Fault("gateway.api_keys", "a key is listed twice")
-    for key in gateway.api_keys:
-        for name in (key.name, key.name if key.tenant is None else key.tenant):
-            if not is_name(name):
-                yield Fault("gateway.api_keys", f"{name!r} {NAME_RULE}")
+    for number, key in enumerate(gateway.api_keys):
+        for field, name in (("name", key.name), ("tenant", key.tenant)):
+            if name is not None and not is_name(name):
+                yield Fault(f"gateway.api_keys[{number}].{field}", f"{name!r} {NAME_RULE}")

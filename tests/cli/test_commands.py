@@ -21,7 +21,7 @@ import pytest
 import yaml
 from cyclopts import App
 
-from shared.errors import InvalidRequest
+from shared.errors import ConfigError, InvalidRequest
 from shared.protocol.records import error_info
 from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
@@ -114,12 +114,17 @@ def test_bash_completes_commands_options_and_choices(
 def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
     done = run("key", "chat-page", "--tenant", "acme", cwd=tmp_path)
     key = done.stdout.strip()
-    lines = done.stderr[done.stderr.index("gateway:") :]
-    (entry,) = yaml.safe_load(lines)["gateway"]["api_keys"]
+    lines = done.stderr[done.stderr.index("  api_keys:") :]
+    (entry,) = yaml.safe_load(f"gateway:\n{lines}")["gateway"]["api_keys"]
     digest = hashlib.sha256(key.encode()).hexdigest()
     assert entry == {"name": "chat-page", "sha256": digest, "tenant": "acme"}
     assert key not in done.stderr
     assert len(key) > 40
+
+
+def test_no_key_is_made_for_a_name_that_the_gateway_refuses() -> None:
+    with pytest.raises(ConfigError, match="--tenant: 'a b' must be 1 to 128 letters"):
+        app("key alice --tenant 'a b'", exit_on_error=False, result_action="return_value")
 
 
 @pytest.mark.parametrize(

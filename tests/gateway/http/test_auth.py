@@ -87,7 +87,7 @@ def test_a_key_that_was_idle_for_long_may_send_no_more_than_its_limit_at_once() 
     [
         ({"listen": "0.0.0.0"}, "gateway.api_keys"),
         ({"listen": "example.org"}, "gateway.api_keys"),
-        ({"api_keys": [{"name": "a b", "sha256": "0" * 64}]}, "gateway.api_keys"),
+        ({"api_keys": [{"name": "a b", "sha256": "0" * 64}]}, "gateway.api_keys[0].name"),
         ({"api_keys": [{"name": "a", "sha256": "key"}]}, "gateway.api_keys[0].sha256"),
         ({"api_keys": [{"name": "a", "sha256": "0" * 64}] * 2}, "gateway.api_keys"),
         ({"tls_cert": "cert.pem"}, "gateway.tls_key"),

@@ -41,6 +41,16 @@ def test_the_environment_overrides_any_field() -> None:
         ("[1, 2]", {}, ["pagemill.yaml", "mapping"]),
         ("a: [", {}, ["pagemill.yaml", "YAML"]),
         (
+            "gateway: {port: 1}\nmodels: {demo: {path: a}}\ngateway: {port: 2}",
+            {},
+            ["pagemill.yaml", "line 3", "gateway: the key is there twice"],
+        ),
+        (
+            "gateway:\n  api_keys:\n  - name: a\n    name: b",
+            {},
+            ["line 4", "gateway.api_keys[0].name: the key is there twice"],
+        ),
+        (
             "models: {demo: {path: 3}}",
             {},
             ["pagemill.yaml", "models.demo.path", "a text, not a whole number"],

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ from shared.models.dtypes import choose_dtype
 from shared.models.image_folder import is_image_folder, read_image_folder
 from shared.native import library
 from shared.native.measuring import read_records
+from shared.protocol.names import NAME_RULE, is_name
 from shared.protocol.pipeline import Pipeline
 from shared.stage.graphs import CODE2WAV, ORPHEUS
 from shared.stage.hybrids import check_settings
@@ -60,6 +62,9 @@ def key(
         Right of the key: requests (the default), or metrics for `/metrics`. Repeat the
         option for both.
     """
+    for field, value in (("NAME", name), ("--tenant", tenant)):
+        if value is not None and not is_name(value):
+            raise ConfigError(f"{field}: {value!r} {NAME_RULE}", field=field)
     stderr = Console(stderr=True)
     secret = make_key()
     entry: dict[str, object] = {"name": name, "sha256": digest(secret)}
@@ -68,10 +73,11 @@ def key(
     if json:
         print_json({"key": secret, "gateway": {"api_keys": [entry]}})
         return 0
-    lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
+    lines = indent(yaml.safe_dump([entry], sort_keys=False), "    ")
     stderr.print("This key is not stored and cannot be printed again. Pass it to its owner:")
     sys.stdout.write(f"{secret}\n")
-    stderr.print(f"\nAdd this to the configuration:\n\n{lines}", highlight=False)
+    stderr.print("\nAdd this to `gateway:` of the configuration, or to its `api_keys:`")
+    stderr.print(f"\n  api_keys:\n{lines}", highlight=False)
     return 0
 
 
