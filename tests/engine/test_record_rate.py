@@ -61,3 +61,10 @@ def test_appends_that_overlap_without_a_pause_are_measured() -> None:
         rate.begin(number * 0.002)
         rate.end(number * 0.002)
     assert rate.per_s == pytest.approx(MAX_SHARE / 0.002, rel=0.02)
+
+
+def test_the_rate_rises_within_a_few_records_of_each_stream_after_prompts() -> None:
+    rate, now_s = RecordRate(LIMIT), 0.0
+    for took_s in [0.32] * 8 + [0.064] * 4:
+        now_s = write(rate, now_s, 32, took_s)
+    assert rate.per_s > 250  # 333 in the end

@@ -4,7 +4,7 @@ MAX_SHARE = 2 / 3
 """Share of the time in which records are written, unless the lowest rate needs more."""
 MIN_RATE = 0.2
 """Lowest rate, as a share of the limit."""
-NUM_REMEMBERED = 128
+NUM_REMEMBERED = 64
 """Number of records after which the records before them count half."""
 
 

@@ -1,7 +1,6 @@
 """Copies between the host and the device of a model that neither side waits for."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -11,27 +10,33 @@ from torch import Tensor
 
 ALIGNMENT = 16
 """Bytes. Triton would compile a second version of a kernel for pointers that are not aligned."""
+_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64")}
 
 
-def upload(values: Sequence[Any], device: torch.device, dtype: type = np.int64) -> Tensor:
-    """Return a tensor with these values on the device, of NumPy's `dtype`."""
-    return upload_parts([np.array(values, dtype)], device)[0]
+def upload(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Return an int64 tensor with these values on the device."""
+    return upload_parts([np.array(values, np.int64)], device)[0]
 
 
 def upload_parts(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Return the arrays on the device, in one copy. Each part is aligned for the kernels."""
-    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
-    offsets = [0, *accumulate(sizes)]
-    packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = packed.numpy()
-    for part, offset in zip(parts, offsets, strict=False):
-        host[offset : offset + part.nbytes].view(part.dtype)[:] = part.ravel()
-    on_device = packed.to(device, non_blocking=True)
+    sizes: list[int] = []
+    for part in parts:
+        # A part, and the bytes up to the next one.
+        sizes += part.nbytes, -part.nbytes % ALIGNMENT
+    if not any(sizes):
+        return [torch.empty(part.shape, dtype=_TYPES[part.dtype], device=device) for part in parts]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host, begin = packed.numpy(), 0
+    for part in parts:
+        if part.size:
+            end = begin + part.nbytes
+            host[begin:end].view(part.dtype)[:] = part.ravel()
+            begin = end + -end % ALIGNMENT
+    on_device = torch.split(packed.to(device, non_blocking=True), sizes)[::2]
     return [
-        on_device[offset : offset + part.nbytes]
-        .view(getattr(torch, part.dtype.name))
-        .view(part.shape)
-        for part, offset in zip(parts, offsets, strict=False)
+        values.view(_TYPES[part.dtype]).view(part.shape)
+        for part, values in zip(parts, on_device, strict=True)
     ]
 
 

@@ -94,21 +94,26 @@ class DeviceSampler:
     ) -> DrawnBatch:
         """Draw tokens; implements `workers.engine.sampling.verifier.Draw`."""
         try:
-            return DrawnBatch(scheduled, self._draw(logits, scheduled, prompts))
+            scored = _scored_rows(scheduled) if has_logprobs(scheduled) else {}
+            drawn = self._draw(logits, scheduled, scored, prompts)
+            return DrawnBatch(scheduled, drawn, are_scored=bool(scored))
         except Exception:
             self._counts.forget()
             self._table = None
             raise
 
     def _draw(
-        self, logits: Tensor, scheduled: list[ScheduledSequence], prompts: PromptRows | None
+        self,
+        logits: Tensor,
+        scheduled: list[ScheduledSequence],
+        scored: dict[int, int],
+        prompts: PromptRows | None,
     ) -> "DeviceRows":
         rows = sequences_of_rows(scheduled, len(logits))
         table, is_new = self._table, False
         if table is None or not table.is_constant or table.sequences != list(map(ref, rows)):
             table, is_new = self._tabulate(rows, logits.shape[1]), True
         points = np.empty(0) if table.points is None else table.points.next(rows)
-        scored = _scored_rows(scheduled) if has_logprobs(scheduled) else {}
         parts = [
             points,
             *self._counts.list_new([rows[row] for row in table.counted]),

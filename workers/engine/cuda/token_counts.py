@@ -17,6 +17,8 @@ from workers.engine.core.sequence import Sequence
 from workers.engine.cuda.kernels.sampling import IN_PROMPT
 from workers.engine.cuda.kernels.tiling import pad_to_power_of_two
 
+_NO_PLACES = np.empty(0, np.int64)
+
 
 @dataclass(slots=True)
 class _Row:
@@ -61,9 +63,11 @@ class TokenCounts:
     def list_new(self, sequences: Values[Sequence]) -> list[NDArray[np.int64]]:
         """Return the new rows, and the places in the table of the prompts' tokens in them and of
         new tokens of the output. The tokens are counted from now on."""
+        if not sequences:
+            return [_NO_PLACES] * 3
         vocab_size = self.table.shape[1]
         cleared: list[int] = []
-        in_prompt, in_output = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        in_prompt, in_output = [_NO_PLACES], [_NO_PLACES]
         for sequence in sequences:
             row, num_prompt = self._rows[sequence], sequence.num_prompt_tokens
             first = row.index * vocab_size

@@ -60,11 +60,14 @@ class DrawnRows(Protocol):
 class DrawnBatch:
     """Tokens that were drawn for a batch."""
 
-    def __init__(self, scheduled: list[ScheduledSequence], rows: DrawnRows) -> None:
-        """There is one row for each sequence, and one more for each draft."""
+    def __init__(
+        self, scheduled: list[ScheduledSequence], rows: DrawnRows, *, are_scored: bool
+    ) -> None:
+        """There is one row for each sequence, and one more for each draft. `are_scored` is whether
+        any request asks for log probabilities of its tokens."""
         self._scheduled = scheduled
         self._rows = rows
-        self._has_logprobs = has_logprobs(scheduled)
+        self._are_scored = are_scored
 
     @property
     def token_ids(self) -> Tensor:
@@ -80,7 +83,7 @@ class DrawnBatch:
         InvalidRequest if a request has banned every token.
         """
         token_ids = self._rows.result()
-        if not self._has_logprobs and len(token_ids) == len(self._scheduled):
+        if not self._are_scored and len(token_ids) == len(self._scheduled):
             self._rows.check(range(len(token_ids)))
             return [[token] for token in map(SampledToken, token_ids)]
         accepted_rows, first_row = [], 0
@@ -89,7 +92,7 @@ class DrawnBatch:
             accepted_rows.append(range(first_row, first_row + 1 + num_accepted))
             first_row += 1 + len(s.draft_token_ids)
         self._rows.check(row for rows in accepted_rows for row in rows)
-        logprobs = self._logprobs_of(accepted_rows) if self._has_logprobs else {}
+        logprobs = self._logprobs_of(accepted_rows) if self._are_scored else {}
         return [
             [SampledToken(token_ids[row], logprobs.get(row)) for row in rows]
             for rows in accepted_rows
@@ -149,7 +152,8 @@ def draw_batch(
         rows = list(range(len(prompts.positions)))
         prompts.record(logprobs_of(prompts.logits, rows, prompts.token_ids(), prompts.num_tops()))
     if not scheduled:
-        return DrawnBatch(scheduled, HostRows(None, torch.empty(0, dtype=torch.int64)))
+        no_rows = HostRows(None, torch.empty(0, dtype=torch.int64))
+        return DrawnBatch(scheduled, no_rows, are_scored=False)
     try:
         token_ids = draw_tokens(logits, sequences_of_rows(scheduled, len(logits)))
     except InvalidRequest:
@@ -161,7 +165,9 @@ def draw_batch(
         undrafted = [ScheduledSequence(s.sequence, s.num_new_tokens, s.samples) for s in scheduled]
         return draw_batch(logits[list(starts)], undrafted)
     # Without the logits, their memory is free for the next batch.
-    return DrawnBatch(scheduled, HostRows(logits if has_logprobs(scheduled) else None, token_ids))
+    are_scored = has_logprobs(scheduled)
+    drawn = HostRows(logits if are_scored else None, token_ids)
+    return DrawnBatch(scheduled, drawn, are_scored=are_scored)
 
 
 def has_logprobs(scheduled: list[ScheduledSequence]) -> bool:

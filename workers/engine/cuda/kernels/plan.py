@@ -103,15 +103,16 @@ def plan_for_kernels(
     table = (tables or BlockTables()).gather(block_tables, width)
     owners, positions = _expand_counts(num_new)
     positions += (lens - num_new)[owners]
-    slot_mapping = table[owners, positions // block_size] * block_size + positions % block_size
-    tiles = _cut_tiles(starts[:-1], num_new, lens, tiling.queries_per_tile)
-    is_decode = num_new[tiles[:, 3]] == 1
-    decode_tiles, chunk_tiles = tiles[is_decode], tiles[~is_decode]
+    blocks, offsets = np.divmod(positions, block_size)
+    slot_mapping = (table[owners, blocks] * block_size + offsets).astype(np.int32)
+    sequences = np.array([starts[:-1], num_new, lens - num_new, np.arange(len(lens))]).T
+    is_decode = num_new == 1
+    decode_tiles, chunks_of = sequences[is_decode], sequences[~is_decode]
     decodes = _cut_decodes(decode_tiles, tiling) if len(decode_tiles) else {}
-    chunks = _cut_chunks(chunk_tiles, tiling) if len(chunk_tiles) else {}
+    chunks = _cut_chunks(chunks_of, tiling) if len(chunks_of) else {}
     cuts = [*decodes.values(), *chunks.values()]
     arrays = [slot_mapping, table, *(array for cut in cuts for array in cut[:2])]
-    slots, table_on_device, *rest = upload_parts([part.astype(np.int32) for part in arrays], device)
+    slots, table_on_device, *rest = upload_parts(arrays, device)
     on_device = iter(rest)
 
     def place(cuts: Mapping[Window, _Cut]) -> dict[Window, TileParts]:
@@ -131,8 +132,8 @@ def count_parts(num_tiles: int, num_slots: int) -> int:
 class _Cut(NamedTuple):
     """`TileParts` on the host."""
 
-    parts: NDArray[np.int64]
-    merges: NDArray[np.int64]
+    parts: NDArray[np.int32]
+    merges: NDArray[np.int32]
     num_partials: int
 
 
@@ -143,14 +144,15 @@ def _cut_decodes(tiles: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]
     cuts = {}
     for window in tiling.windows:
         cut = _cut_keys(tiles, window, tiling.decode_keys, tiling.decode_slots)
-        parts = np.zeros((num_parts, PART_WIDTH), dtype=np.int64)
-        merges = np.zeros((num_rows, MERGE_WIDTH), dtype=np.int64)
+        parts = np.zeros((num_parts, PART_WIDTH), dtype=np.int32)
+        merges = np.zeros((num_rows, MERGE_WIDTH), dtype=np.int32)
         parts[: len(cut.parts)], merges[: len(cut.merges)] = cut.parts, cut.merges
         cuts[window] = _Cut(parts, merges, cut.num_partials)
     return cuts
 
 
-def _cut_chunks(tiles: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]:
+def _cut_chunks(sequences: NDArray[np.int64], tiling: Tiling) -> dict[Window, _Cut]:
+    tiles = _cut_tiles(sequences, tiling.queries_per_tile)
     return {
         window: _cut_keys(tiles, window, tiling.chunk_keys, tiling.chunk_slots, MIN_CHUNK_STEPS)
         for window in tiling.windows
@@ -175,21 +177,20 @@ def _cut_keys(
     num_steps = -(-ends // num_keys) - begins
     max_parts = count_parts(len(tiles), num_slots)
     counts = -(-num_steps // _find_length(num_steps, max_parts, min_steps))
-    owners, index = _expand_counts(counts)
-    steps, of = num_steps[owners], counts[owners]
-    lows = (begins[owners] + index * steps // of) * num_keys
-    highs = np.minimum((begins[owners] + (index + 1) * steps // of) * num_keys, ends[owners])
     is_split = counts > 1
     num_results = counts * is_split
     ends_of_results = num_results.cumsum()
     firsts = ends_of_results - num_results
-    parts = np.empty((len(owners), PART_WIDTH), dtype=np.int64)
-    parts[:, :4] = tiles[owners]
-    parts[:, 4], parts[:, 5] = lows, highs
-    parts[:, 6] = np.where(is_split[owners], firsts[owners] + index, -1)
-    parts[:, 7] = index == 0
-    merges = np.empty((len(tiles), MERGE_WIDTH), dtype=np.int64)
+    merges = np.empty((len(tiles), MERGE_WIDTH), dtype=np.int32)
     merges[:, 0], merges[:, 1], merges[:, 2:] = firsts, counts, tiles[:, :2]
+    owners, index = _expand_counts(counts)
+    columns = np.array([begins, ends, num_steps, counts, np.where(is_split, firsts, -1)])
+    begins, ends, num_steps, counts, results = columns[:, owners]
+    lows = (begins + index * num_steps // counts) * num_keys
+    highs = np.minimum((begins + (index + 1) * num_steps // counts) * num_keys, ends)
+    parts = np.empty((len(owners), PART_WIDTH), dtype=np.int32)
+    parts[:, :4] = tiles[owners]
+    parts[:, 4], parts[:, 5], parts[:, 6], parts[:, 7] = lows, highs, results + index, index == 0
     order = (lows - highs).argsort(kind="stable")
     return _Cut(parts[order], merges[is_split], int(ends_of_results[-1]))
 
@@ -211,19 +212,13 @@ def _find_length(num_steps: NDArray[np.int64], max_parts: int, shortest: int) ->
     return low
 
 
-def _cut_tiles(
-    starts: NDArray[np.int64],
-    num_new: NDArray[np.int64],
-    lens: NDArray[np.int64],
-    queries_per_tile: int,
-) -> NDArray[np.int64]:
-    owners, index = _expand_counts(-(-num_new // queries_per_tile))
-    first = index * queries_per_tile
-    num_queries = np.minimum(num_new[owners] - first, queries_per_tile)
-    position = (lens - num_new)[owners] + first
-    tiles = np.empty((len(owners), 4), dtype=np.int64)
-    tiles[:, 0], tiles[:, 1], tiles[:, 2] = starts[owners] + first, num_queries, position
-    tiles[:, 3] = owners
+def _cut_tiles(sequences: NDArray[np.int64], queries_per_tile: int) -> NDArray[np.int64]:
+    """Cut sequences into tiles. Both have the first four fields of a part."""
+    owners, index = _expand_counts(-(-sequences[:, 1] // queries_per_tile))
+    tiles, first = sequences[owners], index * queries_per_tile
+    tiles[:, 0] += first
+    tiles[:, 1] = np.minimum(tiles[:, 1] - first, queries_per_tile)
+    tiles[:, 2] += first
     return tiles
 
 
