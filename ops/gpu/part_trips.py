@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from ops.gpu.models import IMAGE, TEXT, VIDEO, build
 from ops.gpu.round_trips import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, run_requests
@@ -34,7 +36,10 @@ from tests.generator import pipelines
 from tests.generator.pipelines.spec import PipelineSpec
 from workers.engine.core.sequence import EngineRequest, SpokenText
 from workers.engine.cuda.model import GpuModel
+from workers.engine.model.qwen2_5_talker import Qwen25Talker
 from workers.engine.model.qwen3_talker import CODEC_TOKENS, Qwen3Talker
+from workers.engine.model.talker import Talker
+from workers.engine.model.thinker_states import ThinkerStates
 from workers.engine.runner import ModelRunner
 from workers.generator import token2wav
 from workers.generator.code2wav import Qwen3OmniVocoder
@@ -79,6 +84,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 NUM_CODES, NUM_CODEBOOKS = 48, 4
 START, USER, ASSISTANT = 1, 2, 3
 """Tokens of a chat: the start of a turn, and two roles."""
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PAINTERS = ("qwen_image", "flux", "stable_diffusion_3", "z_image", "pixart_sigma", "wan")
 MOST: Mapping[str, float] = {
     "qwen2_vl": 5,
@@ -92,6 +98,7 @@ MOST: Mapping[str, float] = {
     "qwen3_omni": 9,
     "talker": 2,
     "sampled_talker": 2,
+    "qwen2_5_talker": 1,
     "code2wav": 4,
     "token2wav": 4,
     "qwen_image": 8,
@@ -234,11 +241,28 @@ def _open_tower(build: Callable[[], Any]) -> Call:
     return encode
 
 
-def _open_talker(sampling: SamplingParams) -> Call:
-    """Speak three texts that are whole."""
+def _build_qwen3_talker() -> Talker:
     with DEVICE:
         whole: Any = _build_whole_omni()
-    talker = Qwen3Talker(whole.to(DTYPE).eval(), None)
+    return Qwen3Talker(whole.to(DTYPE).eval(), None)
+
+
+def _build_qwen2_5_talker() -> Talker:
+    with TemporaryDirectory() as name:
+        omni.write_qwen25(Path(name))
+        config = AutoConfig.from_pretrained(name)
+    classes = modeling_qwen2_5_omni
+    with DEVICE:
+        talker = classes.Qwen2_5OmniTalkerForConditionalGeneration(config.talker_config)
+        thinker = classes.Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
+    states = ThinkerStates(thinker.to(DTYPE).eval(), has_tower=True)
+    voices = dict.fromkeys(omni.VOICES, omni.TTS_BOS)
+    return Qwen25Talker(talker.to(DTYPE).eval(), states, omni.NUM_CODES, voices)
+
+
+def _open_talker(build: Callable[[], Talker], sampling: SamplingParams) -> Call:
+    """Speak three texts that are whole."""
+    talker = build()
     served = GpuModel(talker, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, adapted=True)
     runner = ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE)
     prompt = [START, USER, 9, 10, START, ASSISTANT, 8]
@@ -357,10 +381,9 @@ def count(open_part: Callable[[], Call], record: Record) -> Iterator[Count]:
 
 PARTS: Mapping[str, Callable[[], Call]] = {
     **{name: partial(_open_tower, build) for name, build in TOWERS.items()},
-    "talker": partial(_open_talker, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),
-    "sampled_talker": partial(
-        _open_talker, SamplingParams(temperature=1, max_tokens=4, ignore_eos=True)
-    ),
+    "talker": partial(_open_talker, _build_qwen3_talker, GREEDY),
+    "sampled_talker": partial(_open_talker, _build_qwen3_talker, replace(GREEDY, temperature=1)),
+    "qwen2_5_talker": partial(_open_talker, _build_qwen2_5_talker, GREEDY),
     "code2wav": _open_vocoder,
     "token2wav": _open_token2wav,
     **{name: partial(_open_painter, name) for name in PAINTERS},

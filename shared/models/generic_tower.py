@@ -285,7 +285,8 @@ class WindowSpanLanguage(SpanLanguage):
     def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:
         if token_ids is not None:
             config: Any = self.model.config
-            media = [config.image_token_id, config.video_token_id, config.audio_token_id]
-            is_medium = torch.isin(token_ids, token_ids.new_tensor(media))
-            token_ids = token_ids.masked_fill(is_medium, config.text_config.pad_token_id)
+            for medium in (config.image_token_id, config.video_token_id, config.audio_token_id):
+                token_ids = token_ids.masked_fill(
+                    token_ids == medium, config.text_config.pad_token_id
+                )
         return super().layer_inputs(token_ids)
