@@ -29,11 +29,13 @@ from ops.gpu.round_trips import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, run_reque
 from ops.gpu.trip_counter import DEVICE, Count, Record, counting, is_within, replace_launches
 from shared.models import registry
 from shared.models.tower import Tower
+from shared.models.tower_adapter import Fields
 from shared.protocol.images import parse_size
 from shared.protocol.sampling import SamplingParams
 from tests import omni
 from tests.generator import pipelines
 from tests.generator.pipelines.spec import PipelineSpec
+from tests.models import sound_specs, vision_specs
 from workers.engine.core.sequence import EngineRequest, SpokenText
 from workers.engine.cuda.model import GpuModel
 from workers.engine.model.qwen2_5_talker import Qwen25Talker
@@ -96,6 +98,15 @@ MOST: Mapping[str, float] = {
     "whisper": 2,
     "qwen2_5_omni": 9,
     "qwen3_omni": 9,
+    "internvl": 2,
+    "glm4v": 14,
+    "qwen3_5": 18,
+    "mistral3": 4,
+    "llava_onevision": 8,
+    "smolvlm": 7,
+    "gemma4": 6,
+    "glmasr": 4,
+    "musicflamingo": 9,
     "talker": 2,
     "sampled_talker": 2,
     "qwen2_5_talker": 1,
@@ -109,7 +120,8 @@ MOST: Mapping[str, float] = {
     "wan": 6,
 }
 """Copies and synchronisations that a step of a part may have. They may only become fewer. A tower
-copies the fields of two items, and waits for the device once."""
+copies the fields of two items, and waits for the device once; transformers' modules for some
+generic types read the sizes of images from the device in each layer."""
 
 
 def _build_llava() -> Any:
@@ -223,6 +235,20 @@ TOWERS: Mapping[str, Callable[[], Any]] = {
 }
 
 
+GENERIC: Mapping[str, Any] = {
+    "internvl": vision_specs,
+    "glm4v": vision_specs,
+    "qwen3_5": vision_specs,
+    "mistral3": vision_specs,
+    "llava_onevision": vision_specs,
+    "smolvlm": vision_specs,
+    "gemma4": vision_specs,
+    "glmasr": sound_specs,
+    "musicflamingo": sound_specs,
+}
+"""Types of generic families, with the modules that describe small models of them."""
+
+
 def _open_tower(build: Callable[[], Any]) -> Call:
     """Encode two items of each modality."""
     with DEVICE:
@@ -231,9 +257,23 @@ def _open_tower(build: Callable[[], Any]) -> Call:
     adapter = registry.find_tower(model.config)
     assert adapter is not None
     adapter.optimize_layers(model, "torch")
-    tower = Tower(adapter, model)
-    items = [*adapter.samples(), *adapter.samples()]
+    return _encode_with(Tower(adapter, model), [*adapter.samples(), *adapter.samples()])
 
+
+def _open_generic_tower(specs: Any, name: str) -> Call:
+    """Encode two items of a type that is served through transformers' modules."""
+    with TemporaryDirectory() as folder:
+        specs.write_files(Path(folder), name)
+        config = AutoConfig.from_pretrained(folder)
+        with DEVICE:
+            model = registry.find_model_class(config)._from_config(config)
+        adapter = registry.find_tower(config)
+        assert adapter is not None
+        items = [*adapter.samples(), *adapter.samples()]
+    return _encode_with(Tower(adapter, model.to(DTYPE).eval()), items)
+
+
+def _encode_with(tower: Tower, items: list[Fields]) -> Call:
     def encode() -> int:
         tower.encode(items)
         return 1
@@ -381,6 +421,7 @@ def count(open_part: Callable[[], Call], record: Record) -> Iterator[Count]:
 
 PARTS: Mapping[str, Callable[[], Call]] = {
     **{name: partial(_open_tower, build) for name, build in TOWERS.items()},
+    **{name: partial(_open_generic_tower, specs, name) for name, specs in GENERIC.items()},
     "talker": partial(_open_talker, _build_qwen3_talker, GREEDY),
     "sampled_talker": partial(_open_talker, _build_qwen3_talker, replace(GREEDY, temperature=1)),
     "qwen2_5_talker": partial(_open_talker, _build_qwen2_5_talker, GREEDY),
