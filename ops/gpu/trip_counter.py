@@ -227,7 +227,13 @@ def run_on_host(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return of_values[id(leaf)] if id(leaf) in of_values else mirror(leaf)
 
     output = function(*tree_map(value, args), **tree_map(value, dict(kwargs)))
-    return tree_map(result, output)
+    if not function.is_view:
+        return tree_map(result, output)
+    # A new tensor would not be a view, which torch checks.
+    views = function(*args, **kwargs)
+    for view, values in zip(tree_leaves(views), tree_leaves(output), strict=True):
+        view.known = values
+    return views
 
 
 def make(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
