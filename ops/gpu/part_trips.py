@@ -20,21 +20,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from ops.gpu.models import IMAGE, TEXT, VIDEO, build
 from ops.gpu.round_trips import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, run_requests
 from ops.gpu.trip_counter import DEVICE, Count, Record, counting, is_within, replace_launches
 from shared.models import registry
 from shared.models.tower import Tower
+from shared.models.tower_adapter import Fields
 from shared.protocol.images import parse_size
 from shared.protocol.sampling import SamplingParams
 from tests import omni
 from tests.generator import pipelines
 from tests.generator.pipelines.spec import PipelineSpec
+from tests.models import sound_specs, vision_specs
 from workers.engine.core.sequence import EngineRequest, SpokenText
 from workers.engine.cuda.model import GpuModel
+from workers.engine.model.qwen2_5_talker import Qwen25Talker
 from workers.engine.model.qwen3_talker import CODEC_TOKENS, Qwen3Talker
+from workers.engine.model.talker import Talker
+from workers.engine.model.thinker_states import ThinkerStates
 from workers.engine.runner import ModelRunner
 from workers.generator import token2wav
 from workers.generator.code2wav import Qwen3OmniVocoder
@@ -79,6 +86,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 NUM_CODES, NUM_CODEBOOKS = 48, 4
 START, USER, ASSISTANT = 1, 2, 3
 """Tokens of a chat: the start of a turn, and two roles."""
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PAINTERS = ("qwen_image", "flux", "stable_diffusion_3", "z_image", "pixart_sigma", "wan")
 MOST: Mapping[str, float] = {
     "qwen2_vl": 5,
@@ -90,8 +98,18 @@ MOST: Mapping[str, float] = {
     "whisper": 2,
     "qwen2_5_omni": 9,
     "qwen3_omni": 9,
+    "internvl": 2,
+    "glm4v": 14,
+    "qwen3_5": 18,
+    "mistral3": 4,
+    "llava_onevision": 8,
+    "smolvlm": 7,
+    "gemma4": 6,
+    "glmasr": 4,
+    "musicflamingo": 9,
     "talker": 2,
     "sampled_talker": 2,
+    "qwen2_5_talker": 1,
     "code2wav": 4,
     "token2wav": 4,
     "qwen_image": 8,
@@ -102,7 +120,8 @@ MOST: Mapping[str, float] = {
     "wan": 6,
 }
 """Copies and synchronisations that a step of a part may have. They may only become fewer. A tower
-copies the fields of two items, and waits for the device once."""
+copies the fields of two items, and waits for the device once; transformers' modules for some
+generic types read the sizes of images from the device in each layer."""
 
 
 def _build_llava() -> Any:
@@ -216,6 +235,20 @@ TOWERS: Mapping[str, Callable[[], Any]] = {
 }
 
 
+GENERIC: Mapping[str, Any] = {
+    "internvl": vision_specs,
+    "glm4v": vision_specs,
+    "qwen3_5": vision_specs,
+    "mistral3": vision_specs,
+    "llava_onevision": vision_specs,
+    "smolvlm": vision_specs,
+    "gemma4": vision_specs,
+    "glmasr": sound_specs,
+    "musicflamingo": sound_specs,
+}
+"""Types of generic families, with the modules that describe small models of them."""
+
+
 def _open_tower(build: Callable[[], Any]) -> Call:
     """Encode two items of each modality."""
     with DEVICE:
@@ -224,9 +257,23 @@ def _open_tower(build: Callable[[], Any]) -> Call:
     adapter = registry.find_tower(model.config)
     assert adapter is not None
     adapter.optimize_layers(model, "torch")
-    tower = Tower(adapter, model)
-    items = [*adapter.samples(), *adapter.samples()]
+    return _encode_with(Tower(adapter, model), [*adapter.samples(), *adapter.samples()])
 
+
+def _open_generic_tower(specs: Any, name: str) -> Call:
+    """Encode two items of a type that is served through transformers' modules."""
+    with TemporaryDirectory() as folder:
+        specs.write_files(Path(folder), name)
+        config = AutoConfig.from_pretrained(folder)
+        with DEVICE:
+            model = registry.find_model_class(config)._from_config(config)
+        adapter = registry.find_tower(config)
+        assert adapter is not None
+        items = [*adapter.samples(), *adapter.samples()]
+    return _encode_with(Tower(adapter, model.to(DTYPE).eval()), items)
+
+
+def _encode_with(tower: Tower, items: list[Fields]) -> Call:
     def encode() -> int:
         tower.encode(items)
         return 1
@@ -234,11 +281,28 @@ def _open_tower(build: Callable[[], Any]) -> Call:
     return encode
 
 
-def _open_talker(sampling: SamplingParams) -> Call:
-    """Speak three texts that are whole."""
+def _build_qwen3_talker() -> Talker:
     with DEVICE:
         whole: Any = _build_whole_omni()
-    talker = Qwen3Talker(whole.to(DTYPE).eval(), None)
+    return Qwen3Talker(whole.to(DTYPE).eval(), None)
+
+
+def _build_qwen2_5_talker() -> Talker:
+    with TemporaryDirectory() as name:
+        omni.write_qwen25(Path(name))
+        config = AutoConfig.from_pretrained(name)
+    classes = modeling_qwen2_5_omni
+    with DEVICE:
+        talker = classes.Qwen2_5OmniTalkerForConditionalGeneration(config.talker_config)
+        thinker = classes.Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
+    states = ThinkerStates(thinker.to(DTYPE).eval(), has_tower=True)
+    voices = dict.fromkeys(omni.VOICES, omni.TTS_BOS)
+    return Qwen25Talker(talker.to(DTYPE).eval(), states, omni.NUM_CODES, voices)
+
+
+def _open_talker(build: Callable[[], Talker], sampling: SamplingParams) -> Call:
+    """Speak three texts that are whole."""
+    talker = build()
     served = GpuModel(talker, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, adapted=True)
     runner = ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE)
     prompt = [START, USER, 9, 10, START, ASSISTANT, 8]
@@ -357,10 +421,10 @@ def count(open_part: Callable[[], Call], record: Record) -> Iterator[Count]:
 
 PARTS: Mapping[str, Callable[[], Call]] = {
     **{name: partial(_open_tower, build) for name, build in TOWERS.items()},
-    "talker": partial(_open_talker, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),
-    "sampled_talker": partial(
-        _open_talker, SamplingParams(temperature=1, max_tokens=4, ignore_eos=True)
-    ),
+    **{name: partial(_open_generic_tower, specs, name) for name, specs in GENERIC.items()},
+    "talker": partial(_open_talker, _build_qwen3_talker, GREEDY),
+    "sampled_talker": partial(_open_talker, _build_qwen3_talker, replace(GREEDY, temperature=1)),
+    "qwen2_5_talker": partial(_open_talker, _build_qwen2_5_talker, GREEDY),
     "code2wav": _open_vocoder,
     "token2wav": _open_token2wav,
     **{name: partial(_open_painter, name) for name in PAINTERS},

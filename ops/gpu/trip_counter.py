@@ -1,8 +1,9 @@
 """Counters of copies and synchronisations on torch's device `meta`, which has no values.
 
-A read of a value by the host is a synchronisation; it returns a value with which no row needs
-special treatment. A copy between the host and the device is counted with the line that causes it,
-unless it is asynchronous. Triton kernels are not launched.
+A tensor that comes from the host keeps its values, and so do tensors that are computed from such
+tensors alone. A read of a value by the host is a synchronisation; an unknown value is one with
+which no row needs special treatment. A copy between the host and the device is counted with the
+line that causes it, unless it is asynchronous. Triton kernels are not launched.
 """
 
 import os
@@ -11,17 +12,22 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.jit import JITFunction
 
 DEVICE = torch.device("meta")
+HOST = torch.device("cpu")
 NUM_PROBLEMS = 12
+MAX_KNOWN = 1 << 20
+"""Most values of a tensor that are known."""
+SIZED = (torch.ops.aten.repeat_interleave.Tensor, torch.ops.aten.repeat_interleave.self_Tensor)
+"""Operations that read their size from the device, unless it is given."""
 
 
 class Record:
@@ -86,6 +92,7 @@ class ConstructorCounter(TorchFunctionMode):
             is_empty = isinstance(args[0], list) and not args[0]
             if not is_empty and device is not None and torch.device(device).type == DEVICE.type:
                 self._record.add_copy("cpu>meta")
+                return mirror(function(*args, **kwargs | {"device": HOST}))
         if name in ("__getitem__", "__setitem__") and is_on_device(args[0]):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             for part in index:
@@ -114,18 +121,29 @@ class OperationCounter(TorchDispatchMode):
         if name in ("_to_copy", "copy_"):
             return self._copy(function, args, kwargs)
         if not any(map(is_on_device, tree_leaves(args))):
-            return function(*args, **kwargs)
+            return make(function, args, kwargs)
+        args = self._count(function, args, kwargs)
+        if all(map(is_known, tree_leaves((args, kwargs)))):
+            return run_on_host(function, args, kwargs)
         if (answer := ANSWERS.get(name)) is not None:
-            self._record.add_sync(name.removeprefix("_"))
             return answer(*args, **kwargs)
-        if name in ("index", "index_put_"):
-            self._check_index(args[1])
-        elif any(isinstance(each, Tensor) and is_foreign(each) for each in tree_leaves(args)):
-            self._record.add_mixed(function)
+        if function._schema.is_mutable:
+            forget(args[0])
         output = function(*args, **kwargs)
         if name == "any":
             output.holds = False
         return output
+
+    def _count(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Count an operation that copies nothing, and return its arguments as for `meta`."""
+        name = function.overloadpacket.__name__
+        if name in ANSWERS or (function in SIZED and kwargs.get("output_size") is None):
+            self._record.add_sync(name.removeprefix("_"))
+        elif name in ("index", "index_put_"):
+            return (args[0], self._check_index(args[1]), *args[2:])
+        elif any(isinstance(each, Tensor) and is_foreign(each) for each in tree_leaves(args)):
+            self._record.add_mixed(function)
+        return args
 
     def _copy(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function.overloadpacket.__name__ == "copy_":
@@ -133,24 +151,98 @@ class OperationCounter(TorchDispatchMode):
             is_waiting = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
             if is_on_device(target) != is_on_device(source) and source.ndim and is_waiting:
                 self._record.add_copy(f"{source.device.type}>{target.device.type}")
+            if is_on_device(target) and is_known(target) and is_known(source):
+                target.known.copy_(values_of(source))
+                return target
+            forget(target)
             return target if is_on_device(source) else function(*args, **kwargs)
         source, device = args[0], kwargs.get("device", args[0].device)
         if is_on_device(source) and device.type != DEVICE.type:
             self._record.add_sync("to_host")
+            if is_known(source):
+                return values_of(source).to(kwargs.get("dtype") or source.dtype, copy=True)
             return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
         is_upload = not is_on_device(source) and device.type == DEVICE.type
         if is_upload and not kwargs.get("non_blocking"):
             self._record.add_copy("cpu>meta")
+        if device.type == DEVICE.type and is_known(source):
+            return run_on_host(function, args, kwargs)
         return function(*args, **kwargs)
 
-    def _check_index(self, index: Sequence[Tensor | None]) -> None:
+    def _check_index(self, index: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the index with numbers in place of masks with known values."""
+        numbers: list[Tensor | None] = []
         for part in index:
-            if part is None:
+            if part is None or part.dtype != torch.bool:
+                if part is not None and is_foreign(part):
+                    self._record.add_copy("cpu>meta")
+                numbers.append(part)
                 continue
-            if part.dtype == torch.bool:
-                self._record.add_sync("index by a mask")
-            elif is_foreign(part):
-                self._record.add_copy("cpu>meta")
+            self._record.add_sync("index by a mask")
+            known = is_known(part)
+            numbers += map(mirror, values_of(part).nonzero(as_tuple=True)) if known else [part]
+        return numbers
+
+
+def mirror(values: Tensor) -> Tensor:
+    """Return a tensor on the device with known values."""
+    tensor: Any = torch.empty_strided(
+        values.shape, values.stride(), dtype=values.dtype, device=DEVICE
+    )
+    if values.numel() <= MAX_KNOWN:
+        tensor.known = values
+    return cast(Tensor, tensor)
+
+
+def is_known(leaf: object) -> bool:
+    """Return whether the values of a tensor are known; anything else is no tensor."""
+    return not isinstance(leaf, Tensor) or not is_on_device(leaf) or hasattr(leaf, "known")
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    values: Tensor = getattr(tensor, "known", tensor)
+    return values
+
+
+def forget(tensor: Any) -> None:
+    if hasattr(tensor, "known"):
+        del tensor.known
+
+
+def run_on_host(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on known values, and return its results on the device."""
+    of_values: dict[int, Tensor] = {}
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return HOST
+        if not isinstance(leaf, Tensor):
+            return leaf
+        of_values[id(values_of(leaf))] = leaf
+        return values_of(leaf)
+
+    def result(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return of_values[id(leaf)] if id(leaf) in of_values else mirror(leaf)
+
+    output = function(*tree_map(value, args), **tree_map(value, dict(kwargs)))
+    if not function.is_view:
+        return tree_map(result, output)
+    # A new tensor would not be a view, which torch checks.
+    views = function(*args, **kwargs)
+    for view, values in zip(tree_leaves(views), tree_leaves(output), strict=True):
+        view.known = values
+    return views
+
+
+def make(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation without tensors on the device; it may make some, with known numbers."""
+    output = function(*args, **kwargs)
+    if not isinstance(output, Tensor) or not is_on_device(output) or output.dtype.is_floating_point:
+        return output
+    is_empty = function.overloadpacket.__name__.startswith("empty")
+    return output if is_empty or output.numel() > MAX_KNOWN else run_on_host(function, args, kwargs)
 
 
 def is_foreign(tensor: Tensor) -> bool:

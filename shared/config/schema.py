@@ -480,8 +480,8 @@ class EngineConfig(DeviceConfig, frozen=True, forbid_unknown_fields=True):
     into common records, so that the log takes little time from the model."""
     step_timeout_s: Seconds = 120.0
     """Limit on the time of one step, and of one batch of the tower thread. Beyond it, they count as
-    hung, and the process ends. Also the time after which another rank is given up, if it neither
-    computes nor reads from a disk while it loads."""
+    hung, and the process ends. Also the time after which other ranks are given up, if they neither
+    compute nor read from a disk while rank 0 waits for them."""
     max_num_batched_tokens: Positive = 2048
     """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
     steps_ahead: Literal[0, 1] | None = None

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
+SIZES = "image_sizes"
+"""Argument that transformers reads on the host."""
 MAX_MERGE = 8
 """Largest number of patches that a tower merges to one embedding, in each direction."""
 
@@ -93,9 +95,11 @@ class GenericTower(TowerAdapter):
         self, model: Any, group: Sequence[Mapping[str, Tensor]], count: int
     ) -> list[Tensor]:
         """Return the embeddings of items by their arguments; each has `count` of them."""
-        inputs = group[0]
-        if len(group) > 1:
-            inputs = {name: torch.cat([each[name] for each in group]) for name in inputs}
+        inputs = {name: torch.cat([each[name] for each in group]) for name in group[0]}
+        for name, tensor in inputs.items():
+            if name != SIZES or not self.joins_items:
+                tensor = tensor.to(model.device)
+            inputs[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
         try:
             features = self._getter_of(model)(**inputs, return_dict=True)
         except torch.OutOfMemoryError:
@@ -112,11 +116,7 @@ class GenericTower(TowerAdapter):
         """Return the arguments of the model's method; the first dimension is the item's."""
         # As in `generate`, which drops the other fields of a processor.
         names = inspect.signature(self._getter_of(model)).parameters.keys() & fields.keys()
-        inputs = {name: fields[name].to(model.device) for name in sorted(names)}
-        for name, tensor in inputs.items():
-            if tensor.is_floating_point():
-                inputs[name] = tensor.to(model.dtype)
-        return inputs
+        return {name: fields[name] for name in sorted(names)}
 
     def _getter_of(self, model: Any) -> Any:
         return getattr(model.base_model, self.getter)
@@ -285,7 +285,8 @@ class WindowSpanLanguage(SpanLanguage):
     def layer_inputs(self, token_ids: Tensor | None) -> dict[str, Tensor]:
         if token_ids is not None:
             config: Any = self.model.config
-            media = [config.image_token_id, config.video_token_id, config.audio_token_id]
-            is_medium = torch.isin(token_ids, token_ids.new_tensor(media))
-            token_ids = token_ids.masked_fill(is_medium, config.text_config.pad_token_id)
+            for medium in (config.image_token_id, config.video_token_id, config.audio_token_id):
+                token_ids = token_ids.masked_fill(
+                    token_ids == medium, config.text_config.pad_token_id
+                )
         return super().layer_inputs(token_ids)

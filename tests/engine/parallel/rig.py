@@ -15,6 +15,7 @@ from shared.vision.weights import load_weights
 from workers.engine.cuda.profiling import CudaMemory, DeviceMemory
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.parallel.process_group import ProcessGroup
+from workers.engine.parallel.rank_watch import RankWatch
 from workers.engine.parallel.sharded_model import RankMemory, ShardedModel, follow
 
 FREE_BYTES = 900 * 2**20
@@ -59,7 +60,10 @@ def sharded(
         thread.start()
     followers = [os.fdopen(sink, "wb") for (_, sink), _ in pipes]
     readers = [os.fdopen(source, "rb") for _, (source, _) in pipes]
-    memories = [RankMemory(*files, FREE_BYTES) for files in zip(followers, readers, strict=True)]
+    watch = RankWatch({rank: os.getpid() for rank in range(1, num_ranks)}, 60.0)
+    memories = [
+        RankMemory(*files, FREE_BYTES, watch) for files in zip(followers, readers, strict=True)
+    ]
     try:
         yield ShardedModel(parts[0], join(0), followers), memories
     finally:

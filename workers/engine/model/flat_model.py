@@ -19,6 +19,7 @@ from workers.engine.model.states import NO_STATES, StatePool, StateStep
 from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import kv_shapes, layer_windows
 from workers.engine.sampling.verifier import Draw, draw_batch
+from workers.engine.transfers import upload
 
 
 class BatchLayout(NamedTuple):
@@ -85,13 +86,13 @@ class DecoderModel(ABC):
 
     def copy_blocks(self, kv_cache: KVCache, copies: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks, given as (source, destination). All reads come before the writes."""
-        source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).T
+        source, destination = upload(copies, self.device).T
         for caches in kv_cache:
             for cache in caches:
                 cache.index_copy_(0, destination, cache.index_select(0, source))
 
     def zero_blocks(self, kv_cache: KVCache, blocks: Sequence[int]) -> None:
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        index = upload(blocks, self.device)
         for keys, values in kv_cache:
             keys.index_fill_(0, index, 0)
             values.index_fill_(0, index, 0)

@@ -2,10 +2,10 @@
 
 import bisect
 
-import torch
 from torch import Tensor
 
 from shared.protocol.multimodal import PlaceholderRange
+from workers.engine.transfers import upload
 
 
 def scatter_embeddings(
@@ -21,5 +21,5 @@ def scatter_embeddings(
     indexes = placeholder.embed_indexes()
     first = bisect.bisect_left(indexes, start)
     last = bisect.bisect_left(indexes, start + len(rows))
-    positions = torch.tensor(indexes[first:last], dtype=torch.int64, device=rows.device) - start
+    positions = upload([index - start for index in indexes[first:last]], rows.device)
     rows[positions] = embedding[first:last]

@@ -18,6 +18,7 @@ from shared.vision.weights import load_weights
 from workers.engine.core.sequence import SpokenText
 from workers.engine.model.talker import MediaParts, SpeechRows, Talker, run_decoder
 from workers.engine.model.thinker_states import ThinkerStates
+from workers.engine.transfers import upload
 
 VOICES_FILE = "speakers.safetensors"
 
@@ -60,7 +61,7 @@ class Qwen25Talker(Talker):
         begin = embed([voice])
         text = torch.cat([rows[num_prompt:], embed([talker.text_eos_token, talker.text_pad_token])])
         prompt = torch.cat([rows[:num_prompt], begin, text[:1]])
-        last = torch.tensor([talker.codec_pad_token, talker.codec_bos_token], device=rows.device)
+        last = upload([talker.codec_pad_token, talker.codec_bos_token], rows.device)
         prompt[-2:] = prompt[-2:] + talker.get_input_embeddings()(last)
         return SpeechRows(talker.thinker_to_talker_proj(prompt), text[1:])
 
@@ -84,7 +85,9 @@ class Qwen25Talker(Talker):
         token_ids = [*speech.prompt_token_ids, *speech.answer_token_ids[:-1]]
         embeddings = self.thinker.embed(token_ids)
         for item in speech.items:
-            embeddings[item.placeholder.offset + torch.tensor(item.placeholder.embed_indexes())] = 0
+            place = item.placeholder
+            indexes = [place.offset + index for index in place.embed_indexes()]
+            embeddings[upload(indexes, embeddings.device)] = 0
         return self.thinker.run(speech, token_ids) + embeddings
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.models.states import find_state_shape, recurrent_layers
+from workers.engine.transfers import upload
 
 CACHE_NAMES = ("cache_params", "past_key_values")
 """Names of the argument by which transformers' layers take their cache."""
@@ -101,19 +102,16 @@ class StatePool:
         groups = []
         for num_tokens in dict.fromkeys(lengths):
             members = [i for i, length in enumerate(lengths) if length == num_tokens]
-            rows = self._to_device([query_start_loc[i] for i in members])
+            rows = upload([query_start_loc[i] for i in members], self._device)
             rows = rows[:, None] + torch.arange(num_tokens, device=self._device)
-            groups.append(_Group(rows, self._to_device([slots[i] for i in members])))
+            groups.append(_Group(rows, upload([slots[i] for i in members], self._device)))
         pairs = zip(lengths, seq_lens, slots, strict=True)
         if begun := [slot for length, seq_len, slot in pairs if length == seq_len]:
-            index = self._to_device(begun)
+            index = upload(begun, self._device)
             for _, states in self._layers:
                 for tensor in states.tensors():
                     tensor.index_fill_(0, index, 0)
         return StateStep(self._layers, groups)
-
-    def _to_device(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
 @cache

@@ -17,6 +17,7 @@ from shared.models.tower import Tower
 from shared.models.tower_adapter import refuse
 from workers.engine.core.sequence import Item, SpokenText
 from workers.engine.model.item_rows import scatter_embeddings
+from workers.engine.transfers import upload, upload_parts
 
 
 class ThinkerStates:
@@ -51,7 +52,7 @@ class ThinkerStates:
         return num_tokens
 
     def embed(self, token_ids: list[int]) -> Tensor:
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._family.model.device)
+        ids = upload(token_ids, self._family.model.device)
         embeddings: Tensor = self._family.input_embeddings(ids)
         return embeddings
 
@@ -99,4 +100,4 @@ class ThinkerStates:
             positions = located.prompt[:, :num_tokens]
             rest = torch.arange(positions.shape[1], num_tokens) + located.delta
             positions = torch.cat([positions, rest.expand(len(positions), -1)], dim=1)
-        return positions.to(self._family.model.device)
+        return upload_parts([positions.numpy()], self._family.model.device)[0]

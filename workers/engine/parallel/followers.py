@@ -1,12 +1,10 @@
 """The processes of the other ranks, started and watched by rank 0."""
 
 import os
-import select
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,20 +17,18 @@ import torch.distributed as dist
 
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.errors import ConfigError, first_sentence
-from shared.helpers.process_usage import UNUSED, usage_of
 from shared.vision.rank_plan import FIELD, Share
 from workers.engine.cuda.profiling import ClaimedMemory
 from workers.engine.model.flat_model import DecoderModel
 from workers.engine.parallel import messages
 from workers.engine.parallel.messages import Loaded, Start
 from workers.engine.parallel.process_group import MEETING, ProcessGroup
+from workers.engine.parallel.rank_watch import RankWatch
 from workers.engine.parallel.sharded_model import RankMemory, ShardedModel
 
 PYTHON = (sys.executable, "-P")
 MODULE = "workers.engine.follower"
 DEVICES = "CUDA_VISIBLE_DEVICES"
-# Interval of looks at a process that loads.
-LOOK_S = 1.0
 _log = structlog.get_logger()
 
 
@@ -86,21 +82,12 @@ class _Process:
         Raises ConfigError if the process ends before it, or neither computes nor reads from a disk
         for `idle_s`.
         """
-        usage, changed_s = UNUSED, time.monotonic()
-        while not select.select([self.answers], [], [], LOOK_S)[0]:
-            now, now_s = usage_of(self.pid), time.monotonic()
-            if now != usage:
-                usage, changed_s = now, now_s
-            if now_s - changed_s >= idle_s:
-                raise self._failed(f"has not computed for {idle_s:g} s (engine.step_timeout_s)")
-        if (message := messages.receive(self.answers)) is None:
-            raise self._failed("ended")
+        message = RankWatch({self.rank: self.pid}, idle_s).receive(self.answers)
+        if message is None:
+            raise ConfigError(f"{FIELD}: rank {self.rank} ended while it was loaded", field=FIELD)
         loaded = messages.answers.decode(message)
         assert isinstance(loaded, Loaded)
         return loaded
-
-    def _failed(self, reason: str) -> ConfigError:
-        return ConfigError(f"{FIELD}: rank {self.rank} {reason} while it was loaded", field=FIELD)
 
 
 class Followers:
@@ -126,26 +113,28 @@ class Followers:
 
         From then on this process ends if another rank ends.
         """
+        pids = {process.rank: process.pid for process in self._processes}
+        watch = RankWatch(pids, self._timeout_s)
         for process in self._processes:
             loaded = process.receive_loaded(self._timeout_s)
             if loaded.refusal:
                 raise ConfigError(loaded.refusal, field=FIELD)
             process.must_live()
             if loaded.memory_limit is not None:
-                memory = RankMemory(process.commands, process.answers, loaded.free_memory)
+                memory = RankMemory(process.commands, process.answers, loaded.free_memory, watch)
                 self.memories.append(ClaimedMemory(memory, loaded.memory_limit))
         store = dist.FileStore(self._store, self._num_ranks)
         share = Share(0, self._num_ranks)
         try:
-            group = ProcessGroup(store, share, own.device)
+            group = ProcessGroup(store, share, own.device, watch)
         except RuntimeError as error:
-            ranks = ", ".join(str(process.rank) for process in self._processes)
+            ranks = ", ".join(map(str, pids))
             raise ConfigError(
                 f"{FIELD}: rank 0 has not met all of the other ranks ({ranks}) within {MEETING}:"
                 f" {first_sentence(error)}",
                 field=FIELD,
             ) from error
-        _log.info("ranks_joined", pids=[process.pid for process in self._processes])
+        _log.info("ranks_joined", pids=[*pids.values()])
         return ShardedModel(own, group, [process.commands for process in self._processes])
 
     def kill(self) -> None:

@@ -23,6 +23,7 @@ from workers.engine.parallel.messages import (
     ZeroBlocks,
 )
 from workers.engine.parallel.process_group import ProcessGroup
+from workers.engine.parallel.rank_watch import RankWatch
 
 EMBEDDINGS, POSITIONS = "embeddings", "positions"
 _log = structlog.get_logger()
@@ -96,10 +97,11 @@ class ShardedModel(DecoderModel):
 class RankMemory:
     """The memory of another rank's GPU, which the rank reads after the commands before."""
 
-    def __init__(self, commands: BinaryIO, answers: BinaryIO, free: int) -> None:
+    def __init__(self, commands: BinaryIO, answers: BinaryIO, free: int, watch: RankWatch) -> None:
         self._commands = commands
         self._answers = answers
         self._free = free
+        self._watch = watch
 
     def free(self) -> int:
         """Return the memory that was free before the rank was loaded."""
@@ -114,7 +116,7 @@ class RankMemory:
     def _read(self, *, peak: bool) -> int:
         messages.send(self._commands, msgspec.msgpack.encode(ReadMemory(peak)))
         # This process ends together with the other one, so the answer comes.
-        answer = messages.answers.decode(messages.receive(self._answers) or b"")
+        answer = messages.answers.decode(self._watch.receive(self._answers) or b"")
         assert isinstance(answer, MemoryRead)
         return answer.num_bytes
 
