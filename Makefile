@@ -43,10 +43,10 @@ wheel-kernels: .venv/installed  ## the wheel with kernels for KERNELS, whose fir
 	$(MAKE) wheel; code=$$?; rm -r shared/native/compiled; exit $$code
 
 # The hashes are checked when the image is built.
-image-wheels: .venv/installed  ## compose/wheels: what an image needs that is built without an index
+image-wheels: .venv/installed  ## compose/wheels: what an image with the extras EXTRA needs without an index
 	sed -n 's/^\([a-z][^ ]*==[^ ]*\).*/\1/p' requirements.lock > compose/wheels/constraints.txt
 	$(BIN)/pip download --quiet --dest compose/wheels --constraint compose/wheels/constraints.txt \
-		'.[otel]' hatchling uv
+		'.[otel$(EXTRA:%=,%)]' hatchling uv
 
 IMAGE ?= pagemill:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 image:  ## the image IMAGE, by default pagemill with the version, by Docker

@@ -22,13 +22,13 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import find_binary, free_port
 from shared.bus.login import Login, seed_file
 from shared.config.parsing import parse_config
-from shared.config.schema import Config
+from shared.config.schema import Config, DeviceConfig
 from shared.errors import Unavailable
 from shared.protocol.permissions import METRICS, OPERATOR
 from shared.stage.pipelines import default_stage, pipelines_of
 from workers.keyring import Keyring
 from workers.pools import pools_of
-from workers.roles import POOL, all_roles
+from workers.roles import POOL, all_roles, section_of
 from workers.supervisor.supervisor import STOP_GRACE_S
 
 ROOT = Path(__file__).parent.parent
@@ -258,13 +258,48 @@ def test_the_keys_of_all_roles_are_in_separate_volumes() -> None:
     assert {f"keys-{name}" for name in roles.split()} == volumes
 
 
-def test_images_for_gpus_change_what_uses_torch_alone() -> None:
-    override = read("docker-compose.gpu.yml")["services"]
-    assert set(override) == {role.name for role in all_roles() if role.uses_torch} | {TALKER}
+def test_every_role_with_devices_has_an_image_and_a_card_for_gpus() -> None:
+    override, text = read("docker-compose.gpu.yml")["services"], "models: {demo: {path: demo}}"
     dockerfile = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
-    for service in override.values():
-        for argument in service["build"]["args"]:
-            assert f"ARG {argument}=" in dockerfile
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    sections = {role.name: getattr(config(), section_of(role.name), None) for role in all_roles()}
+    roles = {name for name, section in sections.items() if isinstance(section, DeviceConfig)}
+    assert set(override) == roles | {TALKER}
+    for name, service in override.items():
+        arguments = service["build"]["args"]
+        assert all(f"ARG {argument}=" in dockerfile for argument in arguments)
+        assert set(arguments["EXTRA"].split()) <= project["optional-dependencies"].keys()
+        section = section_of(services()[name]["command"][1])
+        settings = parse_config(text, service["environment"], "pagemill.yaml")
+        assert getattr(settings, section).device == "cuda"
+        # Docker gives every container with a `count` the same first cards.
+        (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert "count" not in devices
+        assert re.fullmatch(rf"\$\{{{name.upper()}_GPU:-[01]}}", *devices["device_ids"])
+
+
+@pytest.mark.parametrize(
+    ("offline", "backend", "extras", "options"),
+    [
+        ("0", "cpu", "", "--extra otel --torch-backend cpu"),
+        ("0", "", "gpu diffusers", "--extra otel --extra gpu --extra diffusers"),
+        ("1", "cpu", "gpu", "--extra otel --extra gpu"),
+    ],
+)
+def test_an_image_has_the_chosen_extras_and_build_of_torch(
+    offline: str, backend: str, extras: str, options: str
+) -> None:
+    """uv would look for a backend in an index of PyTorch, and takes no empty one."""
+    lines = (FOLDER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    (line,) = (line for line in lines if "--requirement pyproject.toml" in line)
+    command = line.removeprefix("RUN ").replace("/uv/bin/uv", "echo")
+    variables = {"UV_OFFLINE": offline, "TORCH_BACKEND": backend, "EXTRA": extras}
+    done = subprocess.run(
+        ["sh", "-c", command], env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip().endswith(f"--requirement pyproject.toml {options}")
+    # uv itself would read a variable of this name, also where it is empty.
+    assert not any("ARG UV_TORCH_BACKEND" in line for line in lines)
 
 
 def test_no_container_has_the_socket_of_the_docker_engine() -> None:

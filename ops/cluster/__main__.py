@@ -3,7 +3,8 @@
 The image is built unless it exists. The cluster has a separate project name, port and volumes, and
 is removed at the end. Where no container engine can be started, the test is skipped with the
 reason. With `--old IMAGE`, the cluster starts with an older image, from which the step `upgrade`
-changes to the image.
+changes to the image. `--config` then names a configuration that the older image can read, such as
+compose/pagemill.yaml of its commit.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from ops.cluster.compose import (
     find_compose,
 )
 from ops.cluster.door import Door
+from ops.cluster.upgrade import LOG_LINES
 from shared.bus.embedded_server import free_port
 
 PROJECT = "pagemill-check"
@@ -59,12 +61,12 @@ def ensure_image(image: str) -> None:
             raise CheckFailed(f"the image {image} cannot be built")
 
 
-def write_config(folder: Path) -> Path:
-    """Write the cluster's configuration with encoders and a voice.
+def write_config(folder: Path, source: Path) -> Path:
+    """Write the configuration `source` with encoders and a voice.
 
     All payloads are outside messages.
     """
-    config = yaml.safe_load((FOLDER / "pagemill.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load(source.read_text(encoding="utf-8"))
     voice = yaml.safe_load((VOICE / "pagemill.yaml").read_text(encoding="utf-8"))
     stages = voice["models"]["demo"]["stages"]
     for stage in stages.values():
@@ -88,12 +90,20 @@ def derive_image(image: str, name: str, line: str) -> str:
     return new
 
 
+def start(compose: Compose) -> None:
+    """Start all services. Raises CheckFailed with their logs."""
+    try:
+        compose.up()
+    except CheckFailed as error:
+        raise CheckFailed(f"{error}\n{compose.logs(LOG_LINES)}") from None
+
+
 @contextlib.contextmanager
-def running(image: str, keep: bool) -> Iterator[tuple[Compose, int]]:
+def running(image: str, source: Path, keep: bool) -> Iterator[tuple[Compose, int]]:
     """Start the cluster, and yield it with the door's port once all containers are healthy."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="pagemill-cluster-") as folder:
-        config = write_config(Path(folder))
+        config = write_config(Path(folder), source)
         env = {
             "COMPOSE_PROJECT_NAME": PROJECT,
             "COMPOSE_FILE": FILE.name,
@@ -107,7 +117,7 @@ def running(image: str, keep: bool) -> Iterator[tuple[Compose, int]]:
         compose.down()
         try:
             began = time.monotonic()
-            compose.up()
+            start(compose)
             compose.wait_healthy(checks.START_S)
             say(f"{checks.versions(compose)}: healthy after {time.monotonic() - began:.0f} s")
             yield compose, port
@@ -157,6 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
     parser.add_argument("--image", default=IMAGE, help=f"the image to test, by default {IMAGE}")
     parser.add_argument("--old", help="an older image, with which the cluster starts")
+    parser.add_argument("--config", type=Path, default=FOLDER / "pagemill.yaml", metavar="FILE")
     parser.add_argument("--step", action="append", choices=STEPS, help="by default all")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")
     arguments = parser.parse_args()
@@ -173,7 +184,7 @@ def main() -> int:
             raise CheckFailed(f"--old: there is no image {arguments.old}")
         # Without an older image, the same one with another name.
         old = arguments.old or derive_image(arguments.image, "old", "LABEL version=old")
-        with running(old, arguments.keep) as (compose, port):
+        with running(old, arguments.config, arguments.keep) as (compose, port):
             asyncio.run(check(compose, port, arguments.image, arguments.step or list(STEPS)))
     except (CheckFailed, RuntimeError, subprocess.SubprocessError) as error:
         say(f"failed: {error}")

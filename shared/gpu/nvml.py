@@ -48,7 +48,10 @@ def _library() -> Iterator[Any]:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        raise Unavailable(f"NVIDIA's driver does not report devices: {error}") from error
+        raise Unavailable(
+            f"NVIDIA's driver does not report devices: {error}; install the driver, or start the"
+            " container with GPUs"
+        ) from error
 
 
 def read_gpus() -> list[Gpu]:

@@ -88,14 +88,14 @@ def missing_reason(features: Collection[str], folder: Path) -> str:
     """Return the reason for missing kernels on a machine without a compiler, and the remedy."""
     if not folder.is_dir():
         return "no C++ compiler is installed"
-    there = ", ".join(compiled_targets(folder)) or "no target"
+    there = ", ".join(compiled_targets(folder)) or "none"
     best = next((name for name, t in TARGETS.items() if t.needs <= set(features)), None)
     if best is None:
         return f"no kernels support this processor; there are compiled kernels for {there}"
-    return (
-        f"there are compiled kernels for {there}, but none of them supports this processor:"
-        f" build the image or the wheel with {BUILD_ARGUMENT}={best}"
-    )
+    reason = "no kernels were compiled in advance"
+    if there != "none":
+        reason = f"there are compiled kernels for {there}, but none of them supports this processor"
+    return f"{reason}: build the image or the wheel with {BUILD_ARGUMENT}={best}"
 
 
 def compile_library(compiler: str, flags: Iterable[str], file: Path) -> None:

@@ -92,5 +92,5 @@ def values_of(metrics: Metrics) -> dict[str, float]:
 
 
 def test_a_machine_without_a_driver_says_so(devices: Path) -> None:
-    with pytest.raises(Unavailable, match="driver does not report devices: Driver Not Loaded"):
+    with pytest.raises(Unavailable, match="Driver Not Loaded; install the driver, or start"):
         read_gpus()

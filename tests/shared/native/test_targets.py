@@ -56,6 +56,11 @@ def test_the_build_argument_is_named_where_no_library_fits(tmp_path: Path) -> No
         "there are compiled kernels for amx, but none of them supports this processor: build the"
         " image or the wheel with KERNELS=avx512_bf16"
     )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert targets.missing_reason(BF16, empty) == (
+        "no kernels were compiled in advance: build the image or the wheel with KERNELS=avx512_bf16"
+    )
     reason = targets.missing_reason(frozenset({"avx2"}), folder)
     assert "no kernels support this processor" in reason
     assert targets.missing_reason(BF16, tmp_path / "none") == "no C++ compiler is installed"
