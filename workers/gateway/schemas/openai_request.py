@@ -243,7 +243,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     """With false, an answer has at most one call."""
     chat_template_kwargs: JsonObject | None = None
     reasoning_effort: str | None = None
-    """A variable of the chat template. It has no effect on models whose template does not use it."""
+    """A variable of the chat template. A template that does not use it ignores it."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
