@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 import msgspec
 
@@ -39,6 +41,15 @@ def split_validation_error(error: msgspec.ValidationError) -> tuple[str, str]:
     reason, _, path = str(error).partition(" - at `")
     path = path.removeprefix("key` in `")
     return _in_words(reason), path.removesuffix("`").removeprefix("$").removeprefix(".")
+
+
+def suggest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the end of an error, which suggests the most similar name, or an empty text.
+
+    `cutoff` is the least similarity, from 0 to 1.
+    """
+    matches = get_close_matches(name, names, 1, cutoff)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def reason_of(error: Exception) -> str:

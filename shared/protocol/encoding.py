@@ -1,13 +1,15 @@
 """Encodings of messages: JSON for clients, msgpack between workers."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from shared.protocol.value_limits import check_json, check_msgpack
 
 T = TypeVar("T")
+
+JsonObject = dict[str, Any]
 
 to_json = msgspec.json.Encoder().encode
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Set
-from difflib import get_close_matches
 from typing import Any
 
 from msgspec import inspect
@@ -70,9 +69,3 @@ def _after(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
             yield from (field.type for field in kind.fields if field.encode_name == step)
             if kind.tag_field == step:
                 yield inspect.LiteralType((kind.tag,))
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a question for the most similar name, or an empty text."""
-    matches = get_close_matches(name, sorted(set(names)), 1)
-    return f"; did you mean {matches[0]}?" if matches else ""

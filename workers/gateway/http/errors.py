@@ -22,9 +22,9 @@ from shared.errors import (
     UnsupportedContent,
     WorkerFailure,
 )
-from shared.helpers.validation import split_validation_error
+from shared.helpers.validation import split_validation_error, suggest
 from shared.protocol.records import ErrorInfo, error_info
-from workers.gateway.http.body_types import fields_at, nearest, values_at
+from workers.gateway.http.body_types import fields_at, values_at
 
 UNKNOWN_FIELD = "Object contains unknown field `"
 MISSING_FIELD = "Object missing required field `"
@@ -281,7 +281,7 @@ def validation_error(
 ) -> RequestError:
     """Return the error for a body that is valid JSON and does not have the endpoint's type.
 
-    It names the allowed values, and the most similar field. `unsupported` are the names of
+    Its message has the allowed values, or the most similar field. `unsupported` are the names of
     parameters that are known but not implemented.
     """
     complaint, field, name = split_field_error(error)
@@ -289,7 +289,7 @@ def validation_error(
     if complaint == UNKNOWN_FIELD:
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
-        question = nearest(name, fields_at(body_type, field))
+        question = suggest(name, fields_at(body_type, field))
         return UnknownParameter(f"unknown parameter: {path}{question}", field=path)
     if complaint == MISSING_FIELD:
         return InvalidRequest(f"{path} is missing", field=path)
@@ -306,7 +306,7 @@ def validation_error(
     values = values_at(body_type, field) if complaint.startswith(("Invalid value", "'")) else []
     if values:
         value = complaint.removeprefix("Invalid value ").partition("' is not")[0].strip("'")
-        allowed = f"{', '.join(values)}{nearest(value, values)}"
+        allowed = f"{', '.join(values)}{suggest(value, values)}"
         complaint = f"{value!r} is not one of the possible values: {allowed}"
     return InvalidRequest(f"{field or 'the body'}: {complaint}", field=field or None)
 
