@@ -338,7 +338,10 @@ async def test_the_files_follow_the_media_that_the_chosen_model_reads(
     for name, media in kinds.items():
         tree["models"][name] = {"path": "nowhere"}
         card = to_json(ModelCard(name, 1024, 768, "image" in media, False, media=media))
-        await bus.add_responder(subjects.renderer("card", name), lambda _, card=card: card)
+        await bus.add_responder(
+            subjects.renderer("card", name),
+            lambda _, card=card: card,  # type: ignore[misc]
+        )
     gateway = await asyncio.to_thread(start_gateway_at, cluster.url, tree, tmp_path)
     try:
         await asyncio.to_thread(visit, window, gateway.url)
