@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from shared.helpers import patterns
 from shared.protocol.encoding import Versioned, json_or_msgpack
-from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
+from shared.protocol.multimodal import Modality, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.records import ErrorInfo
 from shared.protocol.requests import GenerateRequest, Messages, Tools
 from shared.protocol.sampling import TokenId
@@ -81,6 +81,8 @@ class ModelCard(Versioned, frozen=True, tag="card"):
     several tokens is null."""
     hidden_size: int = 0
     """Number of values of an embedding without `dimensions`."""
+    media: list[Modality] | None = None
+    """Kinds of media that the model reads; None for renderers without this field."""
 
 
 class FeaturesRequest(Versioned, frozen=True, forbid_unknown_fields=True):

@@ -273,6 +273,10 @@ def test_its_tool_format_stands_in_for_a_template_without_marks(processor: Proce
     assert (card.takes_tools, card.tool_parser) == (True, "hermes")
 
 
+def test_a_card_has_the_media_of_the_family_alone(processor: Processor) -> None:
+    assert processor.card("toy").media == [IMAGE]
+
+
 def test_a_model_type_belongs_to_one_family() -> None:
     with pytest.raises(ValueError, match="toy_vl belongs to another family"):
         register(ModelFamily("Another", frozenset({"toy_vl"})))

@@ -104,7 +104,15 @@ def without_data(prompt: Prompt) -> Prompt:
 async def test_a_renderer_describes_its_model(rig: Rig, processor: Processor) -> None:
     card = await client.model_card(rig.bus, rig.model)
     assert card == ModelCard(
-        rig.model, 4096, 768, True, True, "hermes", [None, None], hidden_size=192
+        rig.model,
+        4096,
+        768,
+        True,
+        True,
+        "hermes",
+        [None, None],
+        hidden_size=192,
+        media=["image", "video"],
     )
 
 

@@ -1,11 +1,14 @@
 """The web page in a headless browser, and what tests read from it."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ops.browser import ENTER, MISSING, Browser, browsing
 from tests.gateway.conftest import Gateway
+from tests.npm import install
 
 needs_browser = [
     pytest.mark.skipif(
@@ -47,6 +50,26 @@ return texts.map((element) => {
   return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), element.outerHTML];
 }).sort((a, b) => a[0] - b[0])[0];
 """
+
+FIND_VIOLATIONS = """;
+return axe.run().then(({ violations }) =>
+  violations.map(({ id, nodes }) => [id, ...nodes.map(({ html }) => html)]));
+"""
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The script of axe-core, which finds violations of accessibility rules."""
+    folder = tmp_path_factory.mktemp("axe")
+    shutil.copytree(Path(__file__).parent / "axe", folder, dirs_exist_ok=True)
+    install(folder)
+    return (folder / "node_modules/axe-core/axe.min.js").read_text()
+
+
+def violations(page: Browser, axe: str) -> list[list[str]]:
+    """Return the broken rules, each followed by the HTML of its elements."""
+    found: list[list[str]] = page.run(axe + FIND_VIOLATIONS)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -124,6 +124,7 @@ async def test_models_are_listed(http: httpx.AsyncClient) -> None:
     assert listed["object"] == "list"
     (model,) = listed["data"]
     assert (model["id"], model["object"]) == ("demo", "model")
+    assert model["media"] == ["image", "video"]
     assert (await http.get("/v1/models/demo")).json() == model
     unknown = await http.get("/v1/models/other")
     assert unknown.status_code == 404

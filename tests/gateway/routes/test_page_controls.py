@@ -1,5 +1,6 @@
 """The controls of the web page: images, keyboard, contrast, and text that never becomes markup."""
 
+import asyncio
 import base64
 from pathlib import Path
 
@@ -8,9 +9,23 @@ import yaml
 
 from ops.browser import ENTER, TAB, Browser
 from ops.demo import IMAGES
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.encoding import to_json
+from shared.protocol.multimodal import Modality
+from shared.protocol.renderer_rpc import ModelCard
 from tests.cluster.conftest import Cluster
-from tests.gateway.conftest import start_gateway_at
-from tests.gateway.routes.conftest import CONTRAST, LAST, ask, ended, needs_browser, visit
+from tests.gateway.conftest import Gateway, start_gateway_at
+from tests.gateway.routes.conftest import (
+    CONTRAST,
+    LAST,
+    ask,
+    ended,
+    needs_browser,
+    violations,
+    visit,
+)
+from tests.npm import needs_npm
 
 pytestmark = needs_browser
 
@@ -291,3 +306,62 @@ def test_a_conversation_is_readable(page: Browser, width: int, height: int, sche
     channels = [int(text) for text in background[4:-1].split(",")]
     assert (max(channels) < 64) == (scheme == "dark")
     assert page.run("return document.documentElement.scrollWidth") <= width
+
+
+@needs_npm
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_axe_finds_no_violation(
+    page: Browser, gateway: Gateway, axe: str, width: int, scheme: str
+) -> None:
+    page.emulate_screen(width, 800, scheme)
+    assert violations(page, axe) == []
+    page.click("#examples button")
+    page.wait("document.querySelector('.turn') !== null")
+    assert ended(page).startswith("Done")
+    drag(page, "drop", "#question", "notes.png", b"no image")
+    page.wait("!document.querySelector('#notice').hidden")
+    assert violations(page, axe) == []
+    page.click("#open-settings")
+    assert violations(page, axe) == []
+    for name in ("batches", "response"):
+        page.open(f"{gateway.url}/page/{name}.html")
+        page.wait("document.querySelector('#side a') !== null")
+        assert violations(page, axe) == []
+
+
+async def test_the_files_follow_the_media_that_the_chosen_model_reads(
+    window: Browser, cluster: Cluster, bus: Bus, tmp_path: Path
+) -> None:
+    tree = yaml.safe_load(cluster.config.read_text())
+    tree["gateway"] = {"port": 0}
+    kinds: dict[str, list[Modality]] = {"sees": ["image"], "reads": [], "hears": ["audio"]}
+    for name, media in kinds.items():
+        tree["models"][name] = {"path": "nowhere"}
+        card = to_json(ModelCard(name, 1024, 768, "image" in media, False, media=media))
+        await bus.add_responder(
+            subjects.renderer("card", name),
+            lambda _, card=card: card,  # type: ignore[misc]
+        )
+    gateway = await asyncio.to_thread(start_gateway_at, cluster.url, tree, tmp_path)
+    try:
+        await asyncio.to_thread(visit, window, gateway.url)
+        hints = {name: await asyncio.to_thread(choose, window, name) for name in ("demo", *kinds)}
+    finally:
+        await asyncio.to_thread(gateway.stop)
+    assert hints == {
+        "demo": "Files of these kinds: image, video, document.",
+        "sees": "Files of these kinds: image, document.",
+        "reads": "",
+        "hears": "Files of these kinds: audio.",
+    }
+
+
+def choose(window: Browser, model: str) -> str:
+    """Choose a model; return the hint about its files, or an empty text without the control."""
+    window.run(
+        "const list = document.querySelector('#model'); list.value = arguments[0];"
+        "list.dispatchEvent(new Event('change'));",
+        model,
+    )
+    shown = "document.querySelector('#attach').hidden ? '' : document.querySelector('#file-hint')"
+    return str(window.run(f"return ({shown}).textContent ?? ''"))

@@ -134,7 +134,7 @@ def plan_chat(
 
 def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
     kwargs = dict(request.chat_template_kwargs or {})
-    for name in ("add_generation_prompt", "continue_final_message"):
+    for name in ("reasoning_effort", "add_generation_prompt", "continue_final_message"):
         value = getattr(request, name)
         if value is not None:
             kwargs[name] = value

@@ -1,12 +1,15 @@
 """`/v1/models`: the configured models, in OpenAI's form, or in Anthropic's for its clients."""
 
+import asyncio
+import contextlib
 from datetime import UTC, datetime
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shared.errors import UnknownModel
+from shared.errors import Unavailable, UnknownModel
+from shared.protocol.multimodal import Modality
 from shared.protocol.pipeline import has_embeddings
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
@@ -29,6 +32,8 @@ class ModelEntry(Struct, frozen=True):
     """Whether `/v1/embeddings` takes the model."""
     scores: bool = True
     """Whether `/v1/score` and `/v1/rerank` take the model."""
+    media: list[Modality] | UnsetType = UNSET
+    """Kinds of media that prompts may have; absent while no renderer of the model runs."""
     description: str | UnsetType = UNSET
     """The model's `description` in the configuration."""
 
@@ -57,7 +62,7 @@ async def list_models(context: AppContext, request: Request, _: Caller) -> Respo
     if FORM.name in request.headers:
         infos = [_info(context, name) for name in names]
         return Json(ModelInfoList(infos, first_id=names[0], last_id=names[-1]))
-    return Json(ModelList([_entry(context, name) for name in names]))
+    return Json(ModelList(await asyncio.gather(*(_entry(context, name) for name in names))))
 
 
 @ROUTES.endpoint(
@@ -72,7 +77,9 @@ async def show_model(context: AppContext, request: Request, _: Caller) -> Respon
     name = request.path_params["model"]
     if name not in context.config.models:
         raise UnknownModel(f"there is no model {name!r} here", field="model")
-    return Json((_info if FORM.name in request.headers else _entry)(context, name))
+    if FORM.name in request.headers:
+        return Json(_info(context, name))
+    return Json(await _entry(context, name))
 
 
 def _info(context: AppContext, name: str) -> ModelInfo:
@@ -81,8 +88,12 @@ def _info(context: AppContext, name: str) -> ModelInfo:
     return ModelInfo(name, name, created_at.strftime("%Y-%m-%dT%H:%M:%SZ"), max_len)
 
 
-def _entry(context: AppContext, name: str) -> ModelEntry:
+async def _entry(context: AppContext, name: str) -> ModelEntry:
     model = context.config.models[name]
+    media = None
+    if context.bus.is_connected:
+        with contextlib.suppress(Unavailable):
+            media = (await context.model_card(name)).media
     max_len = model.max_model_len or UNSET
     embeds = has_embeddings(context.pipelines[name])
     return ModelEntry(
@@ -92,5 +103,6 @@ def _entry(context: AppContext, name: str) -> ModelEntry:
         max_model_len=max_len,
         embeddings=embeds,
         scores=embeds,
+        media=UNSET if media is None else media,
         description=model.description or UNSET,
     )

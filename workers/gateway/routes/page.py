@@ -6,7 +6,6 @@ text that becomes markup.
 """
 
 import json
-import re
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -16,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shared.config.schema import Config, ModelConfig
+from shared.config.schema import Config
 from shared.models.image_registry import list_image_families
 from shared.protocol.images import AUTO
-from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO
 from shared.protocol.pipeline import IMAGE_KIND, TEXT, VIDEO_KIND, StageSpec
 from shared.stage.pipelines import pipelines_of
 from workers.gateway.app import AppContext
@@ -37,12 +35,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     # A cached module of another version would not fit the others.
     "cache-control": "no-cache",
-}
-# Fields of transformers' configs. Default values of others may be left out of a file.
-MARKS = {
-    IMAGE: "vision_config|image_token",
-    VIDEO: "vision_config|video_token",
-    AUDIO: "audio_config|audio_token",
 }
 MEDIA_TYPES = {
     "html": "text/html",
@@ -80,34 +72,17 @@ def _stages(config: Config) -> list[tuple[str, str, str]]:
 
 
 def _models(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the abilities of each model. The page shows controls for these alone."""
+    """Return what each model makes. `/v1/models` has the media that it reads."""
     return {
         name: {
             "painter": _painter(stage, config.models[name].graph)
             if (stage := pipeline.painter or pipeline.video_maker) is not None
             and TEXT not in pipeline.outputs
             else None,
-            "files": accepted_files(config.models[name]),
             "toy": Path(config.models[name].path).resolve().parent == DEMO_MODEL.parent,
         }
         for name, pipeline in pipelines_of(config).items()
     }
-
-
-def accepted_files(model: ModelConfig) -> list[str]:
-    """Return the kinds of files that a model reads, by its limits and its config.json.
-
-    A folder that this gateway cannot read excludes nothing: the renderer refuses such files.
-    """
-    limits = {IMAGE: model.max_images, VIDEO: model.max_videos, AUDIO: model.max_audios}
-    try:
-        config = (Path(model.path) / "config.json").read_bytes().decode()
-    except (OSError, ValueError):
-        config = "".join(MARKS.values())
-    kinds: list[str] = [
-        kind for kind, limit in limits.items() if limit and re.search(MARKS[kind], config)
-    ]
-    return [*kinds, "document"] if IMAGE in kinds else kinds
 
 
 def _painter(stage: StageSpec, graph: str | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 UNSUPPORTED = frozenset(
     {
         "prediction", "web_search_options", "verbosity", "functions",
-        "function_call", "reasoning_effort", "documents", "chat_template", "echo",
+        "function_call", "documents", "chat_template", "echo",
         "mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "best_of", "suffix",
         "use_beam_search", "length_penalty", "truncate_prompt_tokens", "prompt_embeds",
         "spaces_between_special_tokens", "return_token_ids", "kv_transfer_params", "vllm_xargs",
@@ -242,6 +242,8 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     parallel_tool_calls: bool | None = None
     """With false, an answer has at most one call."""
     chat_template_kwargs: JsonObject | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template. A template that does not use it ignores it."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -256,7 +258,6 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     prediction: None = None
     web_search_options: None = None
     verbosity: Literal["medium"] | None = None
-    reasoning_effort: Literal["none"] | None = None
     documents: None = None
     chat_template: None = None
     echo: Literal[False] | None = None

@@ -44,6 +44,7 @@ let conversation = newConversation();
 let turns = [];
 let edited = null; // the turn that the next question replaces
 let voices = {}; // the first voice of each model that speaks
+let media = {}; // the kinds of media that each model reads, as far as they are known
 let running = null;
 let savePending = () => {};
 
@@ -209,7 +210,9 @@ function resume() {
   }
 }
 
-const model = () => MODELS[$("model").value] ?? { painter: null, files: Object.keys(ACCEPT), toy: false };
+const model = () => ({ painter: null, toy: false, ...MODELS[$("model").value], files: filesFor(media[$("model").value]) });
+// The pages of a document become images. A model whose media are unknown may read all of them.
+const filesFor = (kinds) => (kinds === undefined ? Object.keys(ACCEPT) : kinds.includes("image") ? [...kinds, "document"] : kinds);
 const isBusy = () => running !== null && !running.over;
 
 function drawButtons() {
@@ -296,7 +299,9 @@ async function loadModels() {
   const known = spoken.ok ? (await spoken.json()).data : [];
   voices = Object.fromEntries(known.reverse().map((voice) => [voice.model, voice.id]));
   if ($("model").innerText === KEY_REQUIRED) $("settings").togglePopover(false);
-  offer((await response.json()).data.map(({ id }) => id), "no model is served");
+  const { data } = await response.json();
+  media = Object.fromEntries(data.map((entry) => [entry.id, entry.media]));
+  offer(data.map(({ id }) => id), "no model is served");
 }
 
 function offer(names, otherwise) {
@@ -336,7 +341,7 @@ async function pollHealth() {
   try {
     const { ok } = await fetch(`${ROOT}ready`);
     drawHealth(ok ? "ready" : "away", ok ? "Ready" : "Not ready");
-    if ($("model").disabled) await loadModels();
+    if ($("model").disabled || media[$("model").value] === undefined && model().painter === null) await loadModels();
   } catch {
     drawHealth("away", "Not reachable");
   }

@@ -141,7 +141,7 @@ export class Turn {
     const line = drawStages(this.stages, this.kept.request);
     this.line.textContent = line || "Timeline";
     const last = path.at(-1);
-    if (last) this.whole.textContent = ` · ${duration((last.ended_ms ?? now_ms) - path[0].began_ms)} in all`;
+    if (last) this.whole.textContent = `${duration((last.ended_ms ?? now_ms) - path[0].began_ms)} in all · `;
   }
 
   fail(lines) {
@@ -214,8 +214,8 @@ export class Turn {
   timelinePart() {
     const timeline = newElement("details", "timeline");
     const summary = add(timeline, "summary");
-    this.line = add(summary, "span", "line", { textContent: "Timeline" });
     this.whole = add(summary, "span", "whole");
+    this.line = add(summary, "span", "line", { textContent: "Timeline" });
     this.stages = add(timeline, "ol", "stages", { ariaLabel: "Stages of the request" });
     const facts = add(timeline, "dl", "facts");
     this.facts = {};

@@ -140,6 +140,7 @@ class Processor:
             tool_parser=self._tool_parser,
             call_signs=self.tokenizer.signs() if self._tool_parser == "hermes" else None,
             hidden_size=self._hidden_size,
+            media=[modality for modality in self._inputs if self.accepts(modality)],
         )
 
     # -- media ------------------------------------------------------------------------------------
