@@ -104,7 +104,7 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
         ([], "invalid_request", "input"),
         ({"role": "user"}, "invalid_request", "input"),
         (["Hi"], "invalid_request", "input[0]"),
-        ([{"type": "item_reference", "id": "x"}], "unsupported_parameter", "input[0].type"),
+        ([{"type": "item_reference", "id": "x"}], "not_found", "input[0].id"),
         ([CALL, {"type": "web_search_call"}], "unsupported_parameter", "input[1].type"),
         ([{"type": "nonsense"}], "invalid_request", "input[0].type"),
         ([{"role": "user"}], "invalid_request", "input[0].content"),
