@@ -71,9 +71,7 @@ def references_of(value: Any) -> set[str]:
     return {name for name in ids if isinstance(name, str)}
 
 
-def input_of(
-    value: Any, response_id: str, stored: Mapping[str, Item] | None = None
-) -> list[Item]:
+def input_of(value: Any, response_id: str, stored: Mapping[str, Item] | None = None) -> list[Item]:
     """Return the input items, each with an id. `stored` has the items that the input refers to.
 
     Raises a RequestError, or NotFound for a reference without an item, naming the field.
