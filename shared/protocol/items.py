@@ -244,13 +244,13 @@ def item_id(kind: str, response_id: str, step: str, index: int = 0) -> str:
     this kind in the step. `response_of_item` returns the response of the id.
     """
     name = response_id.removeprefix(RESPONSE_PREFIX)
-    return f"{ID_PREFIXES[kind]}_{name}_{_digest(response_id, step, index)[:16]}"
+    return f"{ID_PREFIXES[kind]}_{name}_{step}_{index}"
 
 
 def response_of_item(name: str) -> str | None:
     """Return the id of the response in an id of `item_id`; None for another id."""
-    response = name.partition("_")[2].rpartition("_")[0]
-    return RESPONSE_PREFIX + response if response else None
+    _, *parts = name.split("_", 2)
+    return RESPONSE_PREFIX + parts[0] if len(parts) == 2 else None
 
 
 def new_call_id(form: str | None, response_id: str, turn: int, index: int) -> str:

@@ -53,7 +53,7 @@ class Client:
     def version(self) -> str:
         if self.is_node:
             return str(json.loads(MANIFEST.read_bytes())["dependencies"][self.package])
-        return re.findall(f"(?m)^{self.package}==([^ \n]+)", CONSTRAINTS.read_text())[0]
+        return str(re.findall(f"(?m)^{self.package}==([^ \n]+)", CONSTRAINTS.read_text())[0])
 
     @property
     def is_node(self) -> bool:

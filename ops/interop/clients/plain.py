@@ -72,7 +72,7 @@ def plain_results(http: httpx.Client) -> dict[str, Any]:
     [painted] = _post(http, "/v1/images/generations", prompt=cases["prompt"])["data"]
     speech = {"model": "demo", "voice": "alloy", "input": TEXT}
     tools = _call_tool(http, cases)
-    form = {"data": {"model": "hearing"}, "files": {"file": RECORDING.read_bytes()}}
+    form: dict[str, Any] = {"data": {"model": "hearing"}, "files": {"file": RECORDING.read_bytes()}}
     return {
         "chat": chat,
         "stream": chat,

@@ -93,7 +93,7 @@ def _item_of(value: Any, field: str, stored: Mapping[str, Item]) -> Item:
     kind = value.get("type")
     if kind == REFERENCE:
         name = value.get("id")
-        if name not in stored:
+        if not isinstance(name, str) or name not in stored:
             raise NotFound(f"{field}: there is no stored item {name!r}", field=f"{field}.id")
         return stored[name]
     if kind in _UNSUPPORTED_ITEMS:
