@@ -175,8 +175,9 @@ bench-tenants: .venv/dev  ## brokers with 1 to 500 tenants: memory, idle time, r
 simulate: .venv/dev  ## the tables of docs/contribute/scaling.md
 	$(BIN)/python -m ops.simulate
 
-interop: .venv/dev  ## with vLLM, installed in PEERS, openai-agents, and an MCP server of node; 12 minutes
+interop: .venv/dev  ## with vLLM, installed in PEERS, popular clients, and MCP servers of node; 15 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)
+	$(BIN)/python -m ops.interop.clients
 	$(BIN)/python -m ops.interop.responses
 
 gpu: .venv/dev  ## the CUDA path on a GPU: results, speed, errors; 7 minutes; see docs/contribute/gpu.md

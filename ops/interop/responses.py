@@ -2,28 +2,29 @@
 
     python -m ops.interop.responses
 
-Our agent calls an MCP server of the TypeScript SDK, and the client is the hosted-MCP example of
-openai-agents. It needs node, npm and their registries. A scripted model stands in for one that
-calls tools. Exits 0 only if the client prints the right answers after two calls.
+Our agent calls MCP servers of versions 1 and 2 of the TypeScript SDK, and the client is the example
+of openai-agents for hosted MCP tools. It needs npm and the registries. A scripted model stands in
+for one that calls tools. Exits 0 only if the client prints the right answers after two calls of
+each server.
 """
 
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
 from ops.chaos.agents.scripted_model import MODEL
 from ops.chaos.agents.system import AgentSystem
+from ops.harness.tables import console
+from ops.interop.environments import NODE, node_with_packages, python_with
 from shared.protocol.requests import GenerateRequest
 
 HERE = Path(__file__).parent
-AGENTS = "openai-agents"
+CLIENT = "openai-agents"
+SERVERS = ("mcp_server_v1.mjs", "mcp_server_v2.mjs")
 ANSWER = "It is 42."
 EXPECTED = f"{ANSWER}\n{ANSWER} True\n"
 
@@ -35,20 +36,6 @@ def script(request: GenerateRequest, _: str) -> str:
         return f"It is {results[-1].content}."
     call = {"name": "calc__multiply", "arguments": {"a": 6, "b": 7}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-
-
-def install(folder: Path) -> tuple[Path, Path]:
-    """Return the folder of the server and the Python that has openai-agents."""
-    server = folder / "mcp_server"
-    shutil.copytree(HERE / "mcp_server", server)
-    subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=server, check=True
-    )
-    environment = folder / "agents"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    python = environment / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", AGENTS], check=True)
-    return server, python
 
 
 async def talk(folder: Path, server_url: str, python: Path) -> str:
@@ -73,18 +60,23 @@ async def talk(folder: Path, server_url: str, python: Path) -> str:
 
 
 def main() -> int:
-    console = Console(soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="pagemill-interop-") as name:
-        folder = Path(name)
-        server, python = install(folder)
-        command = ["node", "server.mjs"]
-        with subprocess.Popen(command, cwd=server, stdout=subprocess.PIPE, text=True) as node:
-            assert node.stdout is not None
-            url = node.stdout.readline().strip()
-            output = asyncio.run(talk(folder, url, python))
-            node.kill()
-            calls = node.stdout.read().splitlines()
-    console.print(f"openai-agents: {output!r}; the server was called {len(calls)} times")
+    programs, python = node_with_packages(), python_with(CLIENT)
+    return max(run(programs, python, server) for server in SERVERS)
+
+
+def run(programs: Path, python: Path, server: str) -> int:
+    """Run the example with an MCP server; return 0 only for the right answers and calls."""
+    command = [NODE, server]
+    with (
+        tempfile.TemporaryDirectory(prefix="pagemill-interop-") as folder,
+        subprocess.Popen(command, cwd=programs, stdout=subprocess.PIPE, text=True) as node,
+    ):
+        assert node.stdout is not None
+        url = node.stdout.readline().strip()
+        output = asyncio.run(talk(Path(folder), url, python))
+        node.kill()
+        calls = node.stdout.read().splitlines()
+    console.print(f"{CLIENT} and {server}: {output!r}; {len(calls)} calls")
     return int(output != EXPECTED or calls != ["multiply 6 7"] * 2)
 
 

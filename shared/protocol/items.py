@@ -224,6 +224,7 @@ CallItem = McpCallItem | ImageCallItem
 OutputItem = MessageItem | FunctionCallItem | ListToolsItem | CallItem | ApprovalRequestItem
 Item = OutputItem | FunctionOutputItem | ApprovalResponseItem
 
+RESPONSE_PREFIX = "resp_"
 ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -240,9 +241,16 @@ def item_id(kind: str, response_id: str, step: str, index: int = 0) -> str:
     """Return the id of an item, which is the same in every process.
 
     `step` is the name of the response's step that creates the item, and `index` counts the items of
-    this kind in the step.
+    this kind in the step. `response_of_item` returns the response of the id.
     """
-    return f"{ID_PREFIXES[kind]}_{_digest(response_id, step, index)}"
+    name = response_id.removeprefix(RESPONSE_PREFIX)
+    return f"{ID_PREFIXES[kind]}_{name}_{step}_{index}"
+
+
+def response_of_item(name: str) -> str | None:
+    """Return the id of the response in an id of `item_id`; None for another id."""
+    _, *parts = name.split("_", 2)
+    return RESPONSE_PREFIX + parts[0] if len(parts) == 2 else None
 
 
 def new_call_id(form: str | None, response_id: str, turn: int, index: int) -> str:

@@ -176,9 +176,9 @@ async def open_log(
 
 
 async def open_conversation(
-    bus: Bus, tenant: str, response_ids: Sequence[str], max_bytes: int
+    bus: Bus, tenant: str, response_ids: Sequence[str], max_bytes: int, field: str = PREVIOUS
 ) -> AsyncIterator[StepLog]:
-    """Yield the logs of responses that continue each other.
+    """Yield the logs of responses that a new response continues. `field` is the client's for them.
 
     Raises NotFound for a deleted response, ContextTooLong if the logs together exceed `max_bytes`,
     and Unavailable.
@@ -194,9 +194,9 @@ async def open_conversation(
         except PayloadTooLarge as error:
             raise ContextTooLong(
                 f"the responses that this one continues have more than {max_bytes} bytes",
-                field=PREVIOUS,
+                field=field,
             ) from error
         for log in logs:
             if log.state.begun is None:
-                raise NotFound("a response that this one continues is deleted", field=PREVIOUS)
+                raise NotFound("a response that this one continues is deleted", field=field)
             yield log

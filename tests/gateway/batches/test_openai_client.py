@@ -1,7 +1,6 @@
-"""Files and batches with the official Python client, which is unchanged, and with LiteLLM."""
+"""Files and batches with the official Python client, which is unchanged."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,10 +17,7 @@ from tests.gateway.batches.conftest import (
     results_of,
 )
 from tests.gateway.conftest import Process
-from tests.pypi import python_with
 
-LITELLM = Path(__file__).parent / "litellm_batch.py"
-LITELLM_VERSION = "litellm==1.110.2"
 HOUR_S = 3600
 MANY_S = 90_000
 
@@ -118,16 +114,3 @@ async def test_a_batch_that_has_ended_stays_as_it_is_when_it_is_cancelled(
     assert await client.batches.retrieve(batch.id) == batch
     with pytest.raises(NotFoundError):
         await client.batches.cancel("batch_" + "0" * 32)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_litellm_runs_a_batch(rig: BatchRig, batcher: Process, tmp_path: Path) -> None:
-    python = python_with([LITELLM_VERSION], tmp_path / "venv")
-    lines = tmp_path / "lines.jsonl"
-    lines.write_bytes(jsonl([chat_line(n) for n in range(5)]))
-    # Without it, the package loads a table of prices from the network.
-    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(tmp_path)}
-    command = [str(python), str(LITELLM), f"{rig.gateway.url}/v1", str(lines)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

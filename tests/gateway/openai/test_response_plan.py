@@ -15,6 +15,7 @@ from shared.protocol.items import (
     InputTextPart,
     Item,
     MessageItem,
+    response_of_item,
 )
 from shared.protocol.records import ErrorInfo, TokenLogprobs, Usage
 from shared.protocol.renderer_rpc import ModelCard
@@ -84,6 +85,7 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
         {"type": "function_call_output", "call_id": "c", "output": "5"},
     ]
     message, call, output = input_of(items, "resp_1")
+    assert response_of_item(message.id or "") == "resp_1"
     assert isinstance(message, MessageItem)
     assert message.content == [
         InputTextPart("See:"),
@@ -104,7 +106,6 @@ def test_items_keep_their_ids_and_get_the_missing_ones() -> None:
         ([], "invalid_request", "input"),
         ({"role": "user"}, "invalid_request", "input"),
         (["Hi"], "invalid_request", "input[0]"),
-        ([{"type": "item_reference", "id": "x"}], "unsupported_parameter", "input[0].type"),
         ([CALL, {"type": "web_search_call"}], "unsupported_parameter", "input[1].type"),
         ([{"type": "nonsense"}], "invalid_request", "input[0].type"),
         ([{"role": "user"}], "invalid_request", "input[0].content"),

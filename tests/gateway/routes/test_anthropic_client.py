@@ -6,7 +6,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_auth import ALICE, KEYS
@@ -96,6 +96,31 @@ async def test_tools_are_called_and_their_results_are_read(client: AsyncAnthropi
         usage = ended.usage
         lengths.append(usage.input_tokens + (usage.cache_read_input_tokens or 0))
     assert lengths[1] > lengths[0] + 8  # The model gets the image of the result.
+
+
+async def test_the_clients_runner_of_tools_continues_without_a_thread(
+    client: AsyncAnthropic,
+) -> None:
+    """It asks the server to keep the conversation, and sends the whole one after the refusal."""
+    results: list[str] = []
+
+    @beta_async_tool
+    async def measure(round: bool) -> str:
+        """Measure the shape."""
+        results.append("3 cm")
+        return results[-1]
+
+    runner = client.beta.messages.tool_runner(
+        model="demo",
+        max_tokens=60,
+        messages=COLOUR,
+        tools=[measure],
+        tool_choice={"type": "any"},
+        max_iterations=2,
+    )
+    blocks = [message.content[0].type async for message in runner]
+    assert blocks == ["tool_use", "tool_use"]
+    assert results
 
 
 async def test_an_agents_request_is_answered(client: AsyncAnthropic) -> None:

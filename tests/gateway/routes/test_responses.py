@@ -99,6 +99,18 @@ async def test_an_image_is_described_and_the_conversation_continues(client: Asyn
     )
     assert items.data[0].content[0].image_url == star_url()
 
+    references: Any = [{"type": "item_reference", "id": message.id}]
+    references += [{"type": "item_reference", "id": item.id} for item in first.output]
+    continued = await client.responses.create(
+        model="demo",
+        input=[*references, {"role": "user", "content": "And now?"}],
+        max_output_tokens=1,
+    )
+    assert continued.usage is not None
+    assert continued.usage.input_tokens == final.response.usage.input_tokens
+    inputs = await client.responses.input_items.list(continued.id, order="asc")
+    assert [item.id for item in inputs.data[:2]] == [message.id, first.output[0].id]
+
     await client.responses.delete(first.id)
     for gone in (client.responses.retrieve(first.id), client.responses.delete(first.id)):
         with pytest.raises(openai.NotFoundError):
@@ -272,11 +284,7 @@ LARGE = "data:image/png;base64," + "?" * 2**19
         ({"include": ["file_search_call.results"]}, "unsupported_parameter", "include"),
         ({"include": ["reasoning.encrypted_content"]}, "unsupported_parameter", "include"),
         ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0].type"),
-        (
-            {"input": [{"type": "item_reference", "id": "x"}]},
-            "unsupported_parameter",
-            "input[0].type",
-        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "not_found", "input[0].id"),
         ({"input": [{"role": "user"}]}, "invalid_request", "input[0].content"),
         ({"input": [{"role": "user", "content": "x", "y": 1}]}, "unknown_parameter", "input[0].y"),
         ({"input": []}, "invalid_request", "input"),

@@ -4,6 +4,8 @@ Statuses and types are as in Anthropic's API, also where it differs from OpenAI'
 field has Pagemill's code.
 """
 
+from msgspec import UNSET
+
 from shared.errors import Overloaded, PagemillError
 from shared.protocol.records import ErrorInfo
 from workers.gateway.http import errors
@@ -20,6 +22,9 @@ _TYPES = {
     529: "overloaded_error",
 }
 
+# Clients send the whole conversation without the field after this error.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
 
 def status_of(error: ErrorInfo | type[PagemillError]) -> int:
     """Return the HTTP status of an error."""
@@ -33,4 +38,6 @@ def body_of(error: ErrorInfo) -> MessageErrorAnswer:
     """Return the body of the response for an error."""
     body, status = errors.body_of(error).error, status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return MessageErrorAnswer(MessageError(kind, body.message, body.code, body.param))
+    is_thread = (body.code, body.param) == (errors.UnsupportedParameter.code, "thread")
+    details = _NO_THREADS if is_thread else UNSET
+    return MessageErrorAnswer(MessageError(kind, body.message, body.code, body.param, details))

@@ -24,7 +24,7 @@ from shared.errors import (
 )
 from shared.protocol import names, subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.items import Item
+from shared.protocol.items import RESPONSE_PREFIX, Item, response_of_item
 from shared.protocol.records import error_info
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.steps import Begun, Ended, ResponseTask, painting_id, turn_id
@@ -35,7 +35,7 @@ from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import ApprovalUsed, ReusedId, StoreFull, UnknownPreviousResponse
 from workers.gateway.openai.response_object import response_of
-from workers.gateway.openai.responses import MAX_ANCESTORS, ConversationBefore
+from workers.gateway.openai.responses import MAX_ANCESTORS, ConversationBefore, references_of
 from workers.gateway.schemas.responses import ResponseBody
 
 # Fraction of the store above which new responses are refused. The rest is for running responses.
@@ -60,9 +60,10 @@ def new_response_id(request: Request, tenant: str) -> tuple[str, bool]:
     line: tuple[str, bool] | None = request.scope.get("request_id")
     name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
     if name is None:
-        return f"resp_{secrets.token_hex(24)}", False
+        return RESPONSE_PREFIX + secrets.token_hex(24), False
     kind = "response" if line is None else "line"
-    return f"resp_{hashlib.sha256(f'{kind}:{tenant}:{name}'.encode()).hexdigest()}", True
+    digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
+    return RESPONSE_PREFIX + digest, True
 
 
 async def find_response(
@@ -123,6 +124,25 @@ async def find_context(
     logs.append(last)
     items: list[Item] = [item for log in logs for item in log.state.items]
     return ConversationBefore([*ancestors, previous_id], items), logs
+
+
+async def find_references(
+    context: AppContext, request: Request, caller: Caller, value: Any
+) -> dict[str, Item]:
+    """Return the stored items that an input refers to, by their ids.
+
+    Unknown ids are left out. Raises NotFound for an item of a deleted response, ContextTooLong,
+    Overloaded or Unavailable.
+    """
+    response_ids = {response_of_item(name) or "" for name in references_of(value)}
+    known_ids = sorted(filter(names.is_request_id, response_ids))
+    max_bytes = context.config.agent.max_conversation_mib * 2**20
+    items: dict[str, Item] = {}
+    async for log in open_conversation(context.bus, caller.tenant, known_ids, max_bytes, "input"):
+        context.bodies.reserve(request, MEMORY_FACTOR * log.num_bytes)
+        if log.state.begun is not None and log.state.begun.store:
+            items |= {item.id: item for item in log.state.items if item.id is not None}
+    return items
 
 
 async def check_room(context: AppContext, tenant: str) -> None:

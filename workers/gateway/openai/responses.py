@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.config.schema import AgentConfig
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, NotFound
 from shared.helpers.closed_schemas import closed
 from shared.protocol.items import (
     FunctionCallItem,
@@ -50,36 +50,52 @@ RESPONSE_FIELDS = ClientFields(
     }
 )
 
+REFERENCE = "item_reference"
 MAX_ITEMS = 1024
 MAX_ANCESTORS = 256
 LOGPROBS = "message.output_text.logprobs"
 # Types of items that other servers accept. They are refused as unsupported.
 _UNSUPPORTED_ITEMS = (
     # Pagemill does not separate a model's reasoning from its answer.
-    "reasoning", "item_reference", "computer_call", "computer_call_output", "web_search_call",
+    "reasoning", "computer_call", "computer_call_output", "web_search_call",
     "file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output",
     "custom_tool_call", "custom_tool_call_output", "compaction",
     "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output",
 )  # fmt: skip
 
 
-def input_of(value: Any, response_id: str) -> list[Item]:
-    """Return the input items, each with an id. Raises a RequestError naming the field."""
+def references_of(value: Any) -> set[str]:
+    """Return the ids of stored items that an input has in place of the items."""
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    ids = [item.get("id") for item in items if item.get("type") == REFERENCE]
+    return {name for name in ids if isinstance(name, str)}
+
+
+def input_of(value: Any, response_id: str, stored: Mapping[str, Item] | None = None) -> list[Item]:
+    """Return the input items, each with an id. `stored` has the items that the input refers to.
+
+    Raises a RequestError, or NotFound for a reference without an item, naming the field.
+    """
     if value is None:
         raise InvalidRequest("input is missing", field="input")
     if isinstance(value, str):
         items: list[Item] = [MessageItem("user", value)]
     elif isinstance(value, list) and 0 < len(value) <= MAX_ITEMS:
-        items = [_item_of(item, f"input[{i}]") for i, item in enumerate(value)]
+        items = [_item_of(item, f"input[{i}]", stored or {}) for i, item in enumerate(value)]
     else:
         raise InvalidRequest(f"input must be text, or 1 to {MAX_ITEMS} items", field="input")
     return [_with_id(item, response_id, i) for i, item in enumerate(items)]
 
 
-def _item_of(value: Any, field: str) -> Item:
+def _item_of(value: Any, field: str, stored: Mapping[str, Item]) -> Item:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field}: must be an object", field=field)
     kind = value.get("type")
+    if kind == REFERENCE:
+        name = value.get("id")
+        if not isinstance(name, str) or name not in stored:
+            raise NotFound(f"{field}: there is no stored item {name!r}", field=f"{field}.id")
+        return stored[name]
     if kind in _UNSUPPORTED_ITEMS:
         raise UnsupportedParameter(f"{field}: {kind} is not supported here", field=f"{field}.type")
     try:

@@ -164,7 +164,8 @@ async def _begin(
 ) -> StepLog:
     """Begin a response. Only its log remains in memory after that."""
     (response_id, is_named), tenant = identity, caller.tenant
-    items = await name_files(context, input_of(body.input, response_id), tenant)
+    stored = await responses.find_references(context, request, caller, body.input)
+    items = await name_files(context, input_of(body.input, response_id, stored), tenant)
     before, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     check_outputs([*before.items, *items])
     painter = await _painter_of(context, body, before.items, items, tenant)
@@ -360,7 +361,8 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     card = await context.model_card(body.model)
     _, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     entries = [entry for log in logs for entry in entries_of(log.state)]
-    items = await name_files(context, input_of(body.input, ""), caller.tenant)
+    stored = await responses.find_references(context, request, caller, body.input)
+    items = await name_files(context, input_of(body.input, "", stored), caller.tenant)
     entries += [Entry(item) for item in items]
     messages = messages_of(body.instructions, entries, takes_tools=card.takes_tools)
     shows_tools = card.takes_tools and body.tool_choice != "none"

@@ -319,6 +319,8 @@ class MessageError(Struct, frozen=True):
     message: str
     code: str
     param: str | None
+    details: JsonObject | UnsetType = UNSET
+    """Reason for clients, if the field `thread` is refused."""
 
 
 class MessageErrorAnswer(Struct, frozen=True, tag="error"):

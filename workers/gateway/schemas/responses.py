@@ -139,7 +139,7 @@ class ResponseFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     model: str
     input: Any = None
-    """Text, or a list of items."""
+    """Text, or a list of items. An `item_reference` has the id of an item of a stored response."""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=128)] | None = None

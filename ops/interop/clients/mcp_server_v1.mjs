@@ -1,4 +1,4 @@
-// An MCP server of the TypeScript SDK with one tool. It prints its URL, and each call that it gets.
+// An MCP server of version 1 of the TypeScript SDK with one tool. It prints its URL, and each call that it gets.
 
 import { randomUUID } from "node:crypto";
 import { createServer } from "node:http";
