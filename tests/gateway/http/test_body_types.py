@@ -23,8 +23,8 @@ def refusal(**fields: Any) -> RequestError:
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
-        ({"max_token": 5}, "max_token", "unknown parameter: max_token; did you mean max_tokens?"),
-        ({"zzz": 5}, "zzz", "unknown parameter: zzz"),
+        ({"max_token": 5}, "max_token", "max_token: unknown field; did you mean max_tokens?"),
+        ({"zzz": 5}, "zzz", "zzz: unknown field"),
         (
             {"messages": [{"role": "usr", "content": "Hi"}]},
             "messages[0].role",

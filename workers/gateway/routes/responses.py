@@ -164,7 +164,9 @@ async def _begin(
 ) -> StepLog:
     """Begin a response. Only its log remains in memory after that."""
     (response_id, is_named), tenant = identity, caller.tenant
-    items = await name_files(context, input_of(body.input, response_id), tenant)
+    ignores = context.bodies.ignores_unknown
+    items = input_of(body.input, response_id, ignores_unknown=ignores)
+    items = await name_files(context, items, tenant)
     before, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     check_outputs([*before.items, *items])
     painter = await _painter_of(context, body, before.items, items, tenant)
@@ -360,7 +362,9 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     card = await context.model_card(body.model)
     _, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     entries = [entry for log in logs for entry in entries_of(log.state)]
-    items = await name_files(context, input_of(body.input, ""), caller.tenant)
+    ignores = context.bodies.ignores_unknown
+    items = input_of(body.input, "", ignores_unknown=ignores)
+    items = await name_files(context, items, caller.tenant)
     entries += [Entry(item) for item in items]
     messages = messages_of(body.instructions, entries, takes_tools=card.takes_tools)
     shows_tools = card.takes_tools and body.tool_choice != "none"
