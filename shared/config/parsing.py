@@ -82,7 +82,7 @@ def _parse_tree(text: str, source: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: {_reason_of(error)}", field=source) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
+        raise ConfigError(f"{source}: the file: must be an object", field=source)
     return tree
 
 

@@ -55,7 +55,7 @@ def converted(
     if ignores_unknown:
         value = without_unknown(value, body_type, unsupported)
     try:
-        return msgspec.convert(value, body_type, strict=strict)
+        return msgspec.convert(value, body_type, strict=strict, str_keys=True)
     except msgspec.ValidationError as error:
         raise validation_error(error, unsupported, body_type, root) from error
 
