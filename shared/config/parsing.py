@@ -82,7 +82,7 @@ def _parse_tree(text: str, source: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: {_reason_of(error)}", field=source) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: the file: must be an object", field=source)
+        raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
     return tree
 
 
@@ -115,7 +115,8 @@ def _convert(tree: Any, kind: type[T], prefix: str, overrides: "_Overrides", sou
         added = key.rpartition(".")[0] if complaint.kind == "missing" else key
         origin = overrides.variables.get(added, source)
         message = f"{origin}: {complaint.sentence('the file')}"
-        if overrides.has_added(added):  # It suggests a variable instead of a field.
+        if complaint.kind in ("unknown", "missing") and overrides.has_added(added):
+            # The name of a variable is suggested instead of a field.
             sentence = complaint_of(error, root=prefix).sentence()
             message = f"{origin}: {sentence}{overrides.suggestion(origin)}"
         raise ConfigError(message, field=key) from error

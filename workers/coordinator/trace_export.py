@@ -47,6 +47,8 @@ class SpanExporter:
                 result = self._exporter.export([self._convert(span) for span in spans])
                 is_accepted = result is SpanExportResult.SUCCESS
             except Exception:
+                # The exporter and its libraries may raise any error, and `export` waits for a
+                # result. Its caller counts and logs the spans that are lost.
                 is_accepted = False
             with contextlib.suppress(RuntimeError):  # The loop may have been closed meanwhile.
                 loop.call_soon_threadsafe(set_result, is_accepted)
