@@ -28,6 +28,7 @@ def test_with_a_gpu_or_without_the_index_torch_comes_from_the_configured_index(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert choose(monkeypatch, gpu=True, reachable=True) == []
+    assert "2 GB to download" in capsys.readouterr().out
     assert choose(monkeypatch, gpu=False, reachable=False) == []
     printed = capsys.readouterr().out
     for part in ("2 GB to download", "UV_INDEX=", "PIP_FIND_LINKS=", "HTTPS_PROXY="):

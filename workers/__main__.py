@@ -122,7 +122,7 @@ def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         signals.end_at_once()
     try:
-        if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        if not sys.argv[1:] or sys.argv[1] in app.help_flags:
             app.resolved_commands()  # The help has one line for each command.
         elif sys.argv[1] in EXAMPLES and not {*app.help_flags}.isdisjoint(sys.argv[2:]):
             add_examples(sys.argv[1])

@@ -41,7 +41,7 @@ TEXTS = (
 STARTING_STOP_S = 3.0
 STARTING_DELAYS_S = (0.3, 1.5)
 KILLED = 137
-# The one passes on the requests of clients, and the other calls servers of tools.
+# The proxy passes on the requests of clients, and agents call servers of tools.
 WITH_A_WAY_OUT = (PROXY, "agent")
 _ESTABLISHED = "01"
 
@@ -58,7 +58,7 @@ def check_isolation(compose: Compose, port: int) -> Step:
     """The door is the only published port, and no container has more rights than it needs."""
     containers = compose.all_containers()
     published = {c.name: c.published for c in containers if c.published}
-    doors = compose.containers("proxy")
+    doors = compose.containers(PROXY)
     if published != {c.name: [("127.0.0.1", str(port))] for c in doors}:
         raise CheckFailed(f"published ports: {published}")
     faults = [f"{c.name}: {fault}" for c in containers for fault in c.faults()]

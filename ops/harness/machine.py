@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Say whether a process has ended; it stays in /proc until its exit code was read."""
+    """Return whether a process has ended. It stays in /proc until its exit code is read."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

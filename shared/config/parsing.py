@@ -4,7 +4,6 @@
 This module reads neither files nor the environment: the caller passes the text and the mapping.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_network
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from shared.config.schema import (
     device_sections,
 )
 from shared.errors import ConfigError
-from shared.helpers.validation import complaint_of, reason_of
+from shared.helpers.validation import complaint_of, reason_of, suggest
 from shared.net.ip_policy import is_loopback_host
 from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.protocol.pipeline import Fault
@@ -93,6 +92,7 @@ def _reason_of(error: Exception) -> str:
 
 
 def _add_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Add sections of `defaults`, and their settings that a section of `tree` lacks."""
     for key, section in defaults.items():
         own = tree.setdefault(key, {})
         if isinstance(own, dict):
@@ -165,8 +165,7 @@ class _Overrides:
         names = [*_variables(Config, ENV_PREFIX)]
         for model in self._models:
             names += _variables(ModelConfig, f"{ENV_PREFIX}MODELS__{model.upper()}__")
-        close = difflib.get_close_matches(variable, [n for n in names if n != variable], 1, 0.8)
-        return f"; did you mean {close[0]}?" if close else ""
+        return suggest(variable, (name for name in names if name != variable), 0.8)
 
 
 def _variables(section: type[msgspec.Struct], prefix: str) -> Iterator[str]:

@@ -129,7 +129,7 @@ class _Closer:
     def _changes(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
         changes: dict[str, Any] = {}
         reference = schema.get("$ref")
-        if _target(self._root, reference) is not None:
+        if isinstance(reference, str) and _target(self._root, reference) is not None:
             changes["$ref"] = f"#{self._place}{reference[1:]}"
         elif "$ref" in schema and self._strict:
             raise self._refusal(path, f"$ref {reference!r} names no part of this schema")

@@ -29,7 +29,7 @@ TYPES = {
     "bytes": "bytes",
 }
 """Words for the types that msgspec names."""
-MAX_GUESSED_LEN = 64
+MAX_SUGGESTED_LEN = 64
 """Limit on names for which a similar one is searched, which takes long for long ones."""
 _VALUES = TYPES | {
     "float": "a decimal number",
@@ -87,13 +87,13 @@ def complaint_of(error: msgspec.ValidationError, kind: Any = None, root: str = "
         name = field["name"]
         if field["unknown"] is None:
             return Complaint(_joined(path, name), "the field is missing", "missing")
-        question = nearest(name, _fields_at(kind, inner))
+        question = suggest(name, _fields_at(kind, inner))
         return Complaint(_joined(path, name), f"unknown field{question}", "unknown")
     if choice := _CHOICE.fullmatch(reason):
         value = choice["value"]
         text = value[1:-1] if value.startswith("'") else value
         allowed = _values_at(kind, inner)
-        values = f": {', '.join(allowed)}{nearest(text, allowed)}" if allowed else ""
+        values = f": {', '.join(allowed)}{suggest(text, allowed)}" if allowed else ""
         reason = f"{value} is not one of the possible values{values}"
         return Complaint(path, reason, *(() if choice["enum"] else ("tag", text)))
     return Complaint(path, _in_words(reason))
@@ -135,11 +135,14 @@ def invalid_request(error: Exception, kind: Any = None, root: str = "") -> Inval
     return InvalidRequest(complaint.sentence(), field=complaint.path or None)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a question for the most similar name, or an empty text."""
-    if len(name) > MAX_GUESSED_LEN:
+def suggest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the end of an error, which suggests the most similar name, or an empty text.
+
+    `cutoff` is the least similarity, from 0 to 1.
+    """
+    if len(name) > MAX_SUGGESTED_LEN:
         return ""
-    matches = get_close_matches(name, sorted(set(names)), 1)
+    matches = get_close_matches(name, names, 1, cutoff)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 

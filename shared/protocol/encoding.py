@@ -1,7 +1,7 @@
 """Encodings of messages: JSON for clients, msgpack between workers."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -9,6 +9,8 @@ from shared.helpers.validation import invalid_request
 from shared.protocol.value_limits import check_json, check_msgpack
 
 T = TypeVar("T")
+
+JsonObject = dict[str, Any]
 
 to_json = msgspec.json.Encoder().encode
 

@@ -75,8 +75,10 @@ def trace_of(
     None for any other request. The parts of one request, and the turns of one response, have the
     same trace.
     """
-    root = span_id_of(request_id, accepted_ms)
     context = trace_headers(headers.items())
+    if not context and not ratio:
+        return None
+    root = span_id_of(request_id, accepted_ms)
     if context:
         _, trace_id, parent_id, flags = context[TRACEPARENT].split("-")
         state = context.get(TRACESTATE, "")

@@ -35,5 +35,8 @@ def test_a_rate_counts_the_tokens_after_the_first_ones_and_needs_16() -> None:
     for at_s in (10.0, 10.5, 11.0):
         rate.add(5, at_s)
     assert str(rate) == "-"
-    rate.add(5, 11.5)
+    rate.add(1, 11.1)
     assert str(rate) == "10"
+    at_once = TokenRate()
+    at_once.add(16, 10.0)
+    assert str(at_once) == "-"

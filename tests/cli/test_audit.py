@@ -81,14 +81,14 @@ async def requeue_one(site: Site) -> None:
 
 
 async def drop_one(site: Site) -> None:
-    await write_letter(site, "r3")
-    await write_letter(site, "r3")
-    later, earlier = [each async for each in dead_letters.read_newest(site.bus, 2)]
-    await drop_letter(earlier.key, config=site.config)
-    assert [each.key async for each in dead_letters.read_newest(site.bus, 2)] == [later.key]
-    assert (await dead_letters.find(site.bus, "r3")).key == later.key
+    for _ in range(3):
+        await write_letter(site, "r3")
+    last, middle, first = [each.key async for each in dead_letters.read_newest(site.bus, 3)]
+    await drop_letter(middle, config=site.config)
+    assert [each.key async for each in dead_letters.read_newest(site.bus, 3)] == [last, first]
+    assert (await dead_letters.find(site.bus, "r3")).key == last
     with pytest.raises(NotFound):
-        await dead_letters.find(site.bus, earlier.key)
+        await dead_letters.find(site.bus, middle)
 
 
 async def restore_one(site: Site) -> None:

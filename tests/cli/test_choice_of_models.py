@@ -58,7 +58,7 @@ def test_the_model_is_the_only_one_that_can(
         (find_writer, ("painter", "voice"), "no configured model can write text"),
         (find_writer, ("writer", "omni"), "several models can write text: writer, omni"),
         (
-            lambda c: find_writer(c, {"b", "a"}),
+            lambda c: find_writer(c, ["b", "a"]),
             ("writer",),
             "several models can write text: a, b",
         ),

@@ -96,9 +96,12 @@ def test_every_command_that_prints_can_print_json(
         ("pagemill completion ", "bash zsh fish"),
     ],
 )
-def test_bash_completes_commands_options_and_choices(typed: str, words: str) -> None:
+def test_bash_completes_commands_options_and_choices(
+    typed: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app("completion bash", result_action="return_value")
     script = f"""
-        {app.generate_completion(shell="bash")}
+        {capsys.readouterr().out}
         COMP_WORDS=({typed}{"''" if typed.endswith(" ") else ""})
         COMP_CWORD=$(({len(typed.split(" "))} - 1))
         _pagemill pagemill

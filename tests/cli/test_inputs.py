@@ -4,8 +4,8 @@ import io
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from ops.demo import IMAGES, RECORDINGS
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO
 from workers.cli.inputs import Medium, read_input, read_text
@@ -45,6 +45,7 @@ def type_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
             [("clip.mp4", VIDEO), ("sound", AUDIO), ("paper", DOCUMENT)],
         ),
         ("short: @notes.txt, and @plain.", "short: two\nlines, and plain text.", []),
+        (" an indented @plain\n", " an indented plain text\n", []),
         ("ask @alice or me@a.png", "ask @alice or me@a.png", []),
         ("send @@a.png @-", "send @a.png @-", []),
         ("keep  two   spaces - here", "keep  two   spaces - here", []),
@@ -55,10 +56,14 @@ def test_files_in_a_text(typed: str, text: str, media: list[tuple[str, str]]) ->
     assert read_input(typed, takes_stdin=False) == (text, found)
 
 
-def test_an_image_that_moves_is_a_video() -> None:
-    (still, moving) = read_input(
-        f"@{IMAGES / 'yellow_star.jpg'} @{RECORDINGS / 'star_moves_right.webp'}"
-    )[1]
+@pytest.mark.parametrize("ending", ["gif", "png", "webp"])
+def test_an_image_that_moves_is_a_video(ending: str) -> None:
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "green", "blue")]
+    for number in (1, 3):
+        frames[0].save(
+            f"{number}.{ending}", save_all=True, append_images=frames[1:number], duration=100
+        )
+    (still, moving) = read_input(f"@1.{ending} @3.{ending}")[1]
     assert (still.kind, moving.kind) == (IMAGE, VIDEO)
 
 

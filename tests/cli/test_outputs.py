@@ -22,6 +22,18 @@ def test_a_file_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out.png"]
 
 
+def test_another_command_does_not_touch_a_file_that_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "out.png"
+    with NewFile(path) as file:
+        file.stream.write(b"first")
+        with pytest.raises(InvalidRequest, match="another command writes this file"):
+            check_output(path)
+        file.keep()
+    assert path.read_bytes() == b"first"
+    write_file(path, b"second")
+    assert path.read_bytes() == b"second"
+
+
 def test_a_link_stays_and_a_link_to_itself_is_replaced(tmp_path: Path) -> None:
     link, loop = tmp_path / "link", tmp_path / "loop"
     link.symlink_to("out.png")
@@ -41,6 +53,8 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, name: str, message: str) -
         check_output(tmp_path / name)
 
 
-def test_a_full_disk() -> None:
+@pytest.mark.parametrize("num_bytes", [4, 2**17])
+def test_a_full_disk(num_bytes: int) -> None:
+    """Few bytes are written when the file is closed."""
     with pytest.raises(DiskFull, match="/dev/full: No space left on device"):
-        write_file(Path("/dev/full"), b"data")
+        write_file(Path("/dev/full"), bytes(num_bytes))

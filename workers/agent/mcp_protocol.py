@@ -289,9 +289,9 @@ def output_of(result: Mapping[str, Any]) -> str:
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
-    """Return the text of a part of a result, and what else identifies the part.
+    """Return the text of a part of a result, after the fields that identify the part.
 
-    An embedded resource has its content in a separate object. A link has no content.
+    An embedded resource has its content in an inner object. A link has no content.
     """
     resource = part.get("resource")
     inner = resource if isinstance(resource, dict) else part

@@ -47,7 +47,7 @@ from workers.agent.tools import ToolRunner, inherited_listing, refused, without_
 MAX_KEPT_BYTES = 256 * 2**10
 """Longer conversations are not kept in memory, and are read again for each turn."""
 CHECK_S = 5.0
-"""Limit on the check of a result. An agent that dies meanwhile leaves an unknown outcome."""
+"""Limit on the check of a result. If the agent dies meanwhile, the call's outcome is unknown."""
 
 
 class ResponseRun:
@@ -184,7 +184,7 @@ class ResponseRun:
         return without_content(result) if await self._has_control_tokens(result) else result
 
     async def _has_control_tokens(self, result: Result) -> bool:
-        """Return whether the result has control tokens, which would end the next turn as an error.
+        """Return whether the result has control tokens, which a renderer would refuse in the turn.
 
         A result that cannot be checked now is stored as it is, because its call was carried out.
         """

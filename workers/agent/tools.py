@@ -164,7 +164,7 @@ def refused(call: ServerCall, why: Literal["limit", "gone", "changed"]) -> Resul
 
 
 def without_content(result: Result) -> Result:
-    """Return the result of a call that was carried out, without a text that no model may get."""
+    """Return the result with an error in place of its text, which has control tokens."""
     error = _protocol_error("the result of the tool has control tokens of the model in its text")
     outcome = "failed" if result.outcome == "result" else result.outcome
     return msgspec.structs.replace(result, outcome=outcome, output=None, error=error)

@@ -195,10 +195,7 @@ async def collect(
 
     The files get their names when the batch has ended. The error file exists only with errors.
     """
-    with (
-        NewFile(output) as answers,
-        NewFile(error_file) as refusals,
-    ):
+    with NewFile(output) as answers, NewFile(error_file) as refusals:
         async for latest, records in follow(bus, state):
             state = latest
             with writing(output):

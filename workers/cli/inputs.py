@@ -87,6 +87,7 @@ def read_media(path: Path, field: str) -> bytes:
 
 
 def _is_file(name: str) -> bool:
+    """Return whether a word names a file: by its ending, or because the file exists."""
     if kind_of_file(name) is not None:
         return True
     is_text = (mimetypes.guess_type(name)[0] or "").startswith("text/")

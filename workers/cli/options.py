@@ -59,13 +59,16 @@ def check_role(_: object, name: str | None) -> None:
         raise ValueError(f"no role {name!r}; there are: {', '.join(roles)}")
 
 
-def load(config: Path | None) -> Config:
-    """Load a configuration, by default of a running `pagemill up MODEL`, or of this folder.
-
-    Raises ConfigError.
+def find_file(config: Path | None) -> Path | None:
+    """Return the file of a configuration, by default of a running `pagemill up MODEL`, or of this
+    folder. None stands for the embedded default.
     """
-    file = config or settings.find_running_file() or settings.find_config_file(None)
-    return settings.load_config(file)
+    return config or settings.find_running_file() or settings.find_config_file(None)
+
+
+def load(config: Path | None) -> Config:
+    """Load the configuration in `find_file`. Raises ConfigError."""
+    return settings.load_config(find_file(config))
 
 
 def find_login(config: Path | None, nats: str | None) -> Login:
@@ -76,8 +79,8 @@ def find_login(config: Path | None, nats: str | None) -> Login:
 def find_writer(config: Config, served: Collection[str] = ()) -> str:
     """Return the model that writes text: the only configured one, or else the only served one.
 
-    With `served`, a model is chosen that is served. Raises InvalidRequest if there is none or
-    several.
+    A configured model is not chosen if only others are in `served`. Raises InvalidRequest if there
+    is none or several.
     """
     outputs = {name: pipeline.outputs for name, pipeline in pipelines_of(config).items()}
     writers = [name for name in outputs if TEXT in outputs[name]]

@@ -1,6 +1,7 @@
 """Files that commands write, and the error of a command for an error of the operating system."""
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from errno import EDQUOT, ENOSPC
@@ -31,6 +32,8 @@ def writing(place: Path) -> Iterator[None]:
 class NewFile:
     """File with the suffix `.part` that `keep` renames; without it, the file is removed.
 
+    One command at a time writes it.
+
     A device or a pipe is written in place. An existing file stays until it is replaced.
     """
 
@@ -44,7 +47,19 @@ class NewFile:
             # Path.resolve raises RuntimeError for a link to itself.
             self._target = path if is_other else Path(os.path.realpath(path))
             self._part = path if is_other else self._target.with_name(f"{self._target.name}.part")
-            self.stream = self._part.open("wb")
+            self.stream = open(self._part, "wb", opener=_open_uncut)  # noqa: SIM115
+        if not is_other:
+            self._claim()
+
+    def _claim(self) -> None:
+        """Begin an empty file. Raises InvalidRequest while another command writes it."""
+        try:
+            fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.stream.close()
+            message = f"{self._part}: another command writes this file"
+            raise InvalidRequest(message, field="output") from None
+        self.stream.truncate(0)
 
     def keep(self) -> None:
         """Close the file and give it its name. Raises InvalidRequest or DiskFull."""
@@ -66,6 +81,11 @@ class NewFile:
             self.stream.close()
         if self._part != self._target:
             self._part.unlink(missing_ok=True)
+
+
+def _open_uncut(path: str, flags: int) -> int:
+    """Open a file that another command may write, without a change of its content."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def write_file(path: Path, data: bytes) -> None:

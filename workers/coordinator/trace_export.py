@@ -5,10 +5,10 @@ The libraries are the extra `pagemill[otel]`, so this module is imported only wi
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -40,26 +40,21 @@ class SpanExporter:
 
     async def export(self, spans: Sequence[Span]) -> bool:
         """Send spans, and return whether the collector has accepted them."""
-        loop, accepted = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        accepted: Future[bool] = Future()
+        accepted.set_running_or_notify_cancel()  # A caller that leaves does not stop the thread.
 
-        def work() -> None:
+        def run() -> None:
             try:
                 result = self._exporter.export([self._convert(span) for span in spans])
-                is_accepted = result is SpanExportResult.SUCCESS
             except Exception:
                 # The exporter and its libraries may raise any error, and `export` waits for a
                 # result. Its caller counts and logs the spans that are lost.
-                is_accepted = False
-            with contextlib.suppress(RuntimeError):  # The loop may have been closed meanwhile.
-                loop.call_soon_threadsafe(set_result, is_accepted)
-
-        def set_result(is_accepted: bool) -> None:
-            if not accepted.done():
-                accepted.set_result(is_accepted)
+                result = SpanExportResult.FAILURE
+            accepted.set_result(result is SpanExportResult.SUCCESS)
 
         # The end of the process does not wait for a daemon.
-        threading.Thread(target=work, daemon=True, name="traces").start()
-        return bool(await accepted)
+        threading.Thread(target=run, daemon=True, name="traces").start()
+        return await asyncio.wrap_future(accepted)
 
     def _convert(self, span: Span) -> ReadableSpan:
         state = TraceState.from_header([span.state]) if span.state else None

@@ -6,7 +6,7 @@ first one has a link to the attempt before it. Ids are computed from the request
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -153,31 +153,30 @@ def _spans_of_run(
         "pagemill.attempt": run.number,
         "pagemill.outcome": run.outcome,
     }
-    ids, common = run.ids, (trace.trace_id, trace.span_id, trace.state)
-    links = [(trace.trace_id, other.ids[0]) for other in previous]
-    end_ms = run.start_ms if run.end_ms is None else max(run.start_ms, run.end_ms)
-    error = run.outcome if run.outcome in ("failed", "lost") else ""
-    if queued_ms < run.start_ms:
-        name, stage = f"{run.stage} queue", {"pagemill.stage": run.stage}
-        yield _child(name, ids[1], queued_ms, run.start_ms, stage, common)
-    yield _child(run.stage, ids[0], run.start_ms, end_ms, attributes, common, links, error)
-
-
-def _child(
-    name: str,
-    span_id: str,
-    start_ms: float,
-    end_ms: float,
-    attributes: Mapping[str, Value],
-    common: tuple[str, str, str],
-    links: Sequence[tuple[str, str]] = (),
-    error: str = "",
-) -> Span:
-    """Return a span below the root. `common` has the trace, the root span and the trace state."""
-    trace_id, root, state = common
-    return Span(
-        name, trace_id, span_id, root, start_ms, end_ms, attributes, False, (), links, error, state
+    span = Span(
+        name=run.stage,
+        trace_id=trace.trace_id,
+        span_id=run.ids[0],
+        parent_id=trace.span_id,
+        start_ms=run.start_ms,
+        end_ms=run.start_ms if run.end_ms is None else max(run.start_ms, run.end_ms),
+        attributes=attributes,
+        links=[(trace.trace_id, other.ids[0]) for other in previous],
+        error=run.outcome if run.outcome in ("failed", "lost") else "",
+        state=trace.state,
     )
+    if queued_ms < run.start_ms:
+        yield replace(
+            span,
+            name=f"{run.stage} queue",
+            span_id=run.ids[1],
+            start_ms=queued_ms,
+            end_ms=run.start_ms,
+            attributes={"pagemill.stage": run.stage},
+            links=(),
+            error="",
+        )
+    yield span
 
 
 def _queued_ms(run: _Run, earlier: Sequence[_Run], runs: Sequence[_Run], trace: Trace) -> float:
@@ -224,9 +223,7 @@ def _runs_of(ended: Ended) -> list[_Run]:
 
 def _passed(span: StageSpan, failed: StageSpan | None) -> _Run:
     outcome = "failed" if span == failed else "done"
-    return _Run(
-        span.stage, span.worker, span.attempt, span.received_ms, span.sent_ms, outcome=outcome
-    )
+    return _Run(span.stage, span.worker, span.attempt, span.received_ms, span.sent_ms, outcome)
 
 
 def _close(runs: Sequence[_Run], end_ms: float) -> None:

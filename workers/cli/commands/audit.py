@@ -10,7 +10,7 @@ from shared.protocol.audit import Action
 from shared.state import audit_log
 from shared.state.audit_log import AuditEntry
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, find_login
+from workers.cli.options import ConfigFile, Json, NatsUrl, find_login
 from workers.cli.terminal import format_time, print_columns, print_json
 
 HEADER = ("time (UTC)", "action", "outcome", "identity", "by", "tenant", "target")
@@ -23,7 +23,7 @@ async def audit(
     tenant: str | None = None,
     since: datetime | None = None,
     limit: Annotated[int, Parameter(validator=Number(gte=1))] = 50,
-    json: bool = False,
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -41,8 +41,6 @@ async def audit(
         List only actions at or after this time, such as 2026-11-23T08:00.
     limit
         Maximum number of entries.
-    json
-        Print one JSON object per line.
     """
 
     def is_wanted(entry: AuditEntry) -> bool:

@@ -236,18 +236,12 @@ async def show(
     batch_id: BatchId,
     /,
     *,
-    json: bool = False,
+    json: Json = False,
     tenant: Tenant = "",
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Print the state of a batch.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object.
-    """
+    """Print the state of a batch."""
     async with connected(find_login(config, nats), "batch") as bus:
         state = await batches.find(bus, batch_id, tenant)
         paused = await batches.find_pause(bus, state)
@@ -272,12 +266,7 @@ async def show(
 
 @batch.command
 async def follow(
-    batch_id: BatchId,
-    /,
-    *,
-    tenant: Tenant = "",
-    config: ConfigFile = None,
-    nats: NatsUrl = None,
+    batch_id: BatchId, /, *, tenant: Tenant = "", config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Print the results of a batch as they arrive, until it has ended."""
     return await _print_results(batch_id, tenant, config, nats, which="all", follow=True)

@@ -14,6 +14,6 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     shell
         Shell that reads the script.
     """
-    # The application imports the modules of commands by their names, and this one imports it so.
+    # The application imports this module by its name, so an import at the top would be a cycle.
     app = import_module("workers.__main__").app
     write_text(app.generate_completion(shell=shell))

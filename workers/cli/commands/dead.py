@@ -19,7 +19,7 @@ from shared.state import dead_letters
 from shared.state.dead_letters import StoredLetter
 from workers.cli.audited import audited
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, find_login
+from workers.cli.options import ConfigFile, Json, NatsUrl, find_login
 from workers.cli.terminal import (
     format_age,
     format_time,
@@ -46,7 +46,7 @@ dead = App(name="dead", help="Inspect, requeue and drop requests that no attempt
 
 @dead.command(name="list")
 async def list_letters(
-    *, limit: int = 50, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    *, limit: int = 50, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """List dead letters, the newest first.
 
@@ -54,8 +54,6 @@ async def list_letters(
     ----------
     limit
         Maximum number of letters.
-    json
-        Print one JSON object per line.
     """
     rows = [COLUMNS]
     async with connected(find_login(config, nats), "dead") as bus:
@@ -83,15 +81,9 @@ async def list_letters(
 
 @dead.command(name="show")
 async def show_letter(
-    letter: Letter, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    letter: Letter, /, *, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Print one dead letter: cause, attempts, traceback, and the request itself.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object.
-    """
+    """Print one dead letter: cause, attempts, traceback, and the request itself."""
     async with connected(find_login(config, nats), "dead") as bus:
         stored = await dead_letters.find(bus, letter)
     print_json(stored.letter) if json else _print_letter(stored)

@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,7 +30,7 @@ from workers import settings
 from workers.cli.broker import connected
 from workers.cli.commands.configure import describe_folders
 from workers.cli.models.memory import available_bytes
-from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.options import ConfigFile, Json, NatsUrl, find_file, load
 from workers.cli.terminal import print_json, print_line
 from workers.pools import pools_of, workers_of
 from workers.roles import GATEWAY, device_needs
@@ -57,16 +57,11 @@ class Finding(NamedTuple):
     """Remedy, unless the text names it."""
 
 
-async def doctor(*, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+async def doctor(*, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """Check versions, kernels, devices, disk, keys, models, broker, ports and page.
 
     Each line is a finding, with the remedy if there is one. The exit code is 1 if a check failed.
     Nothing is changed.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object per line.
     """
     code = 0
     async for finding in examine(config, nats):
@@ -77,7 +72,7 @@ async def doctor(*, json: bool = False, config: ConfigFile = None, nats: NatsUrl
     return code
 
 
-async def examine(config: Path | None, nats: str | None) -> AsyncIterator[Finding]:
+async def examine(config: Path | None, nats: str | None) -> AsyncGenerator[Finding, None]:
     """Yield the findings of all checks, at least one for each."""
     for finding in [*_run("versions", _check_versions), *_run("kernels", _check_kernels)]:
         yield finding
@@ -86,9 +81,8 @@ async def examine(config: Path | None, nats: str | None) -> AsyncIterator[Findin
     except ConfigError as error:
         yield Finding("settings", "failed", error.message)
         return
-    file = settings.find_config_file(config) or settings.find_running_file()
-    yield Finding("settings", "ok", str(file or "the embedded default"))
-    for check, function in OF_SETTINGS:
+    yield Finding("settings", "ok", str(find_file(config) or "the embedded default"))
+    for check, function in CHECKS:
         for finding in await asyncio.to_thread(_run, check, function, loaded):
             yield finding
     async for finding in _examine_cluster(loaded, nats):
@@ -112,7 +106,7 @@ async def _examine_cluster(config: Config, nats: str | None) -> AsyncIterator[Fi
 def _run(
     check: str, function: Callable[..., Iterator[Finding]], *arguments: object
 ) -> list[Finding]:
-    """Return the findings of a check. An error is one that failed."""
+    """Return the findings of a check. An error becomes a finding with the state `failed`."""
     findings: list[Finding] = []
     try:
         findings.extend(function(*arguments))
@@ -207,7 +201,7 @@ def _check_models(config: Config) -> Iterator[Finding]:
             yield Finding("models", "failed", f"{description}: {reason}", remedy)
 
 
-OF_SETTINGS: tuple[tuple[str, Callable[[Config], Iterator[Finding]]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[Config], Iterator[Finding]]], ...] = (
     ("devices", _check_devices),
     ("disk", _check_disk),
     ("keys", _check_keys),
@@ -288,15 +282,14 @@ async def _check_workers(bus: Bus, beats: list[Heartbeat]) -> list[Finding]:
 def _check_gateway(url: str, config: Config) -> Iterator[Finding]:
     # The certificate is for the name that clients use, and not for this address.
     with httpx2.Client(base_url=url, verify=False, timeout=HTTP_TIMEOUT_S, trust_env=False) as http:
-        body = http.get("ready").content
+        try:
+            ready = msgspec.json.decode(http.get("ready").content, type=Ready)
+        except (msgspec.DecodeError, httpx2.HTTPError) as error:
+            text = f"{url} does not answer as a gateway does: {error}"
+            yield Finding("gateway", "failed", text, "see what listens there")
+            return
         page = http.get("").status_code if config.gateway.page else None
     remedy = "see `pagemill logs --level warning`"
-    try:
-        ready = msgspec.json.decode(body, type=Ready)
-    except msgspec.DecodeError:
-        remedy = "see what listens there"
-        yield Finding("gateway", "failed", f"{url} does not answer as a gateway does", remedy)
-        return
     if ready.status == "ok":
         yield Finding("gateway", "ok", f"{url} accepts requests")
     else:

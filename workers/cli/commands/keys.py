@@ -49,12 +49,7 @@ async def make_keys(
 
 @keys.command(name="add-tenant")
 async def add_tenant(
-    name: str,
-    /,
-    *,
-    directory: Folder = None,
-    json: Json = False,
-    config: ConfigFile = None,
+    name: str, /, *, directory: Folder = None, json: Json = False, config: ConfigFile = None
 ) -> int:
     """Create a key for the clients of a tenant, and print its file.
 
@@ -111,11 +106,7 @@ async def rotate(
 
 
 @keys.command(name="secrets")
-async def make_secrets(
-    *,
-    tenant: list[str] | None = None,
-    config: ConfigFile = None,
-) -> int:
+async def make_secrets(*, tenant: list[str] | None = None, config: ConfigFile = None) -> int:
     """Create missing keys in Secrets of Kubernetes, in a pod: the chart's job does so.
 
     Parameters

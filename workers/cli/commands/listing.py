@@ -12,7 +12,7 @@ from shared.protocol.reading import State
 from shared.state.request_list import ListedRequest, Listing, RequestLister
 from workers.cli.broker import connected
 from workers.cli.commands.requests import where
-from workers.cli.options import ConfigFile, NatsUrl, find_login
+from workers.cli.options import ConfigFile, Json, NatsUrl, find_login
 from workers.cli.terminal import call_on_signals, format_age, print_columns, print_json, print_note
 
 FOLLOW_S = 1.0
@@ -29,7 +29,7 @@ async def requests(
     model: str | None = None,
     limit: Annotated[int, Parameter(validator=Number(gte=1))] = 50,
     follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
-    json: bool = False,
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -47,8 +47,6 @@ async def requests(
         Maximum number of requests in the list.
     follow
         After the list, print each request that is new or has changed, until Ctrl-C.
-    json
-        Print one JSON object per line.
     """
     if request_id is not None:
         return await where(request_id, json=json, config=config, nats=nats)

@@ -27,12 +27,7 @@ COLUMNS = ("name", "family", "how", "size", "state")
 
 
 def pull(
-    name: str,
-    /,
-    *,
-    revision: str | None = None,
-    dir: Path | None = None,
-    json: Json = False,
+    name: str, /, *, revision: str | None = None, dir: Path | None = None, json: Json = False
 ) -> int:
     """Download the files of a model that serving needs, or continue an interrupted download.
 
@@ -77,12 +72,7 @@ def pull_model(name: str, revision: str | None = None, folder: Path | None = Non
         return download(model, folder, display)
 
 
-async def models(
-    *,
-    json: Json = False,
-    config: ConfigFile = None,
-    nats: NatsUrl = None,
-) -> int:
+async def models(*, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """List the models that are configured or in the hub's cache, and their state.
 
     Without a broker, no model is listed as served. This is not an error.

@@ -14,7 +14,7 @@ from shared.stage.pipelines import RENDERER
 from workers.cli.ask import build_request, media_parts, print_error, with_media
 from workers.cli.broker import connected_to_writer
 from workers.cli.inputs import read_input, read_text
-from workers.cli.options import ConfigFile, ModelName, NatsUrl
+from workers.cli.options import ConfigFile, Json, ModelName, NatsUrl
 from workers.cli.terminal import print_json, print_line
 
 
@@ -62,7 +62,7 @@ async def tokenize(
     /,
     *,
     model: ModelName = None,
-    json: bool = False,
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -72,8 +72,6 @@ async def tokenize(
     ----------
     text
         The text to tokenize; @FILE in it is the text of a file, and - is the text of stdin.
-    json
-        Print one JSON object.
     """
     text, _ = read_text(text)
     try:

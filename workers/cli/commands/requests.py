@@ -168,12 +168,7 @@ async def follow(
 
 
 async def cancel(
-    request_id: RequestId,
-    /,
-    *,
-    json: Json = False,
-    config: ConfigFile = None,
-    nats: NatsUrl = None,
+    request_id: RequestId, /, *, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Cancel a request in any stage. Its answer ends with the error `cancelled`.
 
@@ -238,15 +233,9 @@ def _print_end(status: RequestStatus, when: str = "", *, as_json: bool) -> int:
 
 
 async def where(
-    request_id: RequestId, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+    request_id: RequestId, /, *, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
-    """Print the status of a request or a response: its stage, its waiting time, and the reason.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object.
-    """
+    """Print the status of a request or a response: its stage, its waiting time, and the reason."""
     async with connected(find_login(config, nats), "where") as bus:
         response = await response_status.find_any_tenants(bus, request_id)
         if response is not None:

@@ -13,7 +13,7 @@ from shared.state import scale_state
 from workers import settings
 from workers.cli.audited import audited
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.options import ConfigFile, Json, NatsUrl, load
 from workers.cli.terminal import print_json, print_line, print_note
 from workers.pools import Pools, pools_of
 from workers.roles import role_of
@@ -41,7 +41,7 @@ async def scale(
     *sizes: str,
     pause: bool = False,
     resume: bool = False,
-    json: bool = False,
+    json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
@@ -57,8 +57,6 @@ async def scale(
         Keep all pools at their present sizes until --resume.
     resume
         Let the autoscaler change sizes again, after --pause.
-    json
-        Print one JSON object for each pool.
     """
     loaded = load(config)
     pools = pools_of(loaded)

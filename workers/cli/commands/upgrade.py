@@ -12,7 +12,7 @@ from shared.stage.pipelines import pipelines_of
 from shared.stage.runtime import VERSION
 from workers import settings
 from workers.cli.broker import connected
-from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.options import ConfigFile, Json, NatsUrl, load
 from workers.cli.terminal import print_columns, print_json
 from workers.keyring import Keyring
 from workers.roles import all_roles
@@ -27,15 +27,10 @@ class Step(NamedTuple):
     text: str
 
 
-async def upgrade(*, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+async def upgrade(*, json: Json = False, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """Print the steps of an upgrade of running workers to this version, in their order.
 
     Nothing is changed. Run it again after each step. The exit code is 1 while steps are left.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object per line.
     """
     loaded = load(config)
     async with connected(settings.login_of(loaded, given_url=nats), "upgrade") as bus:
@@ -68,7 +63,7 @@ def plan_upgrade(
         number += 1
     differences = [change.difference for change in changes if not change.difference.is_fixed]
     if streams := ", ".join(sorted({difference.stream for difference in differences})):
-        yield Step(number, "streams", "left", f"run `pagemill migrate`, it changes {streams}")
+        yield Step(number, "streams", "left", f"run `pagemill migrate`, which changes {streams}")
     else:
         yield Step(number, "streams", "done", "as configured")
     by_rank = sorted(beats, key=lambda beat: (_restart_rank(config, beat), beat.worker))
@@ -80,7 +75,7 @@ def plan_upgrade(
             if beat.version == VERSION:
                 yield Step(number, target, "done", f"{place} runs {VERSION}")
             else:
-                yield Step(number, target, "left", f"restart {place}, it runs {beat.version}")
+                yield Step(number, target, "left", f"restart {place}, which runs {beat.version}")
 
 
 def _restart_rank(config: Config, beat: Heartbeat) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Choice of the codes of further codebooks, which a talker predicts after the first one.
 
-For a greedy request it is the most probable code. Otherwise it is drawn from the 50 most probable
-codes with 80 % of the mass, as in transformers. It depends only on the logits, the seed, the
-position of the frame and the codebook.
+A greedy request gets the most probable code. For any other request, the code is drawn from the 50
+most probable codes with 80 % of the mass, as in transformers. A code depends only on the logits,
+the seed, the position of the frame and the codebook.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class FrameCodes(Protocol):
 
 
 NewFrameCodes = Callable[[list[Sequence], int], FrameCodes]
-"""The second argument is the number of codebooks with the first one."""
+"""The second argument is the number of codebooks, including the first one."""
 
 
 class HostFrameCodes:
@@ -65,15 +65,13 @@ def are_drawn(sequences: list[Sequence]) -> NDArray[np.bool_]:
 def points_of(sequences: list[Sequence], num_codebooks: int) -> NDArray[np.float64]:
     """Return the random numbers of the further codes: [num_codebooks - 1, num_sequences].
 
-    They are 0 for sequences with codes that are not drawn.
+    The numbers are 0 for greedy sequences.
     """
+    rows = list(zip(sequences, are_drawn(sequences), strict=True))
     # A request has one speech, so the number of the choice is free for the number of the codebook.
     return np.array(
         [
-            [
-                uniform(s.seed, codebook, s.num_output_tokens) if is_drawn else 0.0
-                for s, is_drawn in zip(sequences, are_drawn(sequences), strict=True)
-            ]
+            [uniform(s.seed, codebook, s.num_output_tokens) if drawn else 0.0 for s, drawn in rows]
             for codebook in range(1, num_codebooks)
         ]
     )

@@ -47,7 +47,7 @@ class MessageAssembler(Assembler[ChatOptions]):
         self._blocks: list[Call | None] = []
         """The call of each block, or None for text."""
         self._texts: list[list[str]] = []
-        """The pieces of each block: of its text, or of the arguments of its call."""
+        """The pieces of each block's text, or of its call's arguments."""
         self._has_begun = False
         self._end: ChoiceDelta | None = None
         self._usage = Usage(options.prompt_tokens or 0, 0)
@@ -146,7 +146,7 @@ def _usage_of(usage: Usage) -> MessageUsage:
 
 
 def _input_of(arguments: str) -> Raw:
-    """Return the arguments of a call, or an empty object if they are no object."""
+    """Return the arguments of a call, or an empty object if they are not a JSON object."""
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):

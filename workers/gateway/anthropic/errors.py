@@ -1,7 +1,7 @@
 """Errors in the form of Anthropic's API. Pure.
 
-Statuses and types are Anthropic's where it differs from OpenAI's API. The codes are Pagemill's, in
-an additional field.
+Statuses and types are as in Anthropic's API, also where it differs from OpenAI's. An additional
+field has Pagemill's code.
 """
 
 from shared.errors import Overloaded, PagemillError
@@ -22,6 +22,7 @@ _TYPES = {
 
 
 def status_of(error: ErrorInfo | type[PagemillError]) -> int:
+    """Return the HTTP status of an error."""
     if error.code == Overloaded.code:
         return 529
     status = errors.status_of(error)
@@ -29,6 +30,7 @@ def status_of(error: ErrorInfo | type[PagemillError]) -> int:
 
 
 def body_of(error: ErrorInfo) -> MessageErrorAnswer:
+    """Return the body of the response for an error."""
     body, status = errors.body_of(error).error, status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return MessageErrorAnswer(MessageError(kind, body.message, body.code, body.param))

@@ -1,4 +1,4 @@
-"""Messages: the plan of a request, made from the same request for a chat completion. Pure."""
+"""Messages: the plan of a request, which is the plan of an equal chat completion. Pure."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -48,8 +48,8 @@ from workers.gateway.schemas.openai_request import (
 )
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a line that is a system block of Claude Code. It has a new number in each request,
-which would keep the prompts of a conversation from sharing their beginning in the prefix cache."""
+"""Beginning of a line that is a system block of Claude Code. It is left out, because a new number
+in each request would keep the prompts of a conversation from sharing their beginning in a cache."""
 FAILED = "The tool has failed."
 """First line of a result with `is_error`."""
 
@@ -79,7 +79,7 @@ class _Piece(NamedTuple):
     content: ChatPart | ChatToolCall
     field: str
     call_id: str | None = None
-    """Call that the piece is a result of."""
+    """Id of the call, for a piece of its result."""
 
 
 def plan_messages(

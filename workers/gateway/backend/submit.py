@@ -140,6 +140,8 @@ async def _register(
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
+    # Parts that wait for others, and options that are only in memory, refer to the body until the
+    # end of the answer.
     if len(requests) <= MAX_OPEN_LOGS and not plan.unrecorded:
         context.bodies.release(request)
     bus_id = names.scoped_id(request_id, caller.tenant)

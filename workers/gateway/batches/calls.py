@@ -123,7 +123,7 @@ def _scope(call: Call) -> Scope:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
-        "http_version": "1.0",  # It needs no header Host.
+        "http_version": "1.0",  # HTTP/1.0 needs no header Host.
         "method": "POST",
         "scheme": "http",
         "path": call.path,

@@ -122,7 +122,8 @@ def _constraints_of(request: CommonRequest) -> Iterator[Constraint]:
         case JsonObjectFormat() | JsonSchemaFormat(json_schema=NamedSchema(schema=None)):
             yield Constraint("response_format", {"json_object": True})
         case JsonSchemaFormat(json_schema=NamedSchema(schema=dict(schema), strict=strict)):
-            schema = closed(schema, "response_format", strict=bool(strict))
+            if strict:
+                schema = closed(schema, "response_format", strict=True)
             yield Constraint("response_format", {"json_schema": schema})
     guided = {name: getattr(request, f"guided_{name}") for name in _GUIDED}
     outputs = request.structured_outputs

@@ -276,7 +276,7 @@ def validation_error(
 ) -> RequestError:
     """Return the error for a value at the path `root` that does not have the endpoint's type.
 
-    It names the allowed values, and the most similar field. `unsupported` are the names of
+    Its message has the allowed values, or the most similar field. `unsupported` are the names of
     parameters that are known but not implemented.
     """
     complaint = complaint_of(error, body_type, root)

@@ -109,30 +109,32 @@ class EdgeMiddleware:
     def _early_response(self, scope: Scope) -> Response | None:
         """Return the response to a request that is not routed: a refusal, or a CORS preflight."""
         headers: Headers = scope["headers"]
-        refuse = self._responder_of(scope)
-        size = sum(len(name) + len(value) + 4 for name, value in headers)
-        size += len(scope["raw_path"]) + len(scope["query_string"])
-        max_kib = self._limits.max_header_kib
-        if size > max_kib * 2**10 or len(headers) > MAX_HEADERS:
-            message = f"a request may have at most {MAX_HEADERS} headers of {max_kib} KiB together"
-            return refuse(HeadersTooLarge(message))
-        num_hosts = sum(name == b"host" for name, _ in headers)
-        if num_hosts > 1 or (not num_hosts and scope["http_version"] == "1.1"):
-            complaint = "given twice" if num_hosts else "missing"
-            return refuse(InvalidRequest(f"the header Host is {complaint}", field="Host"))
-        host, origin = (
-            None if value is None else value.decode("latin-1")
-            for value in (_header(headers, b"host"), _header(headers, b"origin"))
-        )
         try:
-            self._origins.check(scope["method"], host, origin)
+            self._check_headers(scope, headers)
         except RequestError as error:
-            return refuse(error)
+            return self._responder_of(scope)(error)
         is_allowed = _header(headers, b"origin") in self._cors
         method = _header(headers, b"access-control-request-method")
         if scope["method"] == "OPTIONS" and is_allowed and method is not None:
             return Response(status_code=204)
         return None
+
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        size = sum(len(name) + len(value) + 4 for name, value in headers)
+        size += len(scope["raw_path"]) + len(scope["query_string"])
+        max_kib = self._limits.max_header_kib
+        if size > max_kib * 2**10 or len(headers) > MAX_HEADERS:
+            message = f"a request may have at most {MAX_HEADERS} headers of {max_kib} KiB together"
+            raise HeadersTooLarge(message)
+        num_hosts = sum(name == b"host" for name, _ in headers)
+        if num_hosts > 1 or (not num_hosts and scope["http_version"] == "1.1"):
+            complaint = "given twice" if num_hosts else "missing"
+            raise InvalidRequest(f"the header Host is {complaint}", field="Host")
+        host, origin = (
+            None if value is None else value.decode("latin-1")
+            for value in (_header(headers, b"host"), _header(headers, b"origin"))
+        )
+        self._origins.check(scope["method"], host, origin)
 
     def _count(self, scope: Scope, response: "_ResponseSender") -> None:
         endpoint = scope.get("endpoint_path", "none")

@@ -203,7 +203,7 @@ def _structure_of(request: ResponseFields) -> Mapping[str, object] | None:
         case JsonObjectFormat():
             return {"json_object": True}
         case SchemaFormat(schema=schema, strict=strict):
-            return {"json_schema": closed(schema, "text.format", strict=bool(strict))}
+            return {"json_schema": closed(schema, "text.format", strict=True) if strict else schema}
         case _:
             return None
 

@@ -54,7 +54,7 @@ async def chat(call: Call, body: ChatRequest) -> SubmitPlan[ChatOptions]:
     pipeline, stored_s = context.pipelines[body.model], context.config.delivery.token_log_age_s
     plan = with_speech(plan_chat(body, card), body, pipeline, stored_s)
     call.fields = CHAT.fields_of(plan.options)
-    return await _with_prompt_tokens(call, plan)
+    return await with_prompt_tokens(call, plan) if plan.options.continuous_usage else plan
 
 
 @ROUTES.answer(
@@ -72,7 +72,7 @@ async def completion(call: Call, body: CompletionRequest) -> SubmitPlan[Completi
     call.fields = COMPLETION.fields_of(plan.options)
     if body.echo:
         plan = await _with_echo(call, plan, is_scored=body.logprobs is not None)
-    return await _with_prompt_tokens(call, plan)
+    return await with_prompt_tokens(call, plan) if plan.options.continuous_usage else plan
 
 
 @ROUTES.answer(
@@ -132,10 +132,8 @@ async def rerank(call: Call, body: RerankRequest) -> SubmitPlan[ScoreOptions]:
     return plan_rerank(body)
 
 
-async def _with_prompt_tokens(call: Call, plan: SubmitPlan[Usage]) -> SubmitPlan[Usage]:
-    """Add the number of prompt tokens if every chunk reports usage. A log has it at its end."""
-    if not plan.options.continuous_usage:
-        return plan
+async def with_prompt_tokens(call: Call, plan: SubmitPlan[Usage]) -> SubmitPlan[Usage]:
+    """Add the number of prompt tokens, for answers that report it before the end of their log."""
     num_tokens = await count_prompt_tokens(call.context, plan, call.caller.tenant)
     options: Usage = replace(plan.options, prompt_tokens=num_tokens)
     return replace(plan, options=options)
@@ -146,8 +144,7 @@ async def count_prompt_tokens(context: AppContext, plan: SubmitPlan[Any], tenant
     token_ids = [r.prompt_token_ids for r in plan.requests if r.prompt_token_ids is not None]
     texts = [request for request in plan.requests if request.prompt_token_ids is None]
     tokenized = await asyncio.gather(*(_tokenize(context, text, tenant) for text in texts))
-    num_tokens = sum(map(len, token_ids)) + sum(reply.count for reply in tokenized)
-    return num_tokens
+    return sum(map(len, token_ids)) + sum(reply.count for reply in tokenized)
 
 
 async def _tokenize(context: AppContext, request: GenerateRequest, tenant: str) -> Tokenized:

@@ -1,6 +1,5 @@
 """`/v1/messages`: Anthropic's Messages API."""
 
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +19,7 @@ from workers.gateway.route_table import (
     Call,
     RouteTable,
 )
-from workers.gateway.routes.answers import count_prompt_tokens
+from workers.gateway.routes.answers import count_prompt_tokens, with_prompt_tokens
 from workers.gateway.schemas.messages import (
     MESSAGES_UNSUPPORTED,
     CountTokensRequest,
@@ -65,11 +64,8 @@ ROUTES = RouteTable(
 async def create(call: Call, body: MessagesRequest) -> SubmitPlan[ChatOptions]:
     plan = plan_messages(body, await _card_of(call.context, body))
     call.fields = MESSAGE.fields_of(plan.options)
-    if not body.stream:
-        return plan
-    # The first event has the number of prompt tokens. A log has it at its end.
-    num_tokens = await count_prompt_tokens(call.context, plan, call.caller.tenant)
-    return replace(plan, options=replace(plan.options, prompt_tokens=num_tokens))
+    # The first event has the number of prompt tokens.
+    return await with_prompt_tokens(call, plan) if body.stream else plan
 
 
 @ROUTES.endpoint(

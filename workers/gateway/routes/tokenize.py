@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import InvalidRequest
+from shared.protocol.encoding import JsonObject
 from shared.protocol.renderer_rpc import DetokenizeRequest, TokenizeRequest
 from shared.protocol.requests import Tool
 from shared.protocol.sampling import TokenId
@@ -17,7 +18,6 @@ from workers.gateway.openai.chat import messages_of
 from workers.gateway.openai.chat_assembler import CHAT
 from workers.gateway.route_table import RENDERER_ERRORS
 from workers.gateway.routes.vllm_common import resolve_model, vllm_route_table
-from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.openai_request import ChatMessage, ProcessorKwargs
 from workers.gateway.vllm.errors import BODY
 

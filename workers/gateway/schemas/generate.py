@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from workers.gateway.schemas.json_object import JsonObject
+from shared.protocol.encoding import JsonObject
 from workers.gateway.schemas.openai_response import TokenLogprob
 
 OutputMode = Literal["tokens", "text"]

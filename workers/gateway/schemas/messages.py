@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.helpers import patterns
+from shared.protocol.encoding import JsonObject
 from shared.protocol.items import FileId
 from shared.protocol.multimodal import IMAGE, MEDIA_SCHEME
 from shared.protocol.sampling import Probability, StopStrings
-from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.openai_request import Int64, Positive
 
 MESSAGES_UNSUPPORTED = frozenset(
@@ -214,7 +214,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
-    # As in chat completions.
+    # These fields have the same meaning as in chat completions.
     adapter: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     durable: bool | None = None
@@ -241,8 +241,8 @@ class AnswerToolUse(Struct, frozen=True, tag="tool_use"):
     id: str
     name: str
     input: Raw
-    """A JSON object, which is empty if the model wrote none that is complete. A stream has what the
-    model wrote."""
+    """Arguments, which are empty if the model wrote no complete JSON object. The events of a stream
+    have the text of the model."""
 
 
 AnswerBlock = AnswerText | AnswerToolUse

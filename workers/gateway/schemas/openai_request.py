@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from shared.helpers import patterns
+from shared.protocol.encoding import JsonObject
 from shared.protocol.items import InputAudio, InputFile
 from shared.protocol.requests import AudioURL, FunctionCall, ImageURL, OnLate, Tool, VideoURL
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.generate import GenerateStreamOptions
-from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.sampling_fields import SamplingFields
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]

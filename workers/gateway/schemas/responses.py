@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from shared.helpers import patterns
+from shared.protocol.encoding import JsonObject
 from shared.protocol.items import Item, Label, OutputItem, ToolName
 from shared.protocol.multimodal import AUDIO
 from shared.protocol.sampling import NumLogprobs, Probability
 from shared.protocol.steps import Approval, ToolFilter
-from workers.gateway.schemas.json_object import JsonObject
 from workers.gateway.schemas.openai_request import JsonObjectFormat, Positive, TextFormat
 
 RESPONSE_UNSUPPORTED = frozenset(

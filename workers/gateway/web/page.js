@@ -51,7 +51,7 @@ let savePending = () => {};
 
 function newConversation() {
   const id = crypto.getRandomValues(new Uint32Array(1))[0].toString(16).padStart(8, "0");
-  return { id, title: "", model: "", system: $("system").value, changedMs: 0 };
+  return { id, title: "", model: "", system: "", changedMs: 0 };
 }
 
 async function submit() {
@@ -181,9 +181,7 @@ function open() {
   edit(null);
   $("turns").replaceChildren();
   showLines($("notice"), []);
-  const stored = store.get(openId());
-  if (stored === null) $("system").value = "";
-  conversation = stored ?? newConversation();
+  conversation = store.get(openId()) ?? newConversation();
   $("system").value = conversation.system;
   $("empty").hidden = false;
   if (MODELS[conversation.model] && !$("model").disabled) $("model").value = conversation.model;

@@ -50,7 +50,7 @@ const turnName = (id, number) => `${PREFIX}${id}/${number}`;
 /** Store a value. Where it does not fit, the files of the oldest conversations make room. */
 function write(name, value) {
   const text = JSON.stringify(value);
-  const removed = []; // of turns whose files are no longer stored: `{id, number}`
+  const removed = []; // turns that have lost their files: `{id, number}`
   for (;;) {
     try {
       localStorage.setItem(name, text);

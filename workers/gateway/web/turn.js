@@ -19,7 +19,7 @@ const FACTS = [
 export function newTurn(question, images, kind) {
   return {
     question,
-    kind, // of the answer: text, image, edit or video
+    kind, // the kind of the answer: text, image, edit or video
     images: images.map(({ name, size, kind }) => ({ name, size, kind })),
     state: "running", // or done, failed, cancelled
     name: `page-${crypto.getRandomValues(new BigUint64Array(1))[0].toString(16).padStart(16, "0")}`,

@@ -155,8 +155,8 @@ def load_module(model_class: Any, folder: Path, dtype: torch.dtype, device: str)
         try:
             model, report = _read_module(model_class, folder, dtype, device)
         except NotImplementedError:
-            # Weights that are missing, or have another shape, stay on `meta`, from where nothing
-            # can be moved. If the others are there too, diffusers returns its report.
+            # Weights that are missing, or have another shape, stay on `meta`, and cannot be moved
+            # to a device. With all weights on `meta`, diffusers returns its report.
             _check_report(folder, _read_module(model_class, folder, dtype, "meta")[1])
             raise
     _check_report(folder, report)

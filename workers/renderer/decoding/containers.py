@@ -47,7 +47,7 @@ MATROSKA = Container("matroska", "WebM or Matroska")
 AVI = Container("avi", "AVI")
 ADTS = Container("aac", "AAC")
 MP3 = Container("mp3", "MP3")
-# Formats of libsndfile, for files that it does not read, by their first bytes.
+# Containers of libsndfile's formats, by the first bytes of a file, for files that it cannot read.
 _SOUNDS = {
     b"RIFF": (Container("wav", "WAV"),),
     b"fLaC": (Container("flac", "FLAC"),),
@@ -59,7 +59,7 @@ _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
 def sound_containers(data: Bytes) -> tuple[Container, ...]:
-    """Return the containers that a file of one of libsndfile's formats may be read as."""
+    """Return the possible containers of a file in one of libsndfile's formats."""
     head = bytes(data[:4])
     return next((read_as for magic, read_as in _SOUNDS.items() if head.startswith(magic)), (MP3,))
 

@@ -77,9 +77,9 @@ class SoundFile:
 
 
 def _streamed_wave(data: Bytes) -> bytes | None:
-    """Return a WAV file whose writer did not know its length, with a header that says so.
+    """Return a streamed WAV file with the length `UNKNOWN` for its samples; None for other files.
 
-    Such a header ends the file before its first sample. None for any other file.
+    In the header of a streamed file, the file ends before its first sample.
     """
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WAVE":
         return None

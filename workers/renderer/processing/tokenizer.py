@@ -265,8 +265,8 @@ def _reserved_names(tokenizer: Any) -> frozenset[str]:
 def _writes(tokenizer: Any, content_of: Callable[[str], Any]) -> bool:
     """Return whether the chat template writes a text as content of this shape.
 
-    LLaVA's drops texts outside lists of parts. A template for texts fails for a list of parts, or
-    writes it as Python shows it.
+    The template of LLaVA drops texts outside lists of parts. A template for texts fails for a list
+    of parts, or writes its Python representation.
     """
     texts = set()
     for text in ("a", "b"):
