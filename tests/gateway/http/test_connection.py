@@ -37,6 +37,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 REFUSED = "pagemill_http_connections_refused_total"
 SLOW = "pagemill_http_slow_clients_total"
 IN_FLIGHT = "pagemill_http_requests_in_flight"
+UNANSWERED = 'pagemill_http_requests_total{endpoint="/v1/chat/completions",status="none"}'
 
 
 async def connect(gateway: Gateway, trust: ssl.SSLContext | None = None) -> Connection:
@@ -83,8 +84,8 @@ def with_key(key: str, request: bytes) -> bytes:
 async def metric(connection: Connection, name: str, key: str = "") -> float:
     request = HEALTH.replace(b"/health", b"/metrics")
     _, response = await get(connection, with_key(key, request) if key else request)
-    (line,) = [line for line in response.decode().splitlines() if line.startswith(name)]
-    return float(line.rpartition(" ")[2])
+    lines = [line for line in response.decode().splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 UPLOAD = (
@@ -138,11 +139,13 @@ async def test_a_client_that_closes_while_it_waits_ends_its_request(
     request = post("/v1/chat/completions", body)
     connection[1].write(request.replace(b"HTTP/1.1", version))
     probe = await connect(gateway)
+    num_unanswered = await metric(probe, UNANSWERED)
     while await metric(probe, IN_FLIGHT) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await leave(connection)
     while await metric(probe, IN_FLIGHT) > 1:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+    assert await metric(probe, UNANSWERED) == num_unanswered + 1
     await leave(probe)
 
 

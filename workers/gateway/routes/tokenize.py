@@ -116,7 +116,7 @@ def _check(body: TokenizeBody) -> None:
         raise InvalidRequest("give either prompt or messages", field="body")
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
-            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+            "continue_final_message and add_generation_prompt exclude each other",
             field="body.continue_final_message",
         )
     message_fields = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
