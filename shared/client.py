@@ -4,7 +4,7 @@ renderers.
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable, UnsupportedVersion
+from shared.helpers.task_set import run_for_each
 from shared.protocol import names, subjects
 from shared.protocol import renderer_rpc as rpc
 from shared.protocol.encoding import to_json
@@ -30,6 +31,7 @@ ANSWER_TIMEOUT_S = 30.0
 NEWER_PAUSE_S = 0.1
 MAX_MEDIA_BYTES = 256 * 2**20
 """Limit on the size of a file that is read into memory."""
+MAX_CANCELS_AT_ONCE = 64
 
 Reply = TypeVar("Reply")
 
@@ -145,6 +147,13 @@ async def cancel(bus: Bus, request_id: str, trace: Mapping[str, str] | None = No
     _check_request_id(request_id)
     # The stream stores one cancellation per request, so duplicates need no message id.
     await bus.publish_without_id(subjects.cancel(request_id), b"", dict(trace or {}))
+
+
+async def cancel_all(
+    bus: Bus, request_ids: Iterable[str], trace: Mapping[str, str] | None = None
+) -> None:
+    """Cancel several requests, like `cancel`. A failure of one leaves the others."""
+    await run_for_each(lambda each: cancel(bus, each, trace), request_ids, MAX_CANCELS_AT_ONCE)
 
 
 async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:

@@ -84,7 +84,7 @@ def test_a_pool_is_found_by_its_stage_if_it_is_the_only_one() -> None:
         (
             [{"role": "engine", "maximum": 1}],
             {},
-            "scale.pools[0]: Object contains unknown field `maximum`",
+            "scale.pools[0].maximum: unknown field",
         ),
         (
             [{"role": "driver"}],
@@ -175,9 +175,12 @@ def test_a_worker_of_a_pool_has_its_settings_as_those_of_engines() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (("small: {", "small: {replica: 2, "), "models.a.pools.small: Object contains unknown fi"),
+        (("small: {", "small: {replica: 2, "), "models.a.pools.small.replica: unknown field"),
         (("small: {", "small: {devices: [0], "), "models.a.pools.small.devices: devices are GPUs"),
-        (("engine: {", "engine: {thread: 1, "), "test: engine: Object contains unknown field"),
+        (
+            ("engine: {", "engine: {thread: 1, "),
+            "test: engine.thread: unknown field; did you mean threads",
+        ),
     ],
 )
 def test_faults_of_pools_of_engines_are_named(change: tuple[str, str], reason: str) -> None:

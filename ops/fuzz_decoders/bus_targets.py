@@ -15,9 +15,8 @@ from shared.codec import envelope, vllm_kwargs
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, FlatField, SharedField, WireField
 from shared.errors import DecodeError, InvalidRequest, UnsupportedVersion
-from shared.helpers.validation import invalid_request
 from shared.protocol import messages, names, renderer_rpc, requests, steps, subjects, task_messages
-from shared.protocol.encoding import UNDECODABLE
+from shared.protocol.encoding import UNDECODABLE, ClientDecoder
 from shared.protocol.records import AnyRecord
 from shared.protocol.task_messages import Task
 from shared.protocol.worker_status import WorkerStatus, decode_status
@@ -96,21 +95,9 @@ def _decode_vllm_item(data: bytes) -> None:
     assert vllm_kwargs.decode_item(vllm_kwargs.encode_item(fields), "item").keys() == fields.keys()
 
 
-def _refusing(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a decoder with the error that the client gets."""
-
-    def run(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except UNDECODABLE as error:
-            raise invalid_request(error) from error
-
-    return run
-
-
-def _client(name: str, decode: Callable[[bytes], Any], kind: Any) -> list[FuzzTarget]:
+def _client(name: str, decoder: ClientDecoder[Any], kind: Any) -> list[FuzzTarget]:
     """Return the targets of a message that is JSON or msgpack."""
-    run = _refusing(decode)
+    run = decoder.read
     return [
         _message(name, run, kind, "json", (InvalidRequest,)),
         _message(f"{name}_msgpack", run, kind, "msgpack", (InvalidRequest,)),

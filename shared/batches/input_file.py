@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from msgspec import Raw, Struct
 
 from shared.batches.digest_set import DigestSet
 from shared.errors import MAX_MESSAGE_LEN, truncate
-from shared.helpers.validation import split_validation_error
+from shared.helpers.validation import complaint_of, reason_of
 from shared.protocol.batch_log import LineError
 from shared.protocol.encoding import UNDECODABLE
 from shared.protocol.value_limits import check_json
@@ -30,7 +29,6 @@ BEGINNING_LEN = 4096
 """Bytes of a file that show whether it is a text."""
 DIGEST_BYTES = 16
 _BLANK = "the line is blank: remove it"
-_MISSING = re.compile("Object missing required field `(.*)`")
 
 
 class LineTooLong(Exception):
@@ -224,9 +222,9 @@ def find_fault(content: bytes, limits: InputLimits) -> LineError | None:
     except RecursionError:
         return LineError("invalid_json_line", "the line is nested too deeply")
     except msgspec.ValidationError as error:
-        return _invalid(error, "")
+        return _invalid(error, InputLine)
     except msgspec.DecodeError as error:
-        return LineError("invalid_json_line", f"the line is not valid JSON: {error}")
+        return LineError("invalid_json_line", f"the line is not valid JSON: {reason_of(error)}")
     if (name := _repeated_key(content)) is not None:
         return LineError("invalid_line", f"{name} is given twice", param=name)
     return _fault_of(line, limits)
@@ -246,7 +244,7 @@ def _fault_of(line: InputLine, limits: InputLimits) -> LineError | None:
     except UNDECODABLE as error:
         if not isinstance(error, msgspec.ValidationError):
             return LineError("invalid_json_line", "body is not valid JSON", param="body")
-        return _invalid(error, "body")
+        return _invalid(error, _BodyHead, "body")
     if head.stream or head.stream_format == "sse":
         name = "stream" if head.stream else "stream_format"
         message = f"a line of a batch cannot be streamed: leave {name} out"
@@ -259,13 +257,9 @@ def _fault_of(line: InputLine, limits: InputLimits) -> LineError | None:
     return None
 
 
-def _invalid(error: msgspec.ValidationError, parent: str) -> LineError:
-    complaint, path = split_validation_error(error)
-    param = ".".join(name for name in (parent, path) if name)
-    if (missing := _MISSING.fullmatch(complaint)) is not None:
-        param = f"{param}.{missing[1]}".removeprefix(".")
-        complaint = "the field is missing"
-    return LineError("invalid_line", f"{param or 'the line'}: {complaint}", param=param or None)
+def _invalid(error: msgspec.ValidationError, kind: Any, root: str = "") -> LineError:
+    complaint = complaint_of(error, kind, root)
+    return LineError("invalid_line", complaint.sentence("the line"), param=complaint.path or None)
 
 
 def _wrong_format(content: bytes) -> str | None:

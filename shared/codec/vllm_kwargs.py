@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shared.codec.envelope import ITEM_BYTES, MAX_DIMS, DType, TensorData
 from shared.errors import InvalidRequest
+from shared.helpers.validation import reason_of
 
 MAX_FIELDS = 16
 MAX_SLICES = 64
@@ -97,7 +98,7 @@ def decode_item(data: bytes, field: str) -> dict[str, WireField]:
         elements = _item.decode(data)
         return {name: _unpack_field(element) for name, element in elements.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
-        raise InvalidRequest(f"not the data of an item: {error}", field=field) from error
+        raise InvalidRequest(f"not the data of an item: {reason_of(error)}", field=field) from error
 
 
 @dataclass(frozen=True, slots=True)

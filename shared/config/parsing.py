@@ -4,7 +4,6 @@
 This module reads neither files nor the environment: the caller passes the text and the mapping.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_network
 from typing import Any, TypeVar
@@ -22,14 +21,13 @@ from shared.config.schema import (
     device_sections,
 )
 from shared.errors import ConfigError
-from shared.helpers.validation import split_validation_error, suggest
+from shared.helpers.validation import complaint_of, reason_of, suggest
 from shared.net.ip_policy import is_loopback_host
 from shared.protocol.names import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
 
 ENV_PREFIX = "PAGEMILL_"
-_UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`")
 
 T = TypeVar("T")
 
@@ -80,8 +78,8 @@ def _parse_tree(text: str, source: str) -> dict[str, Any]:
     """Return the settings in a text, which may have none. Raises ConfigError."""
     try:
         tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source}: {_reason_of(error)}", field=source) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
     for key, node in _repeated_keys(yaml.compose(text, yaml.SafeLoader)):
@@ -112,6 +110,12 @@ def _repeated_keys(root: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
         known.update(id(value) for _, value in inner)
 
 
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, yaml.YAMLError):
+        return reason_of(error)
+    return "it has a date or a number that does not exist"  # such as 2026-02-30
+
+
 def _add_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Add sections of `defaults`, and their settings that a section of `tree` lacks."""
     for key, section in defaults.items():
@@ -130,15 +134,17 @@ def _convert(tree: Any, kind: type[T], prefix: str, overrides: "_Overrides", sou
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        reason, path = split_validation_error(error)
-        key = f"{prefix}.{path}".strip(".")
-        # A misspelt variable adds a field that does not exist.
-        unknown = _UNKNOWN_FIELD.fullmatch(reason)
-        added = key if unknown is None else f"{key}.{unknown[1]}".strip(".")
+        complaint = complaint_of(error, kind, prefix)
+        key = complaint.path
+        # A misspelt variable adds a field that does not exist, or a section without its fields.
+        added = key.rpartition(".")[0] if complaint.kind == "missing" else key
         origin = overrides.variables.get(added, source)
-        if overrides.has_added(added):
-            reason += overrides.suggestion(origin)
-        raise ConfigError(f"{origin}: {key or 'top level'}: {reason}", field=key) from error
+        message = f"{origin}: {complaint.sentence('the file')}"
+        if complaint.kind in ("unknown", "missing") and overrides.has_added(added):
+            # The name of a variable is suggested instead of a field.
+            sentence = complaint_of(error, root=prefix).sentence()
+            message = f"{origin}: {sentence}{overrides.suggestion(origin)}"
+        raise ConfigError(message, field=key) from error
 
 
 class _Overrides:
@@ -166,7 +172,7 @@ class _Overrides:
             self._note(node, ".".join(keys), name)
             try:
                 node[keys[-1]] = yaml.safe_load(value)
-            except yaml.YAMLError as error:
+            except (yaml.YAMLError, ValueError) as error:
                 raise ConfigError(f"{name}: not a valid value: {value!r}", field=name) from error
             self.variables[".".join(keys)] = name
 

@@ -686,8 +686,10 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_header_kib: Positive = 32
     """Limit on the size of all headers of one request."""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
-    """Whether a body with an unknown field is refused, or the field has no effect. Fields that are
-    known and not supported are refused in either case."""
+    """Whether a body with an unknown field is refused, or the field has no effect: in JSON, at any
+    depth, in forms, and in the bodies of a batch's lines. Refused in either case are fields that
+    are known and not supported, unknown files of forms, unknown fields next to the `body` of a
+    line, and unknown fields of requests over NATS."""
     header_timeout_s: Seconds = 10.0
     """Time in which the headers, or a TLS handshake, must arrive."""
     body_timeout_s: Seconds = 60.0

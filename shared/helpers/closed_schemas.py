@@ -21,17 +21,44 @@ _PARTS = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "$ref")
 
 
 def closed(
-    schema: Mapping[str, Any], field: str = "", name: str = "", *, strict: bool = False
+    schema: Mapping[str, Any],
+    field: str = "",
+    name: str = "",
+    *,
+    strict: bool = False,
+    place: str = "",
 ) -> dict[str, Any]:
-    """Return the schema with its objects closed.
+    """Return the schema with its objects closed, also those that only references name.
 
     An object stays open if it is described in several parts, such as `allOf`, because none of them
-    lists all properties. With `strict`, objects without any properties are closed too, and one that
-    would stay open raises InvalidRequest for `field`. Its message begins with `name`.
+    lists all properties. With `strict`, objects without any properties are closed too. An object
+    that would stay open, and a reference to no part of the schema, raise InvalidRequest for
+    `field`. Its message begins with `name`.
+
+    `place` is the JSON pointer of the result in another schema, which local references then name.
     """
-    closer = _Closer(field, name or field, strict, _parts_of_objects(schema))
-    result: dict[str, Any] = closer.close(schema, "")
+    result: dict[str, Any] = _Closer(schema, field, name or field, strict, place).close(schema, "")
+    if place:
+        result.pop("$id", None)  # References would be relative to it.
     return result
+
+
+def _schemas_of(root: Any) -> set[int]:
+    """Return the `id` of each schema in a document."""
+    found: set[int] = set()
+    waiting: list[Any] = [root]
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, dict) and id(schema) not in found:
+            found.add(id(schema))
+            waiting.append(_target(root, schema.get("$ref")))
+            for name in schema.keys() & _INNER:
+                inner = schema[name]
+                if name in _MAPS and isinstance(inner, dict):
+                    waiting += inner.values()
+                else:
+                    waiting += inner if isinstance(inner, list) else [inner]
+    return found
 
 
 def _parts_of_objects(root: Any) -> set[int]:
@@ -68,7 +95,7 @@ def _has_several_parts(schema: Mapping[str, Any]) -> bool:
 
 def _target(root: Any, reference: Any) -> Any:
     """Return the schema that a reference within the document names, or None."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if reference != "#" and not str(reference).startswith("#/"):
         return None
     for step in unquote(reference).split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
@@ -80,42 +107,45 @@ def _target(root: Any, reference: Any) -> Any:
 
 
 class _Closer:
-    def __init__(self, field: str, name: str, strict: bool, parts: set[int]) -> None:
+    def __init__(
+        self, root: Mapping[str, Any], field: str, name: str, strict: bool, place: str
+    ) -> None:
+        self._root = root
         self._field = field
         self._name = name
         self._strict = strict
-        self._parts = parts
+        self._place = place
+        self._schemas = _schemas_of(root)
+        self._parts = _parts_of_objects(root)
 
-    def close(self, schema: Any, path: str) -> Any:
-        if not isinstance(schema, dict):
-            return schema
-        closed = schema | self._close_inner(schema, path)
+    def close(self, value: Any, path: str) -> Any:
+        if isinstance(value, list):
+            return [self.close(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        closed = {name: self.close(inner, f"{path}.{name}") for name, inner in value.items()}
+        return closed | self._changes(value, path) if id(value) in self._schemas else closed
+
+    def _changes(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+        changes: dict[str, Any] = {}
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and _target(self._root, reference) is not None:
+            changes["$ref"] = f"#{self._place}{reference[1:]}"
+        elif "$ref" in schema and self._strict:
+            raise self._refusal(path, f"$ref {reference!r} names no part of this schema")
         if self._is_open(schema):
             if id(schema) not in self._parts and self._lists_required(schema):
-                closed["additionalProperties"] = False
+                changes["additionalProperties"] = False
             elif self._strict:
-                raise InvalidRequest(
-                    f"{self._name}{path}: strict needs an object that one schema describes, with"
-                    " all required properties: write its parts as one schema, or leave strict out",
-                    field=self._field,
+                raise self._refusal(
+                    path,
+                    "strict needs an object that one schema describes, with all required"
+                    " properties: write its parts as one schema, or leave strict out",
                 )
-        return closed
+        return changes
 
-    def _close_inner(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
-        closed: dict[str, Any] = {}
-        for name in schema.keys() & _INNER:
-            inner, inner_path = schema[name], f"{path}.{name}"
-            if name in _MAPS and isinstance(inner, dict):
-                closed[name] = {
-                    key: self.close(value, f"{inner_path}.{key}") for key, value in inner.items()
-                }
-            elif isinstance(inner, list):
-                closed[name] = [
-                    self.close(value, f"{inner_path}[{i}]") for i, value in enumerate(inner)
-                ]
-            else:
-                closed[name] = self.close(inner, inner_path)
-        return closed
+    def _refusal(self, path: str, reason: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._name}{path}: {reason}", field=self._field)
 
     def _is_open(self, schema: Mapping[str, Any]) -> bool:
         """Return whether the schema is for objects, and says nothing of further properties."""

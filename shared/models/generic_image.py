@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+import structlog
 import transformers
 from PIL import Image
 from transformers import AutoTokenizer
@@ -46,6 +47,8 @@ _NEIGHBOURS = ("a", " ", "\n", ":")
 _SAMPLE_SIZE = (48, 64)
 # Processors raise these for an image or a setting that they do not accept.
 ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+_log = structlog.get_logger()
 
 # transformers leaves this function without types.
 _load_tokenizer: Any = AutoTokenizer.from_pretrained
@@ -96,8 +99,10 @@ class GenericImageLayout(layout.ImageLayout):
         try:
             arrays, replacement = self._run(media.image)
         except ERRORS as error:
+            _log.info("image_refused", reason=str(error))
+            width, height = media.image.size
             raise InvalidMedia(
-                f"the model's processor refuses the image: {error}", field=field
+                f"the model's processor refuses an image of {width} x {height} pixels", field=field
             ) from error
         _, text, _ = _split_space(replacement)
         token_ids = self._encode(text)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 from transformers import AutoFeatureExtractor
 from transformers.utils.import_utils import is_torch_available
 
@@ -25,6 +26,8 @@ from shared.protocol.multimodal import FrameSampling, Placement
 
 MAX_WINDOW_S = 30.0
 """Longest sound. Processors cut longer sounds, some of them silently."""
+
+_log = structlog.get_logger()
 
 # transformers leaves this function without types.
 _load_feature_extractor: Any = AutoFeatureExtractor.from_pretrained
@@ -69,8 +72,11 @@ class GenericSoundLayout(SoundLayout):
         try:
             arrays, token_ids = self._run(samples)
         except ERRORS as error:
+            _log.info("sound_refused", reason=str(error))
             raise InvalidMedia(
-                f"the model's processor refuses the sound: {error}", field=field
+                f"the model's processor refuses a sound of {len(samples)} samples at"
+                f" {SAMPLE_RATE} Hz",
+                field=field,
             ) from error
         if not (num_tokens := sum(token_id in self.embed_ids for token_id in token_ids)):
             raise InvalidMedia(

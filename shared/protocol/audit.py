@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from msgspec import Struct
 
-from shared.protocol.encoding import json_or_msgpack, or_none
+from shared.protocol.encoding import ClientDecoder, or_none
 
 Action = Literal[
     "approval",
@@ -38,4 +38,4 @@ class AuditRecord(Struct, frozen=True, omit_defaults=True):
     """`done`, or the code of the error."""
 
 
-decode_audit_record = or_none(json_or_msgpack(AuditRecord))
+decode_audit_record = or_none(ClientDecoder(AuditRecord))

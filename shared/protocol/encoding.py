@@ -1,10 +1,11 @@
 """Encodings of messages: JSON for clients, msgpack between workers."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from shared.helpers.validation import invalid_request
 from shared.protocol.value_limits import check_json, check_msgpack
 
 T = TypeVar("T")
@@ -36,21 +37,33 @@ def is_packed(data: bytes) -> bool:
     return bool(data) and data[0] >= 0x80
 
 
-def json_or_msgpack(kind: type[T], *, checked: bool = False) -> Callable[[bytes], T]:
-    """Return a decoder of clients' messages, which may be JSON or msgpack.
+class ClientDecoder(Generic[T]):
+    """Decoder of clients' messages of one type, which may be JSON or msgpack.
 
-    Unless the bytes are `checked` already, the decoder first raises ValidationError for an exceeded
-    limit of `shared.protocol.value_limits`, before it creates any object.
+    Unless the bytes are `checked` already, it first raises ValidationError for an exceeded limit of
+    `shared.protocol.value_limits`, before it creates any object.
     """
-    from_json, from_msgpack = msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind)
 
-    def decode(data: bytes) -> T:
+    def __init__(self, kind: type[T], *, checked: bool = False) -> None:
+        self.kind = kind
+        self._checked = checked
+        self._from_json = msgspec.json.Decoder(kind).decode
+        self._from_msgpack = msgspec.msgpack.Decoder(kind).decode
+
+    def __call__(self, data: bytes) -> T:
+        """Raises the errors of UNDECODABLE."""
         packed = is_packed(data)
-        if not checked:
+        if not self._checked:
             (check_msgpack if packed else check_json)(data)
-        return (from_msgpack if packed else from_json).decode(data)
+        return (self._from_msgpack if packed else self._from_json)(data)
 
-    return decode
+    def read(self, data: bytes) -> T:
+        """Decode a message. Raises InvalidRequest, which names the wrong field and what is
+        allowed."""
+        try:
+            return self(data)
+        except UNDECODABLE as error:
+            raise invalid_request(error, self.kind) from error
 
 
 def or_none(decode: Callable[[bytes], T]) -> Callable[[bytes], T | None]:

@@ -22,13 +22,13 @@ def json_limit_error(value: Any, max_depth: int = MAX_DEPTH, max_values: int = s
     level = [value]
     for _ in range(max_depth + 1):
         if len(level) > max_values:
-            return f"Expected at most {max_values} values in a level of nesting"
+            return f"must have at most {max_values} values in a level of nesting"
         if any(type(v) is int and not _MIN_INT <= v <= _MAX_INT for v in level):
-            return "Expected integers of at most 64 bits"
+            return "must have integers of at most 64 bits"
         level = [inner for outer in level for inner in _children(outer)]
         if not level:
             return ""
-    return f"Expected at most {max_depth} levels of nesting"
+    return f"must have at most {max_depth} levels of nesting"
 
 
 def _children(value: Any) -> Any:

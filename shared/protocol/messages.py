@@ -84,7 +84,7 @@ class RequestRecord(Struct, frozen=True):
     def __post_init__(self) -> None:
         parts = self.options.get("parts", 1)
         if type(parts) is not int or not 1 <= parts <= MAX_PARTS:
-            raise ValueError(f"Expected options.parts from 1 to {MAX_PARTS}")
+            raise ValueError(f"options.parts must be 1 to {MAX_PARTS}")
 
     @property
     def num_parts(self) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from shared.protocol.encoding import json_or_msgpack
+from shared.protocol.encoding import ClientDecoder
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import StageSpan
 
@@ -127,6 +127,6 @@ class RequestStatus(Struct, frozen=True):
         return self.state in ("finished", "failed")
 
 
-decode_read_request = json_or_msgpack(ReadRequest)
-decode_results_request = json_or_msgpack(ResultsRequest)
-decode_file_request = json_or_msgpack(FileRequest)
+decode_read_request = ClientDecoder(ReadRequest)
+decode_results_request = ClientDecoder(ResultsRequest)
+decode_file_request = ClientDecoder(FileRequest)

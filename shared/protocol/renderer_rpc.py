@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.helpers import patterns
-from shared.protocol.encoding import Versioned, json_or_msgpack
+from shared.protocol.encoding import ClientDecoder, Versioned
 from shared.protocol.multimodal import Modality, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.records import ErrorInfo
 from shared.protocol.requests import GenerateRequest, Messages, Tools
@@ -140,10 +140,10 @@ class ErrorReply(Versioned, frozen=True, tag="error"):
 # bytes
 
 
-decode_tokenize_request = json_or_msgpack(TokenizeRequest)
-decode_features_request = json_or_msgpack(FeaturesRequest)
-decode_split_request = json_or_msgpack(SplitRequest)
-decode_detokenize_request = json_or_msgpack(DetokenizeRequest)
+decode_tokenize_request = ClientDecoder(TokenizeRequest)
+decode_features_request = ClientDecoder(FeaturesRequest)
+decode_split_request = ClientDecoder(SplitRequest)
+decode_detokenize_request = ClientDecoder(DetokenizeRequest)
 decode_rendered_features = msgspec.msgpack.Decoder(RenderedFeatures).decode
 decode_tokenized: Callable[[bytes], Tokenized | ErrorReply]
 decode_tokenized = msgspec.json.Decoder(Tokenized | ErrorReply).decode

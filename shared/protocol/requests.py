@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest
 from shared.helpers import patterns
-from shared.protocol.encoding import json_or_msgpack, to_json
+from shared.protocol.encoding import ClientDecoder, to_json
 from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import AUDIO, IMAGE, VIDEO, FrameSampling, Modality, Overflow
 from shared.protocol.names import NAME_RULE, is_name
@@ -307,7 +307,7 @@ class Prompt(Struct, frozen=True, omit_defaults=True):
     add_special_tokens: bool | None = None
 
 
-decode_request = json_or_msgpack(GenerateRequest)
+decode_request = ClientDecoder(GenerateRequest)
 
 
 def count_media(request: GenerateRequest) -> int:

@@ -43,7 +43,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
         forms = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
         if sum(form is not None for form in forms) != 1:
             raise ValueError(
-                "Expected exactly one of json_schema, json_object, regex, choice and grammar"
+                "must have exactly one of json_schema, json_object, regex, choice and grammar"
             )
         # A value and its comma take two bytes, so a schema with more values is too long as well.
         max_values = MAX_GRAMMAR_BYTES // 2
@@ -52,7 +52,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
         num_bytes = len(json.encode(forms))
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValueError(
-                f"Expected at most {MAX_GRAMMAR_BYTES} bytes of JSON, got {num_bytes} bytes"
+                f"must have at most {MAX_GRAMMAR_BYTES} bytes of JSON, not {num_bytes}"
             )
 
 

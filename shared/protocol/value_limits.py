@@ -51,7 +51,7 @@ def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
     num_arrays, num_objects, num_quotes, num_commas, num_backslashes = count_bytes(data, b'[{",\\')
     num_brackets = num_arrays + num_objects
     if num_backslashes > 2 * MAX_ESCAPES:
-        raise _error(f"Expected at most {MAX_ESCAPES} escapes", b"")
+        raise _error(f"must have at most {MAX_ESCAPES} escapes", b"")
     num_tokens = num_brackets + num_quotes // 2
     # Each of the other values follows a bracket or a comma. Between two tokens, which include the
     # closing brackets, at most RUN_LEN of them count.
@@ -164,7 +164,7 @@ class _JsonCounts:
         """
         self._num_bare += end - start
         if self._num_bare > MAX_BARE_BYTES:
-            raise _error(f"Expected at most {MAX_BARE_BYTES} bytes outside of strings", key)
+            raise _error(f"must have at most {MAX_BARE_BYTES} bytes outside of strings", key)
         self._num_values += is_value
         gap = data[start:end]
         if gap not in _NO_SCALARS:
@@ -179,7 +179,7 @@ class _JsonCounts:
         if self._num_commas > MAX_NUMBERS:
             raise _too_many(MAX_NUMBERS, key)
         if self._num_exponents > MAX_EXPONENTS:
-            raise _error(f"Expected at most {MAX_EXPONENTS} exponents of three digits", key)
+            raise _error(f"must have at most {MAX_EXPONENTS} exponents of three digits", key)
 
 
 def _num_exponents(text: bytes) -> int:
@@ -203,11 +203,11 @@ def _packed_key(data: bytes, key: tuple[int, int]) -> bytes:
 
 
 def _too_many(limit: int, key: bytes) -> msgspec.ValidationError:
-    return _error(f"Expected at most {limit} values", key)
+    return _error(f"must have at most {limit} values", key)
 
 
 def _too_deep(key: bytes) -> msgspec.ValidationError:
-    return _error(f"Expected at most {MAX_DEPTH} levels of nesting", key)
+    return _error(f"must have at most {MAX_DEPTH} levels of nesting", key)
 
 
 def _error(complaint: str, key: bytes) -> msgspec.ValidationError:

@@ -8,7 +8,7 @@ import msgspec
 
 from shared.config.schema import Config, ModelConfig, StageConfig
 from shared.errors import ConfigError
-from shared.helpers.validation import split_validation_error
+from shared.helpers.validation import complaint_of
 from shared.protocol.chunks import ChunkSpec
 from shared.protocol.images import OTHER_NAMES, ImageParams
 from shared.protocol.multimodal import Modality
@@ -169,8 +169,8 @@ def _faults_of_defaults(pipeline: Pipeline) -> Iterator[Fault]:
             params = _PARAMS_OF_KIND.get(kind, SamplingParams)
             msgspec.convert(stage.sampling_defaults, params)
         except msgspec.ValidationError as error:
-            reason, path = split_validation_error(error)
-            yield Fault(f"stages.{stage.name}.sampling_defaults.{path}".rstrip("."), reason)
+            complaint = complaint_of(error, params, f"stages.{stage.name}.sampling_defaults")
+            yield Fault(complaint.path, complaint.reason)
         for name in OTHER_NAMES & stage.sampling_defaults.keys():
             message = "only requests have this name of diffusers"
             yield Fault(f"stages.{stage.name}.sampling_defaults.{name}", message)

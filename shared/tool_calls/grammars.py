@@ -70,11 +70,8 @@ def _calls_grammar(opening: str, end: int | None, schemas: Sequence[dict[str, An
 
 
 def _call_schema(tool: Tool, *, is_strict: bool) -> dict[str, Any]:
-    """Return the schema of a call. Definitions are moved to its top, so that `$ref` resolves."""
-    arguments = dict(arguments_schema(tool)) if is_strict else {}
-    definitions = arguments.pop("$defs", None)
-    schema = call_schema(tool, "arguments", {"type": "object"} | arguments)
-    return schema | _SPACING | ({"$defs": definitions} if definitions else {})
+    arguments = arguments_schema(tool, "/properties/arguments") if is_strict else {}
+    return call_schema(tool, "arguments", {"type": "object"} | arguments) | _SPACING
 
 
 def call_schema(tool: Tool, key: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -87,25 +84,28 @@ def call_schema(tool: Tool, key: str, arguments: dict[str, Any]) -> dict[str, An
     }
 
 
-def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of the arguments, with closed objects.
+def arguments_schema(tool: Tool, place: str = "") -> dict[str, Any]:
+    """Return the schema of the arguments, with closed objects, for a place in another schema.
 
     Raises InvalidRequest for a strict function with an object that cannot be closed.
     """
     schema = tool.function.parameters or {"type": "object", "properties": {}}
     field = f"the parameters of {tool.function.name}"
-    return closed(schema, "tools", f"tools: {field}", strict=bool(tool.function.strict))
+    strict = bool(tool.function.strict)
+    return closed(schema, "tools", f"tools: {field}", strict=strict, place=place)
 
 
 def calls_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Definitions are moved to its top, for `$ref`."""
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in tools:
-        arguments = dict(arguments_schema(tool))
-        definitions |= arguments.pop("$defs", {})
-        calls.append(call_schema(tool, "parameters", arguments))
+    """Return the schema of a list of calls."""
+    calls = [
+        call_schema(
+            tool,
+            "parameters",
+            arguments_schema(tool, f"/items/anyOf/{i}/properties/parameters"),
+        )
+        for i, tool in enumerate(tools)
+    ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if one_call:
         schema["maxItems"] = 1
-    return schema | COMPACT | ({"$defs": definitions} if definitions else {})
+    return schema | COMPACT

@@ -250,7 +250,7 @@ def test_check_reads_the_device_and_the_ranks_of_each_pool(tmp_path: Path) -> No
         ("{size: 0}", ".size", "must be at least 1"),
         ("{first: [5, 1001]}", ".first[1]", "must be at most 1000"),
         ("{left: -1}", ".left", "must be at least 0"),
-        ("{sizes: 25}", "", "unknown field `sizes`"),
+        ("{sizes: 25}", ".sizes", "unknown field; did you mean size?"),
     ],
 )
 def test_check_refuses_wrong_chunks(tmp_path: Path, chunks: str, key: str, message: str) -> None:

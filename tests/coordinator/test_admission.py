@@ -14,7 +14,7 @@ from shared.errors import (
     UnknownModel,
     UnsupportedContent,
 )
-from shared.protocol.encoding import json_or_msgpack
+from shared.protocol.encoding import ClientDecoder
 from shared.protocol.images import PaintParams
 from shared.protocol.requests import GenerateRequest, tenant_of
 from shared.protocol.sampling import SamplingParams
@@ -131,7 +131,7 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
         "messages[0].content[0].type",
         "input_audio",
     ),
-    (with_content({"type": "text"}), InvalidRequest, "messages[0].content[0]", "text"),
+    (with_content({"type": "text"}), InvalidRequest, "messages[0].content[0].text", "missing"),
     (
         GOOD | {"messages": [{"role": "robot", "content": "hi"}]},
         InvalidRequest,
@@ -219,7 +219,7 @@ def test_a_flood_of_values_is_refused_before_anything_is_decoded(
     with monkeypatch.context() as patch:
         patch.setattr("msgspec.json.Decoder", CountingDecoder)
         patch.setattr("msgspec.msgpack.Decoder", CountingDecoder)
-        patch.setattr(admission, "decode_request", json_or_msgpack(GenerateRequest))
+        patch.setattr(admission, "decode_request", ClientDecoder(GenerateRequest))
         with pytest.raises(InvalidRequest, match="at most 50000 values") as caught:
             admit("pm.request.demo.r1", "r1", data, MODELS, PIPELINES)
     assert caught.value.field == "template_kwargs"

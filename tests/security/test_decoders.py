@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequest, RequestError
-from shared.helpers.validation import split_validation_error
+from shared.helpers.validation import complaint_of
 from shared.protocol.encoding import is_packed
 from shared.protocol.msgpack_formats import RUN_LEN
 from shared.protocol.renderer_rpc import (
@@ -35,9 +35,9 @@ from shared.protocol.value_limits import (
 )
 from workers.agent import mcp_protocol
 from workers.gateway.core.plan import _schema
+from workers.gateway.http.body_types import decoded
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
 from workers.gateway.schemas.responses import ResponseRequest
-from workers.gateway.vllm.errors import decode as decode_vllm
 from workers.gateway.vllm.sampling import _read_structure
 
 VALUES = f"at most {MAX_VALUES} values"
@@ -112,9 +112,9 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
 def refused_field(decode: Callable[[bytes], Any], data: bytes, complaint: str) -> str:
     with pytest.raises(msgspec.ValidationError) as caught:
         decode(data)
-    message, field = split_validation_error(caught.value)
-    assert complaint in message
-    return field
+    refused = complaint_of(caught.value)
+    assert complaint in refused.reason
+    return refused.path
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -164,7 +164,7 @@ def test_a_body_is_refused_before_it_is_decoded(field: str, name: str) -> None:
 def test_a_body_of_vllm_is_refused_before_it_is_decoded(name: str) -> None:
     make, complaint = ALL[name]
     with pytest.raises(RequestError, match=complaint) as caught:
-        decode_vllm(request_with("sampling_params", make()), dict)
+        decoded(request_with("sampling_params", make()), dict, root="body")
     assert caught.value.field in ("body.sampling_params", "body")
 
 

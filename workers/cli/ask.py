@@ -108,7 +108,7 @@ def build_request(
     try:
         params = msgspec.convert(sampling or {}, SamplingParams)
     except msgspec.ValidationError as error:
-        raise invalid_request(error) from error
+        raise invalid_request(error, SamplingParams) from error
     return GenerateRequest(
         model=model,
         messages=[Message("user", [*parts, TextPart(text)])],

@@ -245,7 +245,7 @@ def merge_params(params: dict[str, Any], text: str) -> dict[str, Any]:
     try:
         sampling = msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as error:
-        raise invalid_request(error) from error
+        raise invalid_request(error, SamplingParams) from error
     if sampling.n != 1:
         raise InvalidRequest("n: a conversation has one answer to each message", field="n")
     return values

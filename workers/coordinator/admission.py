@@ -8,9 +8,9 @@ from msgspec import Meta
 
 from shared.config.schema import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
-from shared.helpers.validation import invalid_request, split_validation_error
+from shared.helpers.validation import complaint_of, invalid_request
 from shared.protocol import subjects
-from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
+from shared.protocol.encoding import UNDECODABLE, ClientDecoder, or_none
 from shared.protocol.images import PaintParams, resolve_image
 from shared.protocol.pipeline import REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
@@ -32,8 +32,8 @@ class _OnlyTimeout(msgspec.Struct, frozen=True):
 
 
 # Decoders of single fields of a request. They skip the other fields.
-_decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
-_decode_timeout = or_none(json_or_msgpack(_OnlyTimeout, checked=True))
+_decode_sampling = ClientDecoder(_GivenSampling, checked=True)
+_decode_timeout = or_none(ClientDecoder(_OnlyTimeout, checked=True))
 
 
 class Admitted(NamedTuple):
@@ -64,10 +64,8 @@ def admit(
     try:
         request = decode_request(data)
         params = _decode_sampling(data).sampling_params
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from error
     except UNDECODABLE as error:
-        raise invalid_request(error) from error
+        raise _refusal(error) from error
     subject, right = subjects.without_key(subject), subjects.request(request.model, request_id)
     if subject != right:
         raise InvalidRequest(
@@ -233,16 +231,9 @@ def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) 
     return accepted_ms + 1000 * min(timeout_s or policy.default_timeout_s, policy.max_timeout_s)
 
 
-def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:
-    message, field = split_validation_error(error)
-    for part in UNSUPPORTED_PARTS:
-        if message == f"Invalid value {part!r}":
-            return UnsupportedContent(
-                f"{field}: {part} is not supported by this model", field=field
-            )
-    unknown = "Object contains unknown field `"
-    if message.startswith(unknown):
-        name = message.removeprefix(unknown).removesuffix("`")
-        field = f"{field}.{name}".removeprefix(".")
-        return InvalidRequest(f"{field}: unknown field", field=field)
-    return invalid_request(error)
+def _refusal(error: Exception) -> InvalidRequest | UnsupportedContent:
+    if isinstance(error, msgspec.ValidationError):
+        path, _, _, tag = complaint_of(error)
+        if tag in UNSUPPORTED_PARTS:
+            return UnsupportedContent(f"{path}: {tag} is not supported by this model", field=path)
+    return invalid_request(error, GenerateRequest)

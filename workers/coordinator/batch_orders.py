@@ -88,4 +88,4 @@ def _decode(data: bytes) -> BatchOrder:
     try:
         return decode_batch_order(data)
     except UNDECODABLE as error:
-        raise invalid_request(error) from error
+        raise invalid_request(error, BatchOrder) from error

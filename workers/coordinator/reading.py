@@ -10,14 +10,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
 
 from shared.bus.bus import HEADER_BYTES, Bus
 from shared.bus.messaging import GroupResponder
 from shared.errors import InvalidRequest, MediaNotFound, NotFound, Overloaded
-from shared.helpers.validation import invalid_request
 from shared.protocol import names, subjects
-from shared.protocol.encoding import UNDECODABLE, to_json
+from shared.protocol.encoding import to_json
 from shared.protocol.reading import (
     MAX_REQUEST_BYTES,
     FileRequest,
@@ -43,7 +41,6 @@ REFUSAL_S = 1.0
 # Further refusals are not delayed, because each takes memory until then.
 MAX_REFUSALS = 1024
 
-Request = TypeVar("Request")
 Answer = Callable[[str, bytes], Awaitable[bytes]]
 """Function from the name in a subject, with its tenant, and a request to the answer."""
 
@@ -115,7 +112,7 @@ class Reading:
 
     async def _read_log(self, request_id: str, data: bytes) -> bytes:
         _check_id(request_id)
-        request = _decode(decode_read_request, data) if data else ReadRequest()
+        request = decode_read_request.read(data) if data else ReadRequest()
         if not names.is_name(request.output):
             raise InvalidRequest(f"output {names.NAME_RULE}", field="output")
         # Each record was stored as one message of at most this size. The rest of the page is small.
@@ -143,7 +140,7 @@ class Reading:
 
     async def _read_results(self, scoped_id: str, data: bytes) -> bytes:
         batch_id, tenant = names.split_id(scoped_id)
-        request = _decode(decode_results_request, data) if data else ResultsRequest()
+        request = decode_results_request.read(data) if data else ResultsRequest()
         batch = await batch_log.open_batch(self._bus, tenant, batch_id)
         if batch is None:
             raise NotFound("there is no batch with this id, or it has expired", field="batch_id")
@@ -160,7 +157,7 @@ class Reading:
                 "a file is named by the SHA-256 of its bytes, 64 hexadecimal digits in lower case",
                 field="sha256",
             )
-        request = _decode(decode_file_request, data) if data else FileRequest()
+        request = decode_file_request.read(data) if data else FileRequest()
         # Base64 has four characters for three bytes.
         max_bytes = min(request.max_bytes, (self._bus.max_payload - HEADER_BYTES) // 4 * 3)
         page = await media_store.read_page(self._bus, digest, request.start, max_bytes, tenant)
@@ -172,10 +169,3 @@ class Reading:
 def _check_id(request_id: str) -> None:
     if not names.is_scoped_id(request_id):
         raise InvalidRequest(f"a request id {names.REQUEST_ID_RULE}", field="request_id")
-
-
-def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
-    try:
-        return decode(data)
-    except UNDECODABLE as error:
-        raise invalid_request(error) from error

@@ -47,6 +47,8 @@ class SpanExporter:
             try:
                 result = self._exporter.export([self._convert(span) for span in spans])
             except Exception:
+                # The exporter and its libraries may raise any error, and `export` waits for a
+                # result. Its caller counts and logs the spans that are lost.
                 result = SpanExportResult.FAILURE
             accepted.set_result(result is SpanExportResult.SUCCESS)
 

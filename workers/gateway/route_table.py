@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +26,7 @@ from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_form
+from workers.gateway.http.body_types import converted
 from workers.gateway.http.origins import SAFE_METHODS
 from workers.gateway.http.sse import ErrorResponder, EventStream
 
@@ -140,10 +140,10 @@ class Call:
                 raise InvalidRequest(f"{name} must not be a file", field=name)
         if file_field and not files:
             raise InvalidRequest(f"{file_field} is missing", field=file_field)
-        try:
-            return msgspec.convert(_single(values), body_type, strict=False), files
-        except msgspec.ValidationError as error:
-            raise errors.validation_error(error, unsupported, body_type) from error
+        ignores = self.context.bodies.ignores_unknown
+        fields = _single(values)
+        form = converted(fields, body_type, unsupported, ignores_unknown=ignores, strict=False)
+        return form, files
 
 
 def _single(values: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -9,16 +9,14 @@ overload the tenant with the most calls is refused.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TypeVar
 
 from shared.bus.bus import Bus
 from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
 from shared.config.schema import Config
 from shared.errors import InvalidRequest
-from shared.helpers.validation import invalid_request
 from shared.protocol import subjects
-from shared.protocol.encoding import UNDECODABLE, to_json, to_msgpack
+from shared.protocol.encoding import to_json, to_msgpack
 from shared.protocol.prompts import prompt_of, prompt_to_tokenize
 from shared.protocol.renderer_rpc import (
     Detokenized,
@@ -41,7 +39,6 @@ from workers.renderer.threads import InThread
 # Limit on calls in flight. At ten milliseconds each, the last call waits less than a second.
 MAX_HELD = 64
 
-Request = TypeVar("Request")
 Work = Callable[[bytes, str], Awaitable[bytes]]
 """Function from a request and its tenant to the answer."""
 
@@ -105,7 +102,7 @@ class RendererRpc:
         return answer
 
     async def _render(self, model: str, data: bytes, tenant: str) -> bytes:
-        request = await _decode(decode_request, data)
+        request = await asyncio.to_thread(decode_request.read, data)
         _check_model(request, model)
         rendered = await self._path.render(
             self._processors[model], prompt_of(request), self._bus.max_payload, tenant
@@ -114,7 +111,7 @@ class RendererRpc:
         return envelope.encode(head, rendered.tensors)
 
     async def _features(self, model: str, data: bytes, tenant: str) -> bytes:
-        call = await _decode(decode_features_request, data)
+        call = await asyncio.to_thread(decode_features_request.read, data)
         _check_model(call.request, model)
         rendered = await self._path.render_features(
             self._processors[model],
@@ -127,21 +124,21 @@ class RendererRpc:
         return to_msgpack(rendered)
 
     async def _tokenize(self, model: str, data: bytes, tenant: str) -> bytes:
-        prompt = prompt_to_tokenize(await _decode(decode_tokenize_request, data))
+        prompt = prompt_to_tokenize(await asyncio.to_thread(decode_tokenize_request.read, data))
         processor = self._processors[model]
         token_ids = await self._path.tokenize(processor, prompt, tenant)
         spellings = await self._in_thread(processor.spellings, token_ids)
         return to_json(Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings))
 
     async def _detokenize(self, model: str, data: bytes, tenant: str) -> bytes:
-        request = await _decode(decode_detokenize_request, data)
+        request = await asyncio.to_thread(decode_detokenize_request.read, data)
         text, token_bytes = await self._in_thread(
             self._processors[model].detokenize, request.tokens, request.skip_special_tokens
         )
         return to_json(Detokenized(text, token_bytes))
 
     async def _split(self, model: str, data: bytes, tenant: str) -> bytes:
-        request = await _decode(decode_split_request, data)
+        request = await asyncio.to_thread(decode_split_request.read, data)
         urls = await self._splitter.split(self._processors[model], request.url, tenant)
         return to_json(SoundPieces(urls))
 
@@ -154,10 +151,3 @@ def _check_model(request: GenerateRequest, model: str) -> None:
         raise InvalidRequest(
             f"model is {request.model!r}, but the subject names {model!r}", field="model"
         )
-
-
-async def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
-    try:
-        return await asyncio.to_thread(decode, data)
-    except UNDECODABLE as error:
-        raise invalid_request(error) from error

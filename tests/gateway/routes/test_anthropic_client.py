@@ -207,7 +207,7 @@ async def test_errors_have_the_clients_own_types(client: AsyncAnthropic) -> None
         await client.messages.create(
             model="demo", messages=hello, max_tokens=4, extra_body={"temperature": 9}
         )
-    with pytest.raises(anthropic.BadRequestError, match="unknown parameter: nonsense"):
+    with pytest.raises(anthropic.BadRequestError, match="nonsense: unknown field"):
         await client.messages.create(
             model="demo", messages=hello, max_tokens=4, extra_body={"nonsense": 1}
         )

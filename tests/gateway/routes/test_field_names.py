@@ -167,4 +167,19 @@ async def test_unknown_fields_may_be_ignored(another: Start) -> None:
         path = "/v1/chat/completions"
         assert (await http.post(path, json=body | {"new_field": {"a": 1}})).status_code == 200
         refused = await http.post(path, json=body | {"new_field": 1, "web_search_options": {}})
+        new = {"new_field": {"a": 1}}
+        part = {"type": "input_text", "text": "Hi"} | new
+        item = {"role": "user", "content": [part]} | new
+        block = {"type": "text", "text": "Hi"} | new
+        message = {"role": "user", "content": [block]} | new
+        for path, sent in (
+            ("/v1/responses/input_tokens", {"model": "demo", "input": [item]} | new),
+            ("/v1/messages/count_tokens", {"model": "demo", "messages": [message]} | new),
+            ("/tokenize", {"model": "demo", "prompt": "Hi"} | new),
+        ):
+            answer = await http.post(path, json=sent)
+            assert answer.status_code == 200, answer.text
+        form = {"purpose": "vision", "new_field": "1"}
+        answer = await http.post("/v1/files", data=form, files={"file": b"GIF89a"})
+        assert answer.status_code == 200, answer.text
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "web_search_options")

@@ -17,9 +17,14 @@ from openai import AsyncOpenAI
 
 from shared.errors import InvalidRequest
 from shared.protocol.renderer_rpc import ModelCard
-from shared.protocol.requests import FunctionDefinition
+from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.sampling import StructuredOutputs
-from shared.tool_calls.grammars import required_grammar, strict_grammar
+from shared.tool_calls.grammars import (
+    arguments_schema,
+    calls_schema,
+    required_grammar,
+    strict_grammar,
+)
 from shared.tool_calls.parser import ToolParser
 from shared.tool_calls.scanner import Call
 from tests.cluster.conftest import start_cluster, stop_cluster
@@ -186,6 +191,61 @@ def test_required_calls_are_all_of_an_answer(one_call: bool, text: str, accepted
     assert not matcher.is_error(), matcher.get_error()
     whole = take(matcher, text.encode()) == text.encode()
     assert (whole and matcher.is_accepting()) == accepted
+
+
+# Schemas with references, as older and newer pydantic write them, and of a type that has itself.
+COLOUR = {"type": "object", "properties": {"name": {"enum": ["red"]}}, "required": ["name"]}
+REFERRING: dict[str, dict[str, Any]] = {
+    "definitions": {
+        "properties": {"a": {"$ref": "#/definitions/colour"}},
+        "definitions": {"colour": COLOUR},
+    },
+    "allOf": {
+        "properties": {"a": {"title": "A", "allOf": [{"$ref": "#/definitions/colour"}]}},
+        "definitions": {"colour": COLOUR},
+    },
+    "$defs": {"properties": {"a": {"$ref": "#/$defs/colour"}}, "$defs": {"colour": COLOUR}},
+    "another place": {
+        "properties": {"a": {"$ref": "#/components/colour"}},
+        "components": {"colour": COLOUR},
+        "$id": "https://example.com/schema",
+    },
+    "the schema itself": {
+        "properties": {"a": {"$ref": "#"}, "name": {"enum": ["red"]}, "list": {"items": {}}}
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFERRING)
+def test_references_within_the_schema_of_a_strict_function_hold(name: str) -> None:
+    other = FunctionDefinition("other", parameters={"$defs": {"colour": {"type": "null"}}})
+    schema = {"type": "object", "required": ["a"]} | REFERRING[name]
+    if name == "the schema itself":
+        schema["required"] = []
+    tools = [Tool(FunctionDefinition("f", parameters=schema, strict=True)), Tool(other)]
+    ways = {
+        "arguments": StructuredOutputs(grammar=strict_grammar(tools, [None, None])),
+        "required": StructuredOutputs(grammar=required_grammar(tools, [None, None], one_call=True)),
+        "parameters": StructuredOutputs(json_schema=calls_schema(tools, one_call=True)),
+        "": StructuredOutputs(json_schema=arguments_schema(tools[0])),
+    }
+    for way, outputs in ways.items():
+        matcher = compile_grammar(LLTokenizer("byte"), to_llguidance(outputs))
+        assert not matcher.is_error(), (way, matcher.get_error())
+        for inner, is_accepted in (
+            ({"name": "red"}, True),
+            ({"name": "blue"}, False),
+            ({"name": "red", "more": 1}, False),
+        ):
+            key = {"required": "arguments"}.get(way, way)
+            value: Any = {"name": "f", key: {"a": inner}} if way else {"a": inner}
+            text = json.dumps([value] if way == "parameters" else value)
+            if way in ("arguments", "required"):
+                text = f"<tool_call>{text}</tool_call>"
+            if way in ("parameters", ""):  # This form has no spaces.
+                text = text.replace(" ", "")
+            taken = take(matcher.deep_copy(), text.encode())
+            assert (taken == text.encode()) is is_accepted, (way, text, taken)
 
 
 def request(**fields: Any) -> ChatRequest:

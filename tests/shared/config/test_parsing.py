@@ -187,7 +187,7 @@ def test_an_unknown_field_of_the_file_is_not_blamed_on_a_variable() -> None:
     text = GOOD + "\nengine: {blocksize: 1}"
     with pytest.raises(ConfigError) as caught:
         parse_config(text, {"PAGEMILL_ENGINE__THREADS": "1"}, "pagemill.yaml")
-    assert caught.value.message.startswith("pagemill.yaml: engine: ")
+    assert caught.value.message.startswith("pagemill.yaml: engine.blocksize: ")
 
 
 def test_a_value_of_a_variable_that_contradicts_another_names_the_variable() -> None:

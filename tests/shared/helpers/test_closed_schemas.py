@@ -31,6 +31,10 @@ REFERENCE = {"$ref": "#/$defs/x"}
         ),
         ({"allOf": [OBJECT]}, {"allOf": [CLOSED]}),
         (
+            {"items": {"$ref": "#/components/x"}, "components": {"x": OBJECT, "y": BARE}},
+            {"items": {"$ref": "#/components/x"}, "components": {"x": CLOSED, "y": BARE}},
+        ),
+        (
             OBJECT | {"patternProperties": {"b": OBJECT}},
             CLOSED | {"patternProperties": {"b": CLOSED}},
         ),
@@ -61,6 +65,16 @@ def test_an_object_of_several_schemas_stays_open_and_is_not_strict(schema: Any) 
     with pytest.raises(InvalidRequest, match=r"^text\.format.*: strict needs") as refused:
         closed(schema, "text.format", strict=True)
     assert refused.value.field == "text.format"
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/y", "#x", "https://example.com/x", 3])
+def test_a_reference_to_no_part_of_the_schema_is_not_strict(reference: Any) -> None:
+    schema = {"items": {"$ref": reference}, "$defs": {"x": OBJECT | {"$anchor": "x"}}}
+    assert closed(schema)["items"] == schema["items"]
+    with pytest.raises(InvalidRequest) as refused:
+        closed(schema, "text.format", strict=True)
+    message = f"text.format.items: $ref {reference!r} names no part of this schema"
+    assert refused.value.message == message
 
 
 def test_what_a_schema_says_of_further_properties_is_kept() -> None:

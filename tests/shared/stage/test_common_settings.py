@@ -77,7 +77,7 @@ async def test_the_later_worker_says_what_differs(broker: EmbeddedServer) -> Non
 @pytest.mark.parametrize(
     ("value", "logged"),
     [
-        (b"[" * 600 + b"]" * 600, "Expected at most 22 levels of nesting"),
+        (b"[" * 600 + b"]" * 600, "must have at most 22 levels of nesting"),
         (b"[" + b",".join([b"1"] * 5000) + b"]", "[" + ",".join(["1"] * 5000) + "]"),
     ],
 )

@@ -171,8 +171,8 @@ REFUSED = [
         {"dit": PAINTER | {"sampling_defaults": {"cfg_scale": 2}}},
     ),
     (
-        "stages.engine.sampling_defaults",
-        "unknown field `steps`",
+        "stages.engine.sampling_defaults.steps",
+        "unknown field",
         {"engine": {"sampling_defaults": {"steps": 2}}},
     ),
     (

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import InvalidRequest
+from shared.helpers.validation import reason_of
 from shared.protocol import subjects
 
 MANIFEST_FILE = "manifest.json"
@@ -99,7 +100,7 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{MANIFEST_FILE}: {error}", field="format") from error
+        raise InvalidRequest(f"{MANIFEST_FILE}: {reason_of(error)}", field="format") from error
     if manifest.format != FORMAT:
         raise InvalidRequest(
             f"{MANIFEST_FILE}: format {manifest.format}; this version reads format {FORMAT}",

@@ -9,6 +9,7 @@ from rich.console import Console
 
 import workers
 from shared.errors import ConfigError
+from shared.helpers.validation import reason_of
 from workers import settings
 from workers.cli.chart_values import Values, make_values
 from workers.cli.options import ConfigFile
@@ -101,7 +102,8 @@ def _read_values(file: Path) -> Any:
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--values: {file}: cannot be read: {error}", field="--values") from error
+        message = f"--values: {file}: cannot be read: {reason_of(error)}"
+        raise ConfigError(message, field="--values") from error
 
 
 def _merged(values: Any, changes: Any) -> Any:

@@ -125,7 +125,7 @@ def _params(values: Mapping[str, Any], kind: type[Params]) -> Params:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise invalid_request(error) from error
+        raise invalid_request(error, kind) from error
 
 
 def find_painter(

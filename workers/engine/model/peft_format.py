@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from shared.errors import ConfigError
-from shared.helpers.validation import reason_of, split_validation_error
+from shared.helpers.validation import reason_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -136,10 +136,7 @@ def _read_config(file: Path) -> _Config:
             re.compile(pattern)
         if isinstance(config.target_modules, str):
             re.compile(config.target_modules)
-    except msgspec.ValidationError as error:
-        reason, path = split_validation_error(error)
-        _refuse(f"{CONFIG}: {path}: {reason}")
-    except (OSError, ValueError, RecursionError) as error:
+    except (msgspec.ValidationError, OSError, ValueError, RecursionError) as error:
         _refuse(f"{CONFIG}: {reason_of(error)}")
     except re.error as error:
         _refuse(f"{CONFIG}: {error.pattern!r} is not a regular expression: {error}")

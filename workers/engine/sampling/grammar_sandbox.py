@@ -14,14 +14,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shared.helpers import sandbox
 from shared.helpers.forking import ForkServer
+from workers.engine.sampling.grammar_errors import reason_of
 
 MAX_MEMORY_BYTES = 1 << 30
 NUM_TOKENS = 16
 """Tokens generated in the trial: some grammars exceed the limits only when tokens are generated."""
 BLANKS = sum(1 << byte for byte in b" \t\r\n")
 """Bitmask of white space, which JSON allows in any amount and which makes no progress."""
-MAX_REASON_LEN = 300
-TOO_COMPLEX = "it is too complex"
 BEGUN = b"begun\n"
 """Line written before the grammar is compiled: an end before it is not the grammar's fault."""
 
@@ -41,10 +40,7 @@ def compile_grammar(tokenizer: LLTokenizer, definition: str) -> LLMatcher:
 
 def error_of(matcher: LLMatcher) -> str:
     """Return the error in the grammar, worded for its author; empty if there is none."""
-    if not matcher.is_error():
-        return ""
-    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-    return TOO_COMPLEX if "panic" in text else text[:MAX_REASON_LEN]
+    return reason_of(matcher.get_error()) if matcher.is_error() else ""
 
 
 def main(descriptor: int) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from shared.errors import GrammarNotTried
 from shared.helpers.forking import MAX_REPORT_BYTES, Forks, read_end, read_pid
-from workers.engine.sampling.grammar_sandbox import BEGUN, MAX_MEMORY_BYTES, TOO_COMPLEX
+from workers.engine.sampling.grammar_errors import TOO_COMPLEX
+from workers.engine.sampling.grammar_sandbox import BEGUN, MAX_MEMORY_BYTES
 
 FIELD = "sampling_params.structured_outputs"
 MAX_CPU_S = 5

@@ -295,8 +295,7 @@ class ActiveRequest:
 
     async def _cancel(self) -> None:
         try:
-            for part in self.parts:
-                await client.cancel(self._context.bus, part, self.trace)
+            await client.cancel_all(self._context.bus, self.parts, self.trace)
         except Unavailable as error:
             _log.warning("cancel_failed", request_id=self.bus_id, reason=error.message)
 

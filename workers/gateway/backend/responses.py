@@ -284,8 +284,7 @@ async def cancel_response(context: AppContext, log: StepLog) -> None:
             await log.append(ended)
         except Fenced:
             continue
-        for request_id in log.state.open_requests:
-            await client.cancel(context.bus, request_id)
+        await client.cancel_all(context.bus, log.state.open_requests)
 
 
 async def delete_response(context: AppContext, log: StepLog) -> None:

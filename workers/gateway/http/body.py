@@ -2,25 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 
 from shared.config.schema import ApiKey, GatewayConfig
-from shared.errors import InvalidRequest, Overloaded
-from shared.protocol.value_limits import check_json, count_bytes
+from shared.errors import Overloaded
+from shared.protocol.value_limits import count_bytes
 from shared.tenants.fair_turns import FairTurns
 from shared.tenants.tenant_shares import TenantShares
 from workers.gateway.http.auth import has_several_tenants
-from workers.gateway.http.body_types import without_unknown
-from workers.gateway.http.errors import (
-    BodyTooLarge,
-    RequestTimeout,
-    UnknownParameter,
-    WrongContentType,
-    validation_error,
-)
+from workers.gateway.http.body_types import decoded
+from workers.gateway.http.errors import BodyTooLarge, RequestTimeout, WrongContentType
 
 T = TypeVar("T")
 
@@ -38,6 +31,8 @@ class BodyReader:
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._limits = limits
+        self.ignores_unknown = limits.unknown_fields == "ignore"
+        """Whether unknown fields of bodies have no effect."""
         self._memory = TenantShares(0, has_tenants=False)
         self._unfinished = TenantShares(0, has_tenants=False)
         self.set_keys(limits.api_keys)
@@ -82,34 +77,22 @@ class BodyReader:
         return b"".join(parts)
 
     async def decode(
-        self, request: Request, body_type: type[T], unsupported: frozenset[str] = frozenset()
+        self,
+        request: Request,
+        body_type: type[T],
+        unsupported: frozenset[str] = frozenset(),
+        root: str = "",
     ) -> T:
         """Return the body as this type. Raises a RequestError that names the wrong field.
 
-        `unsupported` are names of fields that are known but not implemented, see
-        `validation_error`.
+        The parameters are as in `body_types.decoded`.
         """
         if not declares_json(request):
             raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
         body = await self.read(request)
         check_num_values(body)
-        try:
-            check_json(body)
-            return msgspec.json.decode(body, type=body_type)
-        except msgspec.ValidationError as error:
-            refusal = validation_error(error, unsupported, body_type)
-            if self._limits.unknown_fields == "refuse" or not isinstance(refusal, UnknownParameter):
-                raise refusal from error
-            return self._convert(msgspec.json.decode(body), body_type, unsupported)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not valid JSON: {_reason(error)}") from error
-
-    def _convert(self, value: Any, body_type: type[T], unsupported: frozenset[str]) -> T:
-        """Return a decoded body as this type, without its unknown fields."""
-        try:
-            return msgspec.convert(without_unknown(value, body_type, unsupported), body_type)
-        except msgspec.ValidationError as error:
-            raise validation_error(error, unsupported, body_type) from error
+        ignores_unknown = self.ignores_unknown
+        return decoded(body, body_type, unsupported, root=root, ignores_unknown=ignores_unknown)
 
     async def in_turn(self, request: Request, work: Callable[[], T]) -> T:
         """Run work that takes seconds in a thread. Tenants take turns. Raises Overloaded."""
@@ -157,9 +140,3 @@ def check_num_values(body: bytes) -> None:
 def declares_json(request: Request) -> bool:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "application/json"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, msgspec.DecodeError):
-        return str(error)
-    return "it is nested too deeply" if isinstance(error, RecursionError) else "it is not UTF-8"

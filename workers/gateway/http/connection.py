@@ -205,7 +205,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open: the client may still read its response."""
         is_answered = self.cycle is None or self.cycle.response_complete
-        if is_answered or self._in_body or self.scheme == "https":
+        # A client of HTTP/1.0 gets no interim responses, so the gateway could not find out whether
+        # it still reads. Proxies that speak this version close both ways when their clients leave.
+        if is_answered or self._in_body or self._is_old or self.scheme == "https":
             return False
         self.cycle.keep_alive = False
         self._probe(FIRST_PROBE_S)
@@ -222,7 +224,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         elif not self.transport.is_closing() and not self.cycle.response_started:
-            if not self.pipeline and self.scope["http_version"] == "1.1":
+            if not self.pipeline:
                 self.transport.write(PROBE)
             self._probe_timer = self.loop.call_later(pause_s, self._probe, 2 * pause_s)
 
@@ -232,6 +234,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             name == b"transfer-encoding" and value.strip().lower() != b"chunked"
             for name, value in self.headers or ()
         )
+
+    @property
+    def _is_old(self) -> bool:
+        """Whether the request has HTTP/1.0."""
+        return self.scope["http_version"] == "1.0"
 
     @property
     def _is_idle(self) -> bool:

@@ -22,13 +22,8 @@ from shared.errors import (
     UnsupportedContent,
     WorkerFailure,
 )
-from shared.helpers.validation import split_validation_error, suggest
+from shared.helpers.validation import complaint_of
 from shared.protocol.records import ErrorInfo, error_info
-from workers.gateway.http.body_types import fields_at, values_at
-
-UNKNOWN_FIELD = "Object contains unknown field `"
-MISSING_FIELD = "Object missing required field `"
-"""Beginnings of msgspec's error messages."""
 
 
 class InvalidKey(RequestError):
@@ -277,44 +272,27 @@ def info_of(error: Exception) -> ErrorInfo:
 
 
 def validation_error(
-    error: msgspec.ValidationError, unsupported: frozenset[str], body_type: Any
+    error: msgspec.ValidationError, unsupported: frozenset[str], body_type: Any, root: str = ""
 ) -> RequestError:
-    """Return the error for a body that is valid JSON and does not have the endpoint's type.
+    """Return the error for a value at the path `root` that does not have the endpoint's type.
 
     Its message has the allowed values, or the most similar field. `unsupported` are the names of
     parameters that are known but not implemented.
     """
-    complaint, field, name = split_field_error(error)
-    path = f"{field}.{name}".removeprefix(".") if name else field
-    if complaint == UNKNOWN_FIELD:
-        if path in unsupported:
+    complaint = complaint_of(error, body_type, root)
+    path, _, kind, tag = complaint
+    inner = path.removeprefix(root).removeprefix(".")
+    if kind == "unknown":
+        if inner in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
-        question = suggest(name, fields_at(body_type, field))
-        return UnknownParameter(f"unknown parameter: {path}{question}", field=path)
-    if complaint == MISSING_FIELD:
-        return InvalidRequest(f"{path} is missing", field=path)
-    for part in UNSUPPORTED_CONTENT:
-        if complaint == f"Invalid value {part!r}":
-            return UnsupportedContent(
-                f"{part} is not supported by this model", field=field.removesuffix(".type")
-            )
-    if any(complaint == f"Invalid value {kind!r}" for kind in UNSUPPORTED_TOOLS):
-        return UnsupportedParameter(f"{field}: {complaint} is not supported here", field=field)
-    root = field.partition(".")[0].partition("[")[0]
-    if root in unsupported:
-        return UnsupportedParameter(f"{root}: this value is not supported here", field=root)
-    values = values_at(body_type, field) if complaint.startswith(("Invalid value", "'")) else []
-    if values:
-        value = complaint.removeprefix("Invalid value ").partition("' is not")[0].strip("'")
-        allowed = f"{', '.join(values)}{suggest(value, values)}"
-        complaint = f"{value!r} is not one of the possible values: {allowed}"
-    return InvalidRequest(f"{field or 'the body'}: {complaint}", field=field or None)
-
-
-def split_field_error(error: msgspec.ValidationError) -> tuple[str, str, str]:
-    """Return the complaint, the path, and the name of a field that is unknown or missing there."""
-    complaint, path = split_validation_error(error)
-    for kind in (UNKNOWN_FIELD, MISSING_FIELD):
-        if complaint.startswith(kind):
-            return kind, path, complaint.removeprefix(kind).removesuffix("`")
-    return complaint, path, ""
+        return UnknownParameter(complaint.sentence(), field=path)
+    if tag in UNSUPPORTED_CONTENT:
+        part = path.removesuffix(".type")
+        return UnsupportedContent(f"{tag} is not supported by this model", field=part)
+    if tag in UNSUPPORTED_TOOLS:
+        return UnsupportedParameter(f"{path}: {tag!r} is not supported here", field=path)
+    name = inner.partition(".")[0].partition("[")[0]
+    if kind != "missing" and name in unsupported:
+        field = path[: len(path) - len(inner) + len(name)]
+        return UnsupportedParameter(f"{field}: this value is not supported here", field=field)
+    return InvalidRequest(complaint.sentence(), field=path or None)

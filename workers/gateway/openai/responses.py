@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from shared.config.schema import AgentConfig
@@ -27,7 +26,8 @@ from shared.protocol.renderer_rpc import ModelCard
 from shared.protocol.steps import ApprovedCall, Begun, PaintTool
 from workers.gateway.core.assembler import PROMPT_FIELDS
 from workers.gateway.core.field_names import ClientFields
-from workers.gateway.http.errors import UnsupportedParameter, validation_error
+from workers.gateway.http.body_types import converted
+from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.response_tools import check_calls, choice_of, functions_of, servers_of
 from workers.gateway.schemas.openai_request import JsonObjectFormat
 from workers.gateway.schemas.responses import (
@@ -71,7 +71,13 @@ def references_of(value: Any) -> set[str]:
     return {name for name in ids if isinstance(name, str)}
 
 
-def input_of(value: Any, response_id: str, stored: Mapping[str, Item] | None = None) -> list[Item]:
+def input_of(
+    value: Any,
+    response_id: str,
+    stored: Mapping[str, Item] | None = None,
+    *,
+    ignores_unknown: bool = False,
+) -> list[Item]:
     """Return the input items, each with an id. `stored` has the items that the input refers to.
 
     Raises a RequestError, or NotFound for a reference without an item, naming the field.
@@ -81,13 +87,16 @@ def input_of(value: Any, response_id: str, stored: Mapping[str, Item] | None = N
     if isinstance(value, str):
         items: list[Item] = [MessageItem("user", value)]
     elif isinstance(value, list) and 0 < len(value) <= MAX_ITEMS:
-        items = [_item_of(item, f"input[{i}]", stored or {}) for i, item in enumerate(value)]
+        items = [
+            _item_of(item, f"input[{i}]", stored or {}, ignores_unknown)
+            for i, item in enumerate(value)
+        ]
     else:
         raise InvalidRequest(f"input must be text, or 1 to {MAX_ITEMS} items", field="input")
     return [_with_id(item, response_id, i) for i, item in enumerate(items)]
 
 
-def _item_of(value: Any, field: str, stored: Mapping[str, Item]) -> Item:
+def _item_of(value: Any, field: str, stored: Mapping[str, Item], ignores_unknown: bool) -> Item:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field}: must be an object", field=field)
     kind = value.get("type")
@@ -98,12 +107,8 @@ def _item_of(value: Any, field: str, stored: Mapping[str, Item]) -> Item:
         return stored[name]
     if kind in _UNSUPPORTED_ITEMS:
         raise UnsupportedParameter(f"{field}: {kind} is not supported here", field=f"{field}.type")
-    try:
-        item: Item = msgspec.convert({"type": "message"} | value, Item)
-    except msgspec.ValidationError as error:
-        refusal = validation_error(error, frozenset(), Item)
-        path = field if refusal.field is None else f"{field}.{refusal.field}"
-        raise type(refusal)(f"{field}: {refusal.message}", field=path) from error
+    typed = {"type": "message"} | value
+    item: Item = converted(typed, Item, root=field, ignores_unknown=ignores_unknown)
     match item:
         case MessageItem(content=list(parts)):
             for i, part in enumerate(parts):
@@ -259,14 +264,14 @@ def _echo_of(request: ResponseRequest) -> dict[str, object]:
     echo["reasoning"] = {"effort": None, "summary": None}
     echo["text"] = {"format": {"type": "text"} if text_format is None else text_format}
     echo["tools"] = [_tool_echo(tool) for tool in request.tools or []]
-    json_echo: dict[str, object] = msgspec.to_builtins(echo)
+    json_echo: dict[str, object] = to_builtins(echo)
     return json_echo
 
 
 def _tool_echo(tool: ResponseTool) -> dict[str, object]:
     """Return a tool as the response repeats it, without the fields that the request omits."""
     required = {FunctionTool: ("parameters", "strict"), McpTool: ("headers",)}.get(type(tool), ())
-    fields = msgspec.to_builtins(tool).items()
+    fields = to_builtins(tool).items()
     return {name: value for name, value in fields if value is not None or name in required}
 
 

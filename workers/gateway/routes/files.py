@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -23,7 +22,8 @@ from workers.gateway.core.multipart import FileHead, FormEvent, FormStream, Form
 from workers.gateway.core.pages import limit_of
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.body import check_form
-from workers.gateway.http.errors import BodyTooLarge, RequestTimeout, validation_error
+from workers.gateway.http.body_types import converted
+from workers.gateway.http.errors import BodyTooLarge, RequestTimeout
 from workers.gateway.route_table import Parameter, RouteTable
 from workers.gateway.schemas.files import BATCH, DeletedFile, FileForm, FileList, FileObject
 
@@ -191,10 +191,9 @@ async def _store(
                 await upload.write(event)
     if filename is None:
         raise InvalidRequest("file is missing", field=FILE)
-    try:
-        return filename[:MAX_FILENAME_LEN], msgspec.convert(values, FileForm, strict=False)
-    except msgspec.ValidationError as error:
-        raise validation_error(error, frozenset(), FileForm) from error
+    ignores = context.bodies.ignores_unknown
+    form = converted(values, FileForm, ignores_unknown=ignores, strict=False)
+    return filename[:MAX_FILENAME_LEN], form
 
 
 async def _finish(

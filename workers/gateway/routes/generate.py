@@ -23,14 +23,9 @@ from workers.gateway.core.ids import named_request_id, part_ids, read_request_id
 from workers.gateway.core.plan import Delivery, SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.route_table import ANSWER_ERRORS, SCALE_OUT, STREAM_PARAMETERS, Call
-from workers.gateway.routes.vllm_common import (
-    read_body,
-    render_features,
-    resolve_model,
-    vllm_route_table,
-)
+from workers.gateway.routes.vllm_common import render_features, resolve_model, vllm_route_table
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
-from workers.gateway.vllm.errors import decode
+from workers.gateway.vllm.errors import BODY
 from workers.gateway.vllm.features import WireItem, images_of, insert_images
 from workers.gateway.vllm.generate_assembler import GENERATE, GenerateShape
 from workers.gateway.vllm.generate_request import ParsedRequest, parse, shape_of
@@ -46,7 +41,7 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _read_request(call: Call) -> ParsedRequest:
-    return parse(await read_body(call.context, call.request))
+    return parse(await call.context.bodies.decode(call.request, RenderedRequest, root=BODY))
 
 
 @ROUTES.answer(
@@ -93,7 +88,7 @@ async def generate(call: Call, parsed: ParsedRequest) -> SubmitPlan[GenerateShap
 )
 async def abort(context: AppContext, request: Request, caller: Caller) -> Response:
     """Cancel requests. In vLLM's protocol, ids that are unknown or have ended are no error."""
-    body = decode(await read_body(context, request), AbortBody)
+    body = await context.bodies.decode(request, AbortBody, root=BODY)
     await asyncio.gather(*(_abort_one(context, name, caller.tenant) for name in body.request_ids))
     return Response(status_code=200)
 
@@ -135,8 +130,7 @@ async def _abort_one(context: AppContext, name: str, tenant: str) -> None:
     request_id = scoped_id(own_id, tenant)
     record = await request_registry.find(bus, request_id)
     if record is not None:
-        parts = part_ids(request_id, record)
-        await asyncio.gather(*(client.cancel(bus, part) for part in parts))
+        await client.cancel_all(bus, part_ids(request_id, record))
     elif await request_status.is_used(bus, request_id):
         await client.cancel(bus, request_id)
 

@@ -25,14 +25,13 @@ from workers.gateway.openai.completions import COMPLETION, plan_completion
 from workers.gateway.route_table import RENDERER_ERRORS, SCALE_OUT
 from workers.gateway.routes.vllm_common import (
     Payload,
-    read_body,
     render_features,
     resolve_model,
     vllm_route_table,
 )
 from workers.gateway.schemas import openai_request
 from workers.gateway.schemas.generate import GenerateStreamOptions, RenderedRequest
-from workers.gateway.vllm.errors import decode
+from workers.gateway.vllm.errors import BODY
 from workers.gateway.vllm.features import features_of
 from workers.gateway.vllm.sampling import resolve_max_tokens, resolve_sampling, write_sampling
 
@@ -72,7 +71,7 @@ UNSUPPORTED = openai_request.UNSUPPORTED | {"return_token_offsets"}
     body=RenderChat,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    body = decode(await read_body(context, request), RenderChat, UNSUPPORTED)
+    body = await context.bodies.decode(request, RenderChat, UNSUPPORTED, BODY)
     model = resolve_model(context, body.model)
     card = await context.model_card(model) if body.tools else None
     # Other servers do not read the grammars that Pagemill writes for calls.
@@ -89,7 +88,7 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     body=RenderCompletion,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    body = decode(await read_body(context, request), RenderCompletion, UNSUPPORTED)
+    body = await context.bodies.decode(request, RenderCompletion, UNSUPPORTED, BODY)
     resolve_model(context, body.model)
     if body.echo:
         raise UnsupportedParameter("echo: a rendered request has no answer yet", field="echo")

@@ -134,8 +134,7 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
 )
 async def cancel(context: AppContext, request: Request, caller: Caller) -> Response:
     active = await find_request(context, request, caller)
-    for part in active.parts:
-        await client.cancel(context.bus, part)
+    await client.cancel_all(context.bus, active.parts)
     return Json(Cancelling(active.request_id), 202)
 
 

@@ -165,7 +165,9 @@ async def _begin(
     """Begin a response. Only its log remains in memory after that."""
     (response_id, is_named), tenant = identity, caller.tenant
     stored = await responses.find_references(context, request, caller, body.input)
-    items = await name_files(context, input_of(body.input, response_id, stored), tenant)
+    ignores = context.bodies.ignores_unknown
+    items = input_of(body.input, response_id, stored, ignores_unknown=ignores)
+    items = await name_files(context, items, tenant)
     before, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     check_outputs([*before.items, *items])
     painter = await _painter_of(context, body, before.items, items, tenant)
@@ -362,7 +364,9 @@ async def count_tokens(context: AppContext, request: Request, caller: Caller) ->
     _, logs = await responses.find_context(context, request, caller, body.previous_response_id)
     entries = [entry for log in logs for entry in entries_of(log.state)]
     stored = await responses.find_references(context, request, caller, body.input)
-    items = await name_files(context, input_of(body.input, "", stored), caller.tenant)
+    ignores = context.bodies.ignores_unknown
+    items = input_of(body.input, "", stored, ignores_unknown=ignores)
+    items = await name_files(context, items, caller.tenant)
     entries += [Entry(item) for item in items]
     messages = messages_of(body.instructions, entries, takes_tools=card.takes_tools)
     shows_tools = card.takes_tools and body.tool_choice != "none"

@@ -17,9 +17,9 @@ from workers.gateway.http.auth import Caller
 from workers.gateway.openai.chat import messages_of
 from workers.gateway.openai.chat_assembler import CHAT
 from workers.gateway.route_table import RENDERER_ERRORS
-from workers.gateway.routes.vllm_common import read_body, resolve_model, vllm_route_table
+from workers.gateway.routes.vllm_common import resolve_model, vllm_route_table
 from workers.gateway.schemas.openai_request import ChatMessage, ProcessorKwargs
-from workers.gateway.vllm.errors import decode
+from workers.gateway.vllm.errors import BODY
 
 ROUTES = vllm_route_table("Tokens", refuses=RENDERER_ERRORS, counted=True)
 
@@ -68,7 +68,7 @@ class DetokenizeAnswer(Struct, frozen=True):
     body=TokenizeBody,
 )
 async def tokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    body = decode(await read_body(context, request), TokenizeBody, UNSUPPORTED)
+    body = await context.bodies.decode(request, TokenizeBody, UNSUPPORTED, BODY)
     model = resolve_model(context, body.model)
     question = renderer_request_of(body)
     with CHAT.client_fields.translated():
@@ -83,7 +83,7 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
     "POST", "/detokenize", "The text of tokens", answer=DetokenizeAnswer, body=DetokenizeBody
 )
 async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    body = decode(await read_body(context, request), DetokenizeBody)
+    body = await context.bodies.decode(request, DetokenizeBody, root=BODY)
     model = resolve_model(context, body.model)
     if not body.tokens:
         return Json(DetokenizeAnswer(""))
@@ -116,7 +116,7 @@ def _check(body: TokenizeBody) -> None:
         raise InvalidRequest("give either prompt or messages", field="body")
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
-            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+            "continue_final_message and add_generation_prompt exclude each other",
             field="body.continue_final_message",
         )
     message_fields = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")

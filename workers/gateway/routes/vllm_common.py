@@ -3,8 +3,6 @@
 from functools import partial
 from typing import Any, Literal
 
-from starlette.requests import Request
-
 from shared import client
 from shared.errors import UnknownModel
 from shared.protocol.renderer_rpc import FeaturesRequest, RenderedFeatures
@@ -12,8 +10,6 @@ from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, error_response
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.body import check_num_values, declares_json
-from workers.gateway.http.errors import WrongContentType
 from workers.gateway.route_table import RouteTable
 from workers.gateway.vllm.errors import body_of, status_of
 
@@ -23,15 +19,6 @@ Payload = Literal["tensors", "none"]
 def vllm_route_table(tag: str, **details: Any) -> RouteTable:
     refuse = partial(error_response, body_of=body_of, status_of=status_of)
     return RouteTable(tag, refuse=refuse, status_of=status_of, **details)
-
-
-async def read_body(context: AppContext, request: Request) -> bytes:
-    """Return the body of a request that declares JSON. Raises a RequestError."""
-    if not declares_json(request):
-        raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
-    body = await context.bodies.read(request)
-    check_num_values(body)
-    return body
 
 
 def resolve_model(context: AppContext, name: str | None) -> str:

@@ -5,7 +5,6 @@ For such images the prompt has one placeholder token each.
 """
 
 import base64
-import binascii
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from shared.errors import InvalidRequest, UnsupportedContent
+from shared.helpers.validation import reason_of
 from shared.protocol.multimodal import IMAGE, Modality
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.requests import ImagePart, ImageURL
@@ -68,9 +68,9 @@ def _check_ranges(features: FeaturesInfo) -> None:
         for i, place in enumerate(places):
             path = f"features.mm_placeholders.{modality}.{i}"
             if place.offset < 0:
-                raise body_error(f"{path}.offset", "Input should be greater than or equal to 0")
+                raise body_error(f"{path}.offset", "offset: must be at least 0")
             if place.length <= 0:
-                raise body_error(f"{path}.length", "Input should be greater than 0")
+                raise body_error(f"{path}.length", "length: must be at least 1")
 
 
 def _check_lengths(features: FeaturesInfo, modality: str, length: int) -> None:
@@ -130,8 +130,8 @@ def _item_bytes(field: str, data: str | None, metadata: str | None) -> bytes | N
 def _decode_base64(text: str, field: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"not base64: {error}", field=field) from error
+    except ValueError as error:
+        raise InvalidRequest("must be base64", field=field) from error
 
 
 def _decode_map(item: bytes, field: str) -> dict[Any, Any]:
@@ -139,7 +139,7 @@ def _decode_map(item: bytes, field: str) -> dict[Any, Any]:
         check_msgpack(item)
         decoded = _decode_item(item)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"not an item in msgpack: {error}", field=field) from error
+        raise InvalidRequest(f"not an item in msgpack: {reason_of(error)}", field=field) from error
     if not isinstance(decoded, dict):
         raise InvalidRequest("not an item in msgpack: it is not a map", field=field)
     return decoded

@@ -11,7 +11,7 @@ from typing import Any
 from shared.errors import InvalidRequest
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.generate import FeaturesInfo, PlaceholderInfo, RenderedRequest
-from workers.gateway.vllm.errors import body_error, decode
+from workers.gateway.vllm.errors import body_error
 from workers.gateway.vllm.features import WireItem, check_features, items_of
 from workers.gateway.vllm.generate_assembler import GenerateShape
 from workers.gateway.vllm.sampling import read_sampling
@@ -28,14 +28,13 @@ class ParsedRequest:
     items: list[WireItem]
 
 
-def parse(data: bytes) -> ParsedRequest:
+def parse(body: RenderedRequest) -> ParsedRequest:
     """Raises a RequestError with the name of the parameter, or with `body.` and its path."""
-    body = decode(data, RenderedRequest)
     _check_salt(body.cache_salt)
     if not body.token_ids:
-        raise body_error("token_ids", "Expected at least 1 token id")
+        raise body_error("token_ids", "token_ids: must have at least 1 item")
     if min(body.token_ids) < 0:
-        raise body_error("token_ids", "token_ids must not contain negative values")
+        raise body_error("token_ids", "token_ids: must be at least 0")
     if body.features is not None:
         check_features(body.features)
     sampling = read_sampling(body.sampling_params)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ContextTooLong, InvalidRequest
-from shared.helpers.validation import invalid_request, split_validation_error
+from shared.helpers.validation import invalid_request, reason_of
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from shared.protocol.value_limits import check_json
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
@@ -154,7 +154,8 @@ def _read_structure(rendered: Mapping[str, object]) -> dict[str, object]:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(
-                f"structured_outputs.json is not JSON: {error}", field="structured_outputs"
+                f"structured_outputs.json is not JSON: {reason_of(error)}",
+                field="structured_outputs",
             ) from error
     supported = ("regex", "choice", "grammar", "json_object")
     for name in form:
@@ -186,9 +187,9 @@ def _check(sampling: Mapping[str, object]) -> None:
     try:
         params = msgspec.convert(sampling, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        complaint, path = split_validation_error(error)
-        name = path.partition(".")[0].partition("[")[0]
-        raise InvalidRequest(f"{name}: {complaint}", field=name or None) from error
+        refusal = invalid_request(error, SamplingParams)
+        refusal.field = (refusal.field or "").partition(".")[0].partition("[")[0] or None
+        raise refusal from error
     check_greedy(params)
 
 
@@ -208,7 +209,7 @@ def resolve_sampling(
     try:
         params = msgspec.convert({**defaults, **overrides}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        raise invalid_request(error, "sampling_params.") from error
+        raise invalid_request(error, SamplingParams, "sampling_params") from error
     check_greedy(params)
     return params
 

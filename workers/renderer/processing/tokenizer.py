@@ -210,8 +210,13 @@ class PromptTokenizer:
                 **kwargs,
             )
         except _TEMPLATE_ERRORS as error:  # such as roles that do not alternate
+            # Only an error of this very type has the words of the template.
+            is_own = type(error) is jinja2.TemplateError
+            reason = (
+                str(error) if is_own else "a value that it needs is missing or has another type"
+            )
             raise InvalidRequest(
-                f"the model's chat template refuses the messages: {error}", field="messages"
+                f"the model's chat template refuses the messages: {reason}", field="messages"
             ) from error
         for marker, surrounded in self._around.items():
             templated = templated.replace(marker, surrounded)
