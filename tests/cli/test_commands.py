@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from inspect import signature
 from itertools import chain
@@ -21,7 +23,9 @@ import pytest
 import yaml
 from cyclopts import App
 
-from shared.errors import InvalidRequest
+from shared.bus.local_keys import note_keys
+from shared.config.parsing import parse_config
+from shared.errors import InvalidRequest, Unavailable
 from shared.protocol.records import error_info
 from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
@@ -32,6 +36,7 @@ from workers import settings
 from workers.__main__ import COMMANDS, EXAMPLES, app
 from workers.cli.ask import print_error
 from workers.cli.commands.logs import logs
+from workers.cli.ports import check_ports
 from workers.roles import all_roles
 
 
@@ -368,6 +373,35 @@ def test_up_refuses_a_port_in_use_before_it_starts_anything(
     # The port may be free later, so a service manager starts the command again.
     assert done.returncode == 1
     assert list(tmp_path.iterdir()) == []
+    command = done.stderr.splitlines()[-1]
+    assert command.startswith(f"  PAGEMILL_{section.upper()}__PORT=")
+    assert command.endswith(" pagemill up")
+
+
+def test_all_ports_in_use_and_their_holder_are_in_one_error(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gateway(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"models": {"demo": "ok", "other": "no engine"}}')
+
+        def log_message(self, format: str, *_: object) -> None: ...
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    note_keys(int(taken), tmp_path)
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ports = {"nats": {"port": int(taken)}, "gateway": {"port": server.server_port}}
+        with pytest.raises(Unavailable) as refused:
+            check_ports(parse_config(json.dumps(ports), {}, "test", settings.EMBEDDED))
+        server.shutdown()
+    sentence, command = refused.value.message.splitlines()
+    assert f"port {taken} of 127.0.0.1 and gateway.port: port {server.server_port} of" in sentence
+    holder = f"Pagemill runs already and serves demo, other, with its data in {tmp_path.parent}"
+    assert f"are in use: {holder}: stop it" in sentence
+    assert re.match(r"  PAGEMILL_NATS__PORT=\d+ PAGEMILL_GATEWAY__PORT=\d+ pagemill ", command)
 
 
 @pytest.mark.parametrize(("role", "section"), [("gateway", "gateway"), ("engine", "blobs")])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.markup import escape
 
 from shared import client
 from shared.bus.bus import Bus
@@ -34,9 +33,9 @@ from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     cancelled_by_signals,
     errors,
-    harmless,
     print_json,
     print_note,
+    print_wrapped,
     write_text,
 )
 
@@ -173,7 +172,6 @@ def _print_text(record: LogRecord) -> None:
 
 
 def print_error(error: ErrorInfo) -> None:
-    """Print an error, escaped: it may quote the client, whose `[/INST]` is not markup."""
+    """Print an error without markup: it may quote a client, such as `[/INST]`."""
     field = f" ({error.field})" if error.field else ""
-    message = escape(harmless(f"{field}: {error.message}"))
-    errors.print(f"[red]error[/] {error.code}{message}", highlight=False)
+    print_wrapped(errors, f"{error.code}{field}: {error.message}", mark="error")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from rich.markup import escape
 
 from shared import client
 from shared.bus.bus import Bus
@@ -25,9 +24,9 @@ from workers.cli.inputs import Medium, read_input
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     errors,
-    harmless,
     print_line,
     print_note,
+    print_wrapped,
     write_text,
 )
 from workers.cli.token_rate import TokenRate
@@ -210,8 +209,7 @@ class Chat:
 
     def _print_error(self, code: str, message: str) -> None:
         self._has_failed = True
-        text = escape(harmless(" ".join(message.split())))
-        errors.print(f"[red]error[/] {code}: {text}", highlight=False, soft_wrap=True)
+        print_wrapped(errors, f"{code}: {' '.join(message.split())}", mark="error")
 
 
 def parse_command(line: str) -> tuple[str, str] | None:

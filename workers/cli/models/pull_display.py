@@ -15,7 +15,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bars
-from rich.text import Text
+
+from workers.cli.terminal import print_wrapped
 
 LINE_S = 4.0
 
@@ -73,7 +74,7 @@ class PullDisplay:
 
     def say(self, text: str) -> None:
         """Print a line without markup, because it may contain names from a hub."""
-        self._console.print(Text(text), soft_wrap=True, highlight=False)
+        print_wrapped(self._console, text)
 
     def _tick(self) -> None:
         while not self._ended.wait(self._line_s):
