@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import pty
@@ -21,7 +22,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cyclopts import App
+from cyclopts import App, CycloptsError
+from rich.console import Console
 
 from shared.bus.local_keys import note_keys
 from shared.config.parsing import parse_config
@@ -33,7 +35,7 @@ from tests.cli.fake_terminal import FakeTerminal
 from tests.cluster.conftest import PAGEMILL, ROOT
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers import settings
-from workers.__main__ import COMMANDS, EXAMPLES, app
+from workers.__main__ import COMMANDS, EXAMPLES, app, show_error
 from workers.cli.ask import print_error
 from workers.cli.commands.logs import logs
 from workers.cli.ports import check_ports
@@ -53,6 +55,24 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert [example for example in EXAMPLES["ask"] if example not in one] == []
     # cyclopts can make a second option for an option, which means nothing here.
     assert not re.search("--(no|empty)-", one)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("ls", 'There is no command "ls": see pagemill models.'),
+        ("serve org/name", 'There is no command "serve": see pagemill up.'),
+        ("frob", 'Unknown command "frob".'),
+        ("ask hello red.png", 'Too many arguments: "red.png".'),
+        ("models a b", 'Too many arguments: "a b".'),
+    ],
+)
+def test_a_wrong_command_or_argument_has_a_hint(typed: str, words: str) -> None:
+    with pytest.raises(CycloptsError) as refused:
+        app.parse_args(typed, exit_on_error=False, print_error=False)
+    written = io.StringIO()
+    Console(width=300, file=written).print(show_error(refused.value))
+    assert words in written.getvalue()
 
 
 def test_examples_of_the_help_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,6 +537,21 @@ def test_what_an_error_quotes_is_no_markup(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.splitlines() == [
         "error invalid_request (messages): a control token [/INST]",
         "error invalid_request: no role [bold]",
+    ]
+
+
+def test_an_error_of_a_file_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    field = "messages[0].content[1].image_url.url"
+    for at, message in (
+        (field, "is damaged"),
+        ("messages[0]", "is empty"),
+        ("prompt", "prompt: x"),
+    ):
+        print_error(error_info(InvalidRequest(message, field=at)), ["a.png", "b.png"])
+    assert capsys.readouterr().err.splitlines() == [
+        "error invalid_request (b.png): is damaged",
+        "error invalid_request (messages[0]): is empty",
+        "error invalid_request: prompt: x",
     ]
 
 

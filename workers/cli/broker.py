@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import is_listening
 from shared.bus.login import Login
-from shared.errors import Unavailable
+from shared.config.schema import Config
+from shared.errors import NotFound, Unavailable
 from shared.stage.pipelines import ENGINE
 from workers import settings
 from workers.cli.options import find_writer, load
@@ -41,6 +42,21 @@ def _is_free_here(url: str) -> bool:
     """Return whether a URL names a port of this machine, at which nothing listens."""
     place = urlsplit(url)
     return place.hostname in LOOPBACK and not is_listening(place.port or DEFAULT_PORT)
+
+
+async def known_models(bus: Bus, config: Config) -> set[str]:
+    """Return the names of the models that are configured or served."""
+    beats = await bus.heartbeats.read()
+    return {*config.models, *(name for beat in beats for name in beat.models)}
+
+
+async def check_model(bus: Bus, config: Config, model: str) -> str:
+    """Return a model that is configured or served. Raises NotFound, with the list, for another."""
+    known = await known_models(bus, config)
+    if model not in known:
+        names = ", ".join(sorted(known))
+        raise NotFound(f"there is no model {model}; there are: {names}", field="model")
+    return model
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
+from workers.cli.inputs import find_unmarked
 from workers.cli.outputs import fault_of
 
 # After a longer silence, a user assumes that the command hangs.
@@ -126,6 +127,12 @@ def print_wrapped(console: Console, text: str, style: str = "", *, mark: str = "
 
 def _wrap(line: str, width: int) -> str:
     return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+
+
+def note_unmarked(text: str) -> None:
+    """Print a note about each file that a text names without an `@`."""
+    for name in find_unmarked(text):
+        print_note(f"{name} is a file: write @{name} to add it")
 
 
 def print_note(text: str) -> None:

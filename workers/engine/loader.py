@@ -47,6 +47,7 @@ from workers.engine.parallel.followers import Followers, starting
 from workers.engine.pooling_files import read_pooling
 
 READING, PACKING = "reading weights", "packing weights"
+COMPILING = "compiling kernels, once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,9 @@ def _load_with(
     max_model_len = min(longest, model.max_model_len or longest)
     dtype = _choose_dtype(config, model, engine)
     block_size = block_size_of(engine)
+    if engine.kernels != "torch":
+        set_step(COMPILING)
+        _keeps_numbers(text_config, model, engine)  # This loads the kernels.
     set_step(READING)
     share = None if followers is None else Share(0, engine.tensor_parallel)
     family = _load_family(config, model, engine, share)
@@ -384,7 +388,7 @@ def _build_decoder(
         return gpu_model
     if engine.kernels == "torch" or adapted:
         return FlatModel(family)
-    set_step("compiling kernels")
+    set_step(COMPILING)
     reason = unsupported_reason(family, block_size)
     if reason is None:
         # The kernels copy the weights, which reads the rest of them from the disk.
