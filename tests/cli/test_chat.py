@@ -109,7 +109,7 @@ async def test_settings_are_sent(talk: Talk, capsys: pytest.CaptureFixture[str])
     new_model = f"{talk.model}-new"
     change = ("/model nope", "/model", f"/model {new_model}")
     lines = ("a", "/params max_tokens=3", *change, "b", "/params max_tokens=", "c")
-    assert await talk.run(*lines, answers=(HELLO, HELLO, HELLO)) == 0
+    assert await talk.run(*lines, answers=(HELLO, HELLO, HELLO)) == 1
     first, second, third = (request.sampling_params for request in talk.requests)
     assert isinstance(second, SamplingParams)
     assert (second.max_tokens, third) == (3, first)

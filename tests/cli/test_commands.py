@@ -405,11 +405,12 @@ def test_all_ports_in_use_and_their_holder_are_in_one_error(
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'{"models": {"demo": "ok", "other": "no engine"}}')
+            self.wfile.write(b'{"status": "ok", "models": {"demo": "ok", "other": "no engine"}}')
 
         def log_message(self, format: str, *_: object) -> None: ...
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["pagemill", "up", "a b", "--port", "1"])
     note_keys(int(taken), tmp_path)
     with HTTPServer(("127.0.0.1", 0), Gateway) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -421,7 +422,9 @@ def test_all_ports_in_use_and_their_holder_are_in_one_error(
     assert f"port {taken} of 127.0.0.1 and gateway.port: port {server.server_port} of" in sentence
     holder = f"Pagemill runs already and serves demo, other, with its data in {tmp_path.parent}"
     assert f"are in use: {holder}: stop it" in sentence
-    assert re.match(r"  PAGEMILL_NATS__PORT=\d+ PAGEMILL_GATEWAY__PORT=\d+ pagemill ", command)
+    assert re.match(
+        r"  PAGEMILL_NATS__PORT=\d+ PAGEMILL_GATEWAY__PORT=\d+ pagemill up 'a b'", command
+    )
 
 
 @pytest.mark.parametrize(("role", "section"), [("gateway", "gateway"), ("engine", "blobs")])

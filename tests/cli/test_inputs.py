@@ -101,6 +101,7 @@ def test_a_folder_and_a_file_without_its_mark_are_named(tmp_path: Path) -> None:
     (tmp_path / "scans").mkdir()
     with pytest.raises(InvalidMedia, match=r"^scans is a folder; name a file$"):
         read_input("what is in @scans?")
+    assert read_input("@. and @...") == ("@. and @...", [])
     assert find_unmarked("compare a.png, b.png and @a.png with plain") == ["a.png"]
 
 

@@ -42,7 +42,7 @@ from workers.cli.terminal import (
 
 # Several such files fit into one message.
 MAX_INLINE = 2**20
-_CONTENT = re.compile(r"messages\[\d+\]\.content\[(\d+)\]")
+_CONTENT = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 
 
 async def print_records(
@@ -168,12 +168,13 @@ def _encode(data: bytes) -> str:
     return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 
-def name_place(field: str, files: Sequence[str]) -> str:
-    """Return the name of the file that a field of a message means, or else the field."""
+def name_place(field: str, files: Sequence[Sequence[str]]) -> str:
+    """Return the name of the file that a field means, or the field. `files` are by message."""
     content = _CONTENT.match(field)
-    if content is None or int(content[1]) >= len(files):
+    try:
+        return field if content is None else files[int(content[1])][int(content[2])]
+    except IndexError:
         return field
-    return files[int(content[1])]
 
 
 def _print_text(record: LogRecord, files: Sequence[str]) -> None:
@@ -191,6 +192,6 @@ def print_error(error: ErrorInfo, files: Sequence[str] = ()) -> None:
 
     `files` are the names of the media in the order of the content, for the place of the error.
     """
-    place = name_place(error.field, files) if error.field else None
+    place = name_place(error.field, [files]) if error.field else None
     field = f" ({place})" if place and not error.message.startswith(f"{place}: ") else ""
     print_wrapped(errors, f"{error.code}{field}: {error.message}", mark="error")

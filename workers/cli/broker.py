@@ -9,7 +9,7 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import is_listening
 from shared.bus.login import Login
 from shared.config.schema import Config
-from shared.errors import NotFound, Unavailable
+from shared.errors import Unavailable, UnknownModel
 from shared.stage.pipelines import ENGINE
 from workers import settings
 from workers.cli.options import find_writer, load
@@ -51,11 +51,11 @@ async def known_models(bus: Bus, config: Config) -> set[str]:
 
 
 async def check_model(bus: Bus, config: Config, model: str) -> str:
-    """Return a model that is configured or served. Raises NotFound, with the list, for another."""
+    """Return `model` if it is configured or served. Raises UnknownModel, with a list, if not."""
     known = await known_models(bus, config)
     if model not in known:
         names = ", ".join(sorted(known))
-        raise NotFound(f"there is no model {model}; there are: {names}", field="model")
+        raise UnknownModel(f"there is no model {model}; there are: {names}", field="model")
     return model
 
 

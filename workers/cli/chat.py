@@ -152,8 +152,15 @@ class Chat:
                 self._turns.pop()
         return name != "quit"
 
+    def _files(self) -> list[list[str]]:
+        """Return the names of the media in each message of the last request."""
+        files: list[list[str]] = [] if self._system is None else [[]]
+        for turn in self._turns:
+            files += [[medium.name for medium in turn.media], []][: 1 + (turn.answer is not None)]
+        return files
+
     async def _choose(self, model: str) -> tuple[str, str]:
-        """Return a model, and a line with it and all others. Raises NotFound for an unknown one."""
+        """Return a model, and a line with it and all others. Raises UnknownModel."""
         async with connected(self._login, "chat") as bus:
             others = sorted(await known_models(bus, self._config) - {model})
             await check_model(bus, self._config, model)
@@ -175,9 +182,8 @@ class Chat:
                 speed = [] if str(rate) == "-" else [f"{rate} tokens/s"]
                 summary = [request_id, tokens, seconds, *speed, reason or "finished"]
             case Failure(error=error):
-                files = [medium.name for medium in turn.media]
-                place = name_place(error.field, files) if error.field else ""
-                where = f"{place}: " if place in files else ""
+                place = name_place(error.field or "", self._files())
+                where = "" if place == (error.field or "") else f"{place}: "
                 self._print_error(error.code, f"{where}{error.message}")
                 summary = [request_id, seconds, "failed"]
             case _:

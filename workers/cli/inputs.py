@@ -53,7 +53,7 @@ def read_input(text: str, *, takes_stdin: bool = True) -> tuple[str, list[Medium
             rest = match[2].removeprefix(name) + rest
         is_stdin = takes_stdin and name == STDIN
         if not is_stdin and not _is_file(name):
-            if _is_folder(name):
+            if name and _is_folder(name):
                 raise InvalidMedia(f"{name} is a folder; name a file", field="text")
             return match[0]
         data = _read_stdin() if is_stdin else read_media(_path_of(name), "text")

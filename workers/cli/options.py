@@ -72,7 +72,7 @@ def find_file(config: Path | None) -> Path | None:
 def load(config: Path | None) -> Config:
     """Load the configuration in `find_file`. Raises ConfigError.
 
-    The port of the broker is that of the `pagemill up` with this configuration in this folder.
+    A `pagemill up` with this configuration in this folder decides the port of the broker.
     """
     loaded, port = settings.load_config(find_file(config)), settings.find_running_port()
     is_other = config is not None and config.resolve() != settings.find_running_file()

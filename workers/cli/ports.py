@@ -1,5 +1,6 @@
 """Check of all ports that `pagemill up` needs, before anything starts."""
 
+import re
 import shlex
 import sys
 from typing import get_args
@@ -13,15 +14,15 @@ from shared.config.schema import Config
 from shared.errors import Unavailable
 from shared.net.listening import bind, is_in_use
 from shared.stage.listeners import Section, check_address
-from workers.settings import NATS_PORT
 
 HTTP_TIMEOUT_S = 1.0
 
 
-class Served(msgspec.Struct):
-    """Answer of a gateway to `/ready`."""
+class Ready(msgspec.Struct):
+    """The body of `/ready`, as far as it is read here."""
 
-    models: dict[str, str]
+    status: str
+    models: dict[str, str] = {}
 
 
 def check_ports(config: Config, nats: str | None = None) -> None:
@@ -62,7 +63,7 @@ def _describe_holder(taken: dict[str, tuple[str, int]]) -> str:
         host, port = taken["gateway"]
         try:
             answer = httpx2.get(f"http://{host}:{port}/ready", timeout=HTTP_TIMEOUT_S)
-            models = list(msgspec.json.decode(answer.content, type=Served).models)
+            models = list(msgspec.json.decode(answer.content, type=Ready).models)
         except (httpx2.HTTPError, httpx2.InvalidURL, msgspec.DecodeError):
             pass
     if "nats" in taken:
@@ -76,12 +77,12 @@ def _describe_holder(taken: dict[str, tuple[str, int]]) -> str:
 
 def _command(taken: dict[str, tuple[str, int]]) -> str:
     """Return this command with free ports in place of these."""
-    names = {"nats": NATS_PORT}
     pairs = [
-        f"{names.get(name, f'PAGEMILL_{name.upper()}__PORT')}={_next_free(host, port)}"
+        f"PAGEMILL_{name.upper()}__PORT={_next_free(host, port)}"
         for name, (host, port) in taken.items()
     ]
-    return " ".join([*pairs, "pagemill", shlex.join(sys.argv[1:])])
+    typed = re.sub(r" --port[ =]\d+", "", shlex.join(sys.argv[1:]))  # It comes before variables.
+    return " ".join([*pairs, "pagemill", typed])
 
 
 def _next_free(host: str, port: int) -> int:

@@ -160,10 +160,7 @@ def _load_with(
     max_model_len = min(longest, model.max_model_len or longest)
     dtype = _choose_dtype(config, model, engine)
     block_size = block_size_of(engine)
-    if engine.kernels != "torch":
-        set_step(COMPILING)
-        _keeps_numbers(text_config, model, engine)  # This loads the kernels.
-    set_step(READING)
+    _begin_reading(text_config, model, engine, set_step)
     share = None if followers is None else Share(0, engine.tensor_parallel)
     family = _load_family(config, model, engine, share)
     needs_tower = family.tower is not None and model.engine_has_tower
@@ -239,6 +236,16 @@ def _choose_dtype(config: Any, model: ModelConfig, engine: EngineConfig) -> torc
         structlog.get_logger().info("dtype_chosen", dtype=served, saved=saved)
     dtype: torch.dtype = getattr(torch, served)
     return dtype
+
+
+def _begin_reading(
+    text_config: Any, model: ModelConfig, engine: EngineConfig, set_step: SetStep
+) -> None:
+    """Load the kernels, which the first start compiles, before the step that reads weights."""
+    if engine.kernels != "torch":
+        set_step(COMPILING)
+        _keeps_numbers(text_config, model, engine)
+    set_step(READING)
 
 
 def _keeps_numbers(text_config: Any, model: ModelConfig, engine: EngineConfig) -> bool:

@@ -30,7 +30,7 @@ from workers.cli.broker import connected
 from workers.cli.commands.configure import describe_folders
 from workers.cli.models.memory import available_bytes
 from workers.cli.options import ConfigFile, Json, NatsUrl, find_file, load
-from workers.cli.ports import check_ports
+from workers.cli.ports import Ready, check_ports
 from workers.cli.terminal import print_json, print_line
 from workers.pools import pools_of, workers_of
 from workers.roles import GATEWAY, device_needs
@@ -39,13 +39,6 @@ from workers.supervisor.start import read_signs
 
 HTTP_TIMEOUT_S = 8.0
 State = Literal["ok", "note", "failed"]
-
-
-class Ready(msgspec.Struct):
-    """The body of `/ready`, as far as it is read here."""
-
-    status: str
-    models: dict[str, str] = {}
 
 
 class Finding(NamedTuple):
