@@ -36,7 +36,7 @@ from tests.cluster.conftest import PAGEMILL, ROOT
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers import settings
 from workers.__main__ import COMMANDS, EXAMPLES, app, show_error
-from workers.cli.ask import print_error
+from workers.cli.ask import name_place, print_error
 from workers.cli.commands.logs import logs
 from workers.cli.ports import check_ports
 from workers.roles import all_roles
@@ -545,12 +545,11 @@ def test_what_an_error_quotes_is_no_markup(capsys: pytest.CaptureFixture[str]) -
 
 def test_an_error_of_a_file_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     field = "messages[0].content[1].image_url.url"
-    for at, message in (
-        (field, "is damaged"),
-        ("messages[0]", "is empty"),
-        ("prompt", "prompt: x"),
-    ):
-        print_error(error_info(InvalidRequest(message, field=at)), ["a.png", "b.png"])
+    assert name_place(field, [["a.png", "b.png"]]) == "b.png"
+    assert name_place(field.replace("[0]", "[1]", 1), [[], ["a.png"]]).startswith("messages")
+    faults = {field: "is damaged", "messages[0]": "is empty", "prompt": "prompt: x"}
+    for place, message in faults.items():
+        print_error(error_info(InvalidRequest(message, field=place)), ["a.png", "b.png"])
     assert capsys.readouterr().err.splitlines() == [
         "error invalid_request (b.png): is damaged",
         "error invalid_request (messages[0]): is empty",
