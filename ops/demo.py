@@ -8,6 +8,7 @@ batch. Exits 0 only if all answers are right.
 
 import argparse
 import asyncio
+import contextlib
 import io
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
 from ops.demo_agent import LABEL, NAMES, NameServer, ToolAnswer, ask_with_tool
@@ -50,6 +52,10 @@ PROMPT, SEED = "a red circle on blue", 1
 LETTER, WHOSE = IMAGES / "letter_k.png", "Whose letter is this?"
 NUM_LINES = 12
 RED, BLUE = (255, 0, 0), (0, 0, 255)
+STARTING = "starting nats-server and the workers; the first start compiles kernels, once"
+# Seconds between lines of a start that is no terminal's.
+SILENT_S = 5
+NEXT = "next: . .venv/bin/activate && pagemill up, or pagemill run ORG/NAME for another model"
 console = Console()
 
 
@@ -261,12 +267,27 @@ async def run_demo(
     demo: Demo, tree: dict[str, Any], folder: Path, preloader: Preloader | None
 ) -> None:
     """Run the questions on a separate deployment. Raises PagemillError and DemoFailed."""
-    with console.status("starting nats-server and the workers …") as status:
-        began = time.perf_counter()
-        async with deployment(tree, folder=folder, preloader=preloader) as site:
-            status.stop()
+    began = time.perf_counter()
+    async with contextlib.AsyncExitStack() as stack:
+        with console.status(STARTING) as status:
+            waiting = asyncio.create_task(_count_seconds(status, began))
+            site = await stack.enter_async_context(
+                deployment(tree, folder=folder, preloader=preloader)
+            )
+            waiting.cancel()
             console.print(f"ready after {time.perf_counter() - began:.1f} s at {site.url}\n")
-            await demo.run(site)
+        await demo.run(site)
+
+
+async def _count_seconds(status: Status, began_s: float) -> None:
+    """Show how long the start has taken, until this is cancelled."""
+    while True:
+        seconds = time.perf_counter() - began_s
+        text = f"{STARTING}, {seconds:.0f} s"
+        status.update(text)
+        if not console.is_terminal and seconds >= 1:
+            console.print(text, highlight=False)
+        await asyncio.sleep(1 if console.is_terminal else SILENT_S)
 
 
 def report(demo: Demo) -> int:
@@ -285,6 +306,7 @@ def report(demo: Demo) -> int:
     num = len(demo.cases) + 4
     verdict = f"{right} of {num} answers are right"
     console.print(f"[bold {'green' if right == num else 'red'}]{verdict}[/]")
+    console.print(NEXT, highlight=False, soft_wrap=True)
     return 0 if right == num else 1
 
 

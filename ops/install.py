@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ VENV = ROOT / ".venv"
 LOWEST_VENV = VENV / "lowest"
 PYTHON, UV = str(VENV / "bin" / "python"), str(VENV / "bin" / "uv")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
+PYPI = "https://pypi.org/simple/"
+EXIT_INTERRUPTED = 130
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 IMPORTS = """
 import importlib
@@ -37,14 +40,16 @@ PROBE_TIMEOUT_S = 4
 
 
 def make_venv() -> int:
-    """Make .venv with pip and uv, if it has no uv; return the exit code.
+    """Make .venv with pip and uv, if it has no uv that runs; return the exit code.
 
-    venv's own way to install pip is silent for seconds, and compiles it: the system's uv or pip
-    installs both, where there is one.
+    An interrupted installation leaves half of a package, which pip takes for a whole one: then
+    .venv is made from nothing. venv's own way to install pip is silent for seconds, and compiles
+    it: the system's uv or pip installs both, where there is one.
     """
-    if Path(UV).exists():
+    if is_running(UV):
         return 0
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
+    venv = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)]
+    subprocess.run(venv, check=True)
     say("pip and uv, 20 MB to download")
     tools = ["pip>=25.1", "uv>=0.11"]
     if uv := shutil.which("uv"):
@@ -55,6 +60,16 @@ def make_venv() -> int:
         subprocess.run([PYTHON, "-m", "ensurepip"], check=True)
         pip = [PYTHON, "-m", "pip"]
     return subprocess.run([*pip, "install", "--no-compile", *tools], check=False).returncode
+
+
+def is_running(program: str) -> bool:
+    """Return whether a program exists, is complete, and prints its version."""
+    try:
+        return (
+            subprocess.run([program, "--version"], capture_output=True, check=False).returncode == 0
+        )
+    except OSError:
+        return False
 
 
 def has_gpu() -> bool:
@@ -68,13 +83,24 @@ def has_gpu() -> bool:
     return done.returncode == 0 and b"GPU " in done.stdout
 
 
-def is_reachable(url: str) -> bool:
+def is_reachable(url: str, *, is_index: bool = False) -> bool:
+    """Return whether a URL can be read, or for an index, whether it answers at all."""
     request = urllib.request.Request(url, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):
             return True
+    except urllib.error.HTTPError:
+        return is_index
     except (OSError, ValueError):
         return False
+
+
+def has_cpu_wheel(place: str) -> bool:
+    """Return whether a folder of wheels has the CPU build of the locked torch for this Python."""
+    version = locked_torch().partition("==")[2]
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    folder = Path(place.removeprefix("file://"))
+    return any(folder.glob(f"torch-{version}+cpu-{python}-*.whl"))
 
 
 def choose_torch() -> list[str]:
@@ -88,6 +114,9 @@ def choose_torch() -> list[str]:
     if is_reachable(TORCH_INDEX):
         say("no NVIDIA GPU: torch's CPU build, 0.2 GB to download, 0.7 GB on disk")
         return ["--torch-backend", "cpu"]
+    if any(map(has_cpu_wheel, pip_settings().get("find-links", "").split())):
+        say("no NVIDIA GPU: torch's CPU build, from the configured folder of wheels")
+        return []
     say("no NVIDIA GPU, and PyTorch's index of CPU builds cannot be reached")
     say("torch is the build of the configured index: PyPI's has 2 GB to download, 5 GB on disk")
     say("for the CPU build, 0.2 GB, press Ctrl-C and set one of these, then run it again:")
@@ -97,11 +126,8 @@ def choose_torch() -> list[str]:
     return []
 
 
-def index_options() -> list[str]:
-    """Return pip's configured index and its folders of wheels as options of uv.
-
-    uv reads none of pip's settings. Its own variables come first.
-    """
+def pip_settings() -> dict[str, str]:
+    """Return the settings of pip by name."""
     command = [PYTHON, "-m", "pip", "config", "list"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     # Variables of the environment override files.
@@ -109,7 +135,15 @@ def index_options() -> list[str]:
     for line in sorted(lines, key=lambda line: line.startswith(":env:")):
         key, _, value = line.partition("=")
         settings[key.rpartition(".")[2]] = str(ast.literal_eval(value))
-    options = []
+    return settings
+
+
+def index_options() -> list[str]:
+    """Return pip's configured index and its folders of wheels as options of uv.
+
+    uv reads none of pip's settings. Its own variables come first.
+    """
+    settings, options = pip_settings(), []
     if "index-url" in settings and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & os.environ.keys():
         options += ["--default-index", settings["index-url"]]
     for place in settings.get("find-links", "").split():
@@ -197,6 +231,14 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def say_reason() -> None:
+    """Print why an installation has failed, if that is the network."""
+    own = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
+    index = own or pip_settings().get("index-url", PYPI)
+    if not is_reachable(index, is_index=True):
+        say("the package index cannot be reached; check the network or the proxy")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Install from requirements.lock.")
     parser.add_argument("--group", help="a dependency group of pyproject.toml; default: Pagemill")
@@ -206,12 +248,13 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     began = time.monotonic()
-    if (code := make_venv()) or arguments.tools:
-        return code
-    if arguments.lowest:
-        return install_lowest()
-    group = ["--group", arguments.group]
-    if code := install(group if arguments.group else ["--editable", str(ROOT)]):
+    if (code := make_venv()) == 0 and not arguments.tools:
+        group = ["--group", arguments.group]
+        packages = group if arguments.group else ["--editable", str(ROOT)]
+        code = install_lowest() if arguments.lowest else install(packages)
+    if code:
+        say_reason()
+    if code or arguments.tools or arguments.lowest:
         return code
     if not arguments.group:
         write_bytecode()
@@ -223,4 +266,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        say("interrupted; run make install again")
+        sys.exit(EXIT_INTERRUPTED)

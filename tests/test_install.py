@@ -29,10 +29,65 @@ def test_with_a_gpu_or_without_the_index_torch_comes_from_the_configured_index(
 ) -> None:
     assert choose(monkeypatch, gpu=True, reachable=True) == []
     assert "2 GB to download" in capsys.readouterr().out
+    monkeypatch.setattr(install, "pip_settings", dict)
     assert choose(monkeypatch, gpu=False, reachable=False) == []
     printed = capsys.readouterr().out
     for part in ("2 GB to download", "UV_INDEX=", "PIP_FIND_LINKS=", "HTTPS_PROXY="):
         assert part in printed
+
+
+def test_a_folder_with_the_cpu_build_needs_no_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    version = install.locked_torch().partition("==")[2]
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    (tmp_path / f"torch-{version}+cpu-{python}-{python}-manylinux_2_28_x86_64.whl").touch()
+    monkeypatch.setattr(install, "pip_settings", lambda: {"find-links": f"/none {tmp_path}"})
+    assert choose(monkeypatch, gpu=False, reachable=False) == []
+    printed = capsys.readouterr().out
+    assert "torch's CPU build, from the configured folder of wheels" in printed
+    assert "2 GB" not in printed
+
+
+def test_a_uv_that_was_installed_by_half_is_installed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(install, "UV", str(uv))
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if command == [str(uv), "--version"]:
+            raise PermissionError(uv)
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert install.make_venv() == 0
+    venv, tools = commands
+    assert "--clear" in venv
+    assert "uv>=0.11" in tools
+
+
+def test_a_failure_without_a_network_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(install, "make_venv", lambda: 2)
+    monkeypatch.setattr(sys, "argv", ["install"])
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    assert install.main() == 2
+    line = "install: the package index cannot be reached; check the network or the proxy\n"
+    assert capsys.readouterr().out == line
+
+
+def test_an_interrupted_installation_prints_one_line() -> None:
+    code = "import runpy, ops.install, argparse\n"
+    code += "def parse(*_): raise KeyboardInterrupt\n"
+    code += "argparse.ArgumentParser.parse_args = parse\n"
+    code += "runpy.run_module('ops.install', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "install: interrupted; run make install again\n")
 
 
 def test_bytecode_is_written_where_python_would_keep_none(

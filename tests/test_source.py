@@ -108,6 +108,7 @@ ALLOWED = {
     "workers.cli.batch_lines": {".read_bytes"},
     "workers.cli.batches": {".open"},
     "workers.cli.backup.archive": {"os.open", ".open"},
+    "workers.cli.ports": {"httpx2"},
     "workers.cli.outputs": {".open", "open", "os.open"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration, and values

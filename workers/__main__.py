@@ -3,7 +3,16 @@
 import sys
 from importlib.metadata import version
 
-from cyclopts import App, CoercionError, CycloptsError, CycloptsPanel, Group, Parameter
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    CycloptsPanel,
+    Group,
+    Parameter,
+    UnknownCommandError,
+    UnusedCliTokensError,
+)
 from rich.panel import Panel
 
 from shared.helpers.validation import TYPES
@@ -15,26 +24,19 @@ from workers.cli.terminal import EXIT_INTERRUPTED, run_app
 COMMANDS = {
     "Start": {
         "run:run": ("run Qwen/Qwen2-VL-2B-Instruct", 'run ./my-model "What is in @photo.png?"'),
-        "serve:up": ("up", "up --pull Qwen/Qwen2-VL-2B-Instruct"),
-        "worker:worker": (
-            "worker engine --model demo --nats nats://10.0.0.5:4222",
-            "worker gateway --config /etc/pagemill.yaml",
-        ),
-    },
-    "Models": {
         "models:pull": (
             "pull Qwen/Qwen2-VL-2B-Instruct",
             "pull org/name --revision v2 --dir /srv/name",
         ),
+        "serve:up": ("up", "up --pull Qwen/Qwen2-VL-2B-Instruct"),
         "models:models": ("models", "models --json"),
-        "configure:check": ("check", "check --kernels"),
-    },
-    "Ask": {
+        "chat:chat": ("chat", 'chat --system "Answer in one sentence."'),
         "requests:ask": (
             'ask "What color is this? @red.png"',
             'git diff | pagemill ask "Describe this change: @-"',
         ),
-        "chat:chat": ("chat", 'chat --system "Answer in one sentence."'),
+    },
+    "Ask": {
         "speech:say": ('say "three red circles" -o out.wav', "say @notes.txt --voice alloy"),
         "painting:draw": (
             'draw "a red circle on blue" -o out.png',
@@ -64,6 +66,11 @@ COMMANDS = {
         "doctor:doctor": ("doctor", "doctor --json"),
     },
     "Operate": {
+        "worker:worker": (
+            "worker engine --model demo --nats nats://10.0.0.5:4222",
+            "worker gateway --config /etc/pagemill.yaml",
+        ),
+        "configure:check": ("check", "check --kernels"),
         "scale:scale": ("scale engine=2", "scale engine=auto"),
         "dead:dead": ("dead list", "dead requeue req-3f2a9c51d0b84e67 --edit"),
         "upgrade:upgrade": ("upgrade", "upgrade --json"),
@@ -86,8 +93,35 @@ COMMANDS = {
 EXAMPLES = {path.partition(":")[2]: e for paths in COMMANDS.values() for path, e in paths.items()}
 
 
+# Commands of Ollama and vLLM, and what does the same here.
+OTHERS = {
+    "bench": "top",
+    "complete": "ask",
+    "cp": "models",
+    "create": "check (a model is a section of pagemill.yaml)",
+    "generate": "ask",
+    "list": "models",
+    "ls": "models",
+    "ps": "top",
+    "rm": "models (`hf cache rm model/NAME` removes the files)",
+    "serve": "up",
+    "show": "check",
+    "start": "up",
+    "status": "top",
+    "stop": "up (Ctrl-C in its terminal stops it)",
+}
+
+
 def show_error(error: CycloptsError) -> Panel:
-    """Return an error of an option in the words of the other errors."""
+    """Return an error of a command or an option in the words of the other errors."""
+    words = error.unused_tokens or [""]
+    if isinstance(error, UnknownCommandError) and words[0] in OTHERS:
+        return CycloptsPanel(f'There is no command "{words[0]}": see pagemill {OTHERS[words[0]]}.')
+    if isinstance(error, UnusedCliTokensError):
+        return CycloptsPanel(
+            f'Too many arguments: "{" ".join(words)}". A text of several words needs quotation'
+            " marks, and files are named in it, such as @photo.png."
+        )
     if isinstance(error, CoercionError) and error.token is not None and error.msg is None:
         name = getattr(error.target_type, "__name__", "")
         if name in TYPES:

@@ -3,6 +3,7 @@
 A file without models serves the demo model of the embedded default.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -33,6 +34,8 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 DEFAULT_FILE = Path("pagemill.yaml")
 LOG_NAME = "pagemill.log"
 RUNNING_NAME = "running.yaml"
+RUNNING_PORT_NAME = "running.port"
+NATS_PORT = "PAGEMILL_NATS__PORT"
 # The value of `log_file` for stderr.
 STDERR = "stderr"
 OPS = Path(workers.__file__).parents[1] / "ops"
@@ -83,24 +86,39 @@ def find_config_file(config_file: Path | None) -> Path | None:
     return DEFAULT_FILE if DEFAULT_FILE.exists() else None
 
 
-def _running_link() -> Path:
-    """Return the link to the configuration of a `pagemill up MODEL`, in the broker's folder."""
-    return Path(_parse_file(None).nats.store_dir).absolute() / RUNNING_NAME
+def _running_folder() -> Path:
+    """Return the broker's folder, with notes of the `pagemill up` that runs here."""
+    return Path(_parse_file(None).nats.store_dir).absolute()
 
 
 def find_running_file() -> Path | None:
-    """Return the configuration of a `pagemill up MODEL` that runs in this folder, or None."""
-    link = _running_link()
+    """Return the configuration of the `pagemill up` that runs in this folder, or None."""
+    link = _running_folder() / RUNNING_NAME
     return link.resolve() if link.exists() else None
 
 
-def set_running_file(file: Path | None) -> None:
-    """Let `find_running_file` return `file`, or None, also if an earlier `up` was killed."""
-    link = _running_link()
-    link.unlink(missing_ok=True)
-    if file is not None:
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(file)
+def find_running_port() -> int | None:
+    """Return the port of the broker of the `pagemill up` that runs in this folder, or None."""
+    try:
+        return int((_running_folder() / RUNNING_PORT_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def set_running(file: Path | None, port: int | None) -> None:
+    """Note the configuration and the port of an embedded broker, also if an earlier `up` was
+    killed.
+
+    A broker elsewhere, and a separate folder of its data, leave no note.
+    """
+    link, number = (_running_folder() / name for name in (RUNNING_NAME, RUNNING_PORT_NAME))
+    with contextlib.suppress(OSError):
+        for note in (link, number):
+            note.unlink(missing_ok=True)
+        if link.parent.is_dir() and file is not None:
+            link.symlink_to(file.absolute())
+        if link.parent.is_dir() and port is not None:
+            number.write_text(str(port), encoding="utf-8")
 
 
 def load_config(file: Path | None) -> Config:

@@ -64,7 +64,7 @@ def listen_on_first(section: str, host: str, port: int, num_ports: int) -> socke
             listener = bind(section, host, candidate)
             listen(section, listener)
         except Unavailable as error:
-            if not _is_in_use(error):
+            if not is_in_use(error):
                 raise
         else:
             return listener
@@ -73,7 +73,8 @@ def listen_on_first(section: str, host: str, port: int, num_ports: int) -> socke
     return listener
 
 
-def _is_in_use(error: Unavailable) -> bool:
+def is_in_use(error: Unavailable) -> bool:
+    """Return whether the address of an error of `bind` has another listener."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
 
 

@@ -1,7 +1,7 @@
 """Listening sockets of a worker. They are bound before the worker loads anything."""
 
 import socket
-from typing import Literal, get_args
+from typing import Literal
 
 from shared.config.schema import METRICS_PORTS, BlobsConfig, Config, GatewayConfig, MetricsConfig
 from shared.net.listening import bind, listen_on_first
@@ -49,13 +49,10 @@ class Listeners:
         return bind(section, host, port)
 
 
-def check_addresses(config: Config) -> None:
-    """Check that all addresses of this machine's workers are free.
-
-    Raises Unavailable or ConfigError.
-    """
+def check_address(config: Config, section: Section) -> None:
+    """Check that the address of a section is free. Raises Unavailable or ConfigError."""
     listeners = Listeners(config)
     try:
-        listeners.bind(*get_args(Section))
+        listeners.bind(section)
     finally:
         listeners.close()

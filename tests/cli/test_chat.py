@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login
+from shared.config.parsing import parse_config
 from shared.config.schema import DeliveryConfig, NatsConfig
 from shared.errors import InvalidRequest, Overloaded, PagemillError
 from shared.protocol import subjects
@@ -48,7 +50,9 @@ class Talk:
         self._monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
         listener = await self._bus.connection.nc.subscribe(subjects.REQUESTS_FILTER)
         await self._bus.connection.nc.flush()
-        chat = Chat(Login.of_operator(self._url), self.model, **options)
+        models = {name: {"path": "none"} for name in (self.model, f"{self.model}-new")}
+        config = parse_config(json.dumps({"models": models}), {}, "test")
+        chat = Chat(Login.of_operator(self._url), config, self.model, **options)
         running = asyncio.create_task(asyncio.to_thread(chat.run))
         for steps in answers:
             message = await listener.next_msg(30)
@@ -103,8 +107,9 @@ async def test_a_request_has_all_messages_before_it(talk: Talk) -> None:
 
 async def test_settings_are_sent(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
     new_model = f"{talk.model}-new"
-    lines = ("a", "/params max_tokens=3", f"/model {new_model}", "b", "/params max_tokens=", "c")
-    assert await talk.run(*lines, answers=(HELLO, HELLO, HELLO)) == 0
+    change = ("/model nope", "/model", f"/model {new_model}")
+    lines = ("a", "/params max_tokens=3", *change, "b", "/params max_tokens=", "c")
+    assert await talk.run(*lines, answers=(HELLO, HELLO, HELLO)) == 1
     first, second, third = (request.sampling_params for request in talk.requests)
     assert isinstance(second, SamplingParams)
     assert (second.max_tokens, third) == (3, first)
@@ -112,7 +117,15 @@ async def test_settings_are_sent(talk: Talk, capsys: pytest.CaptureFixture[str])
     notes = capsys.readouterr().err
     assert "max_tokens=3\n" in notes
     assert f"\n{new_model}\n" in notes
+    assert f"\n{talk.model}, others: {new_model}\n" in notes
+    assert f"there is no model nope; there are: {talk.model}, {new_model}\n" in notes
     assert "the model's configured defaults apply" in notes
+
+
+async def test_a_conversation_can_begin_again(talk: Talk) -> None:
+    lines = ("a", "/clear", "b", "/bye", "never sent")
+    assert await talk.run(*lines, answers=(HELLO, HELLO), system="s") == 0
+    assert talk.contents() == [["s", "a"], ["s", "b"]]
 
 
 async def test_an_answer_that_is_empty_is_an_answer(

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import pty
@@ -11,7 +12,9 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from inspect import signature
 from itertools import chain
@@ -19,9 +22,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cyclopts import App
+from cyclopts import App, CycloptsError
+from rich.console import Console
 
-from shared.errors import ConfigError, InvalidRequest
+from shared.bus.local_keys import note_keys
+from shared.config.parsing import parse_config
+from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.protocol.records import error_info
 from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
@@ -29,9 +35,10 @@ from tests.cli.fake_terminal import FakeTerminal
 from tests.cluster.conftest import PAGEMILL, ROOT
 from tests.quantized_checkpoints import FORMS, copy_quantized
 from workers import settings
-from workers.__main__ import COMMANDS, EXAMPLES, app
-from workers.cli.ask import print_error
+from workers.__main__ import COMMANDS, EXAMPLES, app, show_error
+from workers.cli.ask import name_place, print_error
 from workers.cli.commands.logs import logs
+from workers.cli.ports import check_ports
 from workers.roles import all_roles
 
 
@@ -48,6 +55,24 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert [example for example in EXAMPLES["ask"] if example not in one] == []
     # cyclopts can make a second option for an option, which means nothing here.
     assert not re.search("--(no|empty)-", one)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("ls", 'There is no command "ls": see pagemill models.'),
+        ("serve org/name", 'There is no command "serve": see pagemill up.'),
+        ("frob", 'Unknown command "frob".'),
+        ("ask hello red.png", 'Too many arguments: "red.png".'),
+        ("models a b", 'Too many arguments: "a b".'),
+    ],
+)
+def test_a_wrong_command_or_argument_has_a_hint(typed: str, words: str) -> None:
+    with pytest.raises(CycloptsError) as refused:
+        app.parse_args(typed, exit_on_error=False, print_error=False)
+    written = io.StringIO()
+    Console(width=300, file=written).print(show_error(refused.value))
+    assert words in written.getvalue()
 
 
 def test_examples_of_the_help_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +398,38 @@ def test_up_refuses_a_port_in_use_before_it_starts_anything(
     # The port may be free later, so a service manager starts the command again.
     assert done.returncode == 1
     assert list(tmp_path.iterdir()) == []
+    command = done.stderr.splitlines()[-1]
+    assert command.startswith(f"  PAGEMILL_{section.upper()}__PORT=")
+    assert command.endswith(" pagemill up")
+
+
+def test_all_ports_in_use_and_their_holder_are_in_one_error(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gateway(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ok", "models": {"demo": "ok", "other": "no engine"}}')
+
+        def log_message(self, format: str, *_: object) -> None: ...
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["pagemill", "up", "a b", "--port", "1"])
+    note_keys(int(taken), tmp_path)
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ports = {"nats": {"port": int(taken)}, "gateway": {"port": server.server_port}}
+        with pytest.raises(Unavailable) as refused:
+            check_ports(parse_config(json.dumps(ports), {}, "test", settings.EMBEDDED))
+        server.shutdown()
+    sentence, command = refused.value.message.splitlines()
+    assert f"port {taken} of 127.0.0.1 and gateway.port: port {server.server_port} of" in sentence
+    holder = f"Pagemill runs already and serves demo, other, with its data in {tmp_path.parent}"
+    assert f"are in use: {holder}: stop it" in sentence
+    assert re.match(
+        r"  PAGEMILL_NATS__PORT=\d+ PAGEMILL_GATEWAY__PORT=\d+ pagemill up 'a b'", command
+    )
 
 
 @pytest.mark.parametrize(("role", "section"), [("gateway", "gateway"), ("engine", "blobs")])
@@ -488,6 +545,20 @@ def test_what_an_error_quotes_is_no_markup(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.splitlines() == [
         "error invalid_request (messages): a control token [/INST]",
         "error invalid_request: no role [bold]",
+    ]
+
+
+def test_an_error_of_a_file_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    field = "messages[0].content[1].image_url.url"
+    assert name_place(field, [["a.png", "b.png"]]) == "b.png"
+    assert name_place(field.replace("[0]", "[1]", 1), [[], ["a.png"]]).startswith("messages")
+    faults = {field: "is damaged", "messages[0]": "is empty", "prompt": "prompt: x"}
+    for place, message in faults.items():
+        print_error(error_info(InvalidRequest(message, field=place)), ["a.png", "b.png"])
+    assert capsys.readouterr().err.splitlines() == [
+        "error invalid_request (b.png): is damaged",
+        "error invalid_request (messages[0]): is empty",
+        "error invalid_request: prompt: x",
     ]
 
 

@@ -17,6 +17,7 @@ from shared.protocol.messages import Heartbeat
 from workers import settings
 from workers.cli.commands import doctor as command
 from workers.cli.commands.doctor import doctor
+from workers.cli.options import load
 
 Row = dict[str, str]
 
@@ -62,10 +63,15 @@ async def test_the_settings_are_read_as_by_other_commands(
     used = tmp_path / "of_up.yaml"
     for file in (used, tmp_path / "pagemill.yaml"):
         file.touch()
-    settings.set_running_file(used)
+    (tmp_path / "data" / "nats").mkdir(parents=True)
+    settings.set_running(used, 4223)
     async with contextlib.aclosing(command.examine(None, None)) as findings:
         first = [await anext(findings) for _ in range(3)]
     assert (first[-1].check, first[-1].text) == ("settings", str(used))
+    assert load(None).nats.port == load(used).nats.port == 4223
+    assert load(tmp_path / "pagemill.yaml").nats.port == 4222
+    monkeypatch.setenv(settings.NATS_PORT, "4333")
+    assert load(None).nats.port == 4333
 
 
 async def test_a_broker_without_workers_is_described(

@@ -8,7 +8,8 @@ from PIL import Image
 
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO
-from workers.cli.inputs import Medium, read_input, read_text
+from workers.cli.chat import complete
+from workers.cli.inputs import Medium, find_unmarked, read_input, read_text
 
 FILES = {
     "a.png": b"a",
@@ -94,3 +95,18 @@ def test_commands_of_texts_refuse_media() -> None:
     assert read_text("make it red @a.png", IMAGE)[1] == [Medium("a.png", IMAGE, b"a")]
     with pytest.raises(InvalidRequest, match=r"a\.png is a file of kind image"):
         read_text("say @a.png")
+
+
+def test_a_folder_and_a_file_without_its_mark_are_named(tmp_path: Path) -> None:
+    (tmp_path / "scans").mkdir()
+    with pytest.raises(InvalidMedia, match=r"^scans is a folder; name a file$"):
+        read_input("what is in @scans?")
+    assert read_input("@. and @...") == ("@. and @...", [])
+    assert find_unmarked("compare a.png, b.png and @a.png with plain") == ["a.png"]
+
+
+def test_tab_completes_the_path_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    found = [complete("@a", number) for number in range(4)]
+    assert found == ["@a b.png", "@a folder/", "@a.png", None]
+    assert complete("a", 0) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import DiskFull, InvalidRequest
-from workers.cli.outputs import NewFile, check_output, write_file
+from workers.cli.outputs import NewFile, check_output, free_path, numbered, write_file
 
 
 def test_a_file_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
@@ -58,3 +58,15 @@ def test_a_full_disk(num_bytes: int) -> None:
     """Few bytes are written when the file is closed."""
     with pytest.raises(DiskFull, match="/dev/full: No space left on device"):
         write_file(Path("/dev/full"), bytes(num_bytes))
+
+
+def test_a_name_that_was_not_given_is_a_free_one(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    assert free_path(path) == path
+    path.touch()
+    assert free_path(path).name == "image-2.png"
+    (tmp_path / "image-2.png").touch()
+    assert [file.name for file in numbered(free_path(path, 2), 2)] == [
+        "image-2-1.png",
+        "image-2-2.png",
+    ]

@@ -317,6 +317,7 @@ def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
         (["org/nothing"], "not_found", "has no model org/nothing"),
         ([NAME, "--revision", "v9"], "not_found", "no revision 'v9'"),
         (["a b//c"], "not_found", "is not a name such as org/name"),
+        (["llama3.2"], "not_found", "'llama3.2' is not a name on the hub such as Qwen/Qwen2-VL"),
         (["org/pickled"], "invalid_configuration", "no model*.safetensors"),
     ],
 )

@@ -4,13 +4,17 @@ import asyncio
 import io
 import os
 import pty
+import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from shared.config.parsing import parse_config
+from workers import settings
 from workers.cli.start_display import PROGRESS_S, StartDisplay
+from workers.cli.terminal import print_wrapped
 from workers.cli.up import next_step
 from workers.roles import WorkerSpec
 from workers.supervisor.start import Observation, StartWatch
@@ -157,17 +161,45 @@ def test_nothing_is_left_to_flush_for_a_closed_terminal() -> None:
 @pytest.mark.parametrize(
     ("text", "file", "command"),
     [
-        ("models: {a: {path: a}}", "pagemill.yaml", "chat, or open http://gate"),
-        ("models: {a: {path: a}, b: {path: b}}", None, "chat --model a, or open http://gate"),
-        ("models: {a: {path: a, graph: qwen-image}}", None, 'draw "a red circle on blue", or open'),
-        (
-            "{models: {a: {path: a}}, nats: {port: 0}}",
-            "x y.yaml",
-            "chat -c 'x y.yaml' --nats nats://broker, or",
-        ),
+        ("models: {a: {path: a}}", "pagemill.yaml", "chat"),
+        ("models: {a: {path: a}, b: {path: b}}", None, "chat --model a"),
+        ("models: {a: {path: a, graph: qwen-image}}", None, 'draw "a red circle on blue"'),
+        ("{models: {a: {path: a}}, nats: {port: 0}}", "x y.yaml", "chat -c 'x y.yaml'"),
+        ("{models: {a: {path: a}}, nats: {port: 4333}}", None, "chat --nats nats://127.0.0.1:4223"),
     ],
 )
-def test_the_start_ends_with_the_next_command(text: str, file: str | None, command: str) -> None:
+def test_the_start_ends_with_the_next_command(
+    text: str, file: str | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new terminal finds `pagemill` in `.venv`, and the note of the port in the folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    config = parse_config(text, {}, "test")
+    if config.nats.port == 0:
+        (tmp_path / config.nats.store_dir).mkdir(parents=True)
+        settings.set_running(None, 4223)
+    elif config.nats.port == 4222:
+        config = replace(config, nats=replace(config.nats, port=4223))
     path = None if file is None else Path(file)
-    line = next_step(parse_config(text, {}, "test"), path, "nats://broker", "http://gate")
-    assert f"pagemill {command}" in line
+    lines = next_step(config, path, "nats://127.0.0.1:4223", "http://gate").splitlines()
+    assert lines[1:] == [f"  . .venv/bin/activate && pagemill {command}", "or open http://gate"]
+    (tmp_path / "pagemill").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert f"\n  pagemill {command}\n" in next_step(config, path, "nats://127.0.0.1:4223", "u")
+
+
+def test_a_terminal_gets_whole_words_and_whole_commands() -> None:
+    url, command = "http://127.0.0.1:8000/" + 30 * "a", "  pagemill " + 20 * "long "
+    text = f"the page of the first model is at {url}, and commands show it\n{command}"
+    written = io.StringIO()
+    print_wrapped(Console(file=written, force_terminal=True, width=40, _environ={}), text)
+    lines = written.getvalue().splitlines()
+    assert lines[:2] == ["the page of the first model is at", f"{url},"]
+    assert lines[-1] == command
+    written = io.StringIO()
+    print_wrapped(Console(file=written, width=40), text, mark="error")
+    assert written.getvalue() == f"error {text}\n"

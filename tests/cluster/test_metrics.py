@@ -347,4 +347,7 @@ def test_top_waits_for_a_broker_and_says_so(tmp_path: Path) -> None:
     with running(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         lines = [json.loads(process.stdout.readline()) for _ in range(2)]
-    assert lines == 2 * [{"error": "no nats-server answers at nats://127.0.0.1:9"}]
+    reason = (
+        "Pagemill is not running (no broker answers at nats://127.0.0.1:9): start `pagemill up`"
+    )
+    assert lines == 2 * [{"error": reason}]

@@ -2,7 +2,7 @@
 
 from shared.config.schema import EngineConfig, ModelConfig
 from shared.native import library
-from workers.engine.loader import PACKING, READING, load
+from workers.engine.loader import COMPILING, PACKING, READING, load
 from workers.settings import DEMO_MODEL
 
 
@@ -11,8 +11,9 @@ def test_each_step_of_loading_is_named() -> None:
     load(ModelConfig(str(DEMO_MODEL)), EngineConfig(kv_cache_mib=64), steps.append)
     packing = [] if library.load() is None else [PACKING]
     assert steps == [
+        COMPILING,
         READING,
-        "compiling kernels",
+        COMPILING,
         *packing,
         "warming up",
         "loading the vision tower",

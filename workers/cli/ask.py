@@ -2,12 +2,12 @@
 
 import asyncio
 import base64
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.markup import escape
 
 from shared import client
 from shared.bus.bus import Bus
@@ -34,22 +34,27 @@ from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     cancelled_by_signals,
     errors,
-    harmless,
     print_json,
     print_note,
+    print_wrapped,
     write_text,
 )
 
 # Several such files fit into one message.
 MAX_INLINE = 2**20
+_CONTENT = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 
 
 async def print_records(
-    records: AsyncIterator[LogRecord], *, as_json: bool, has_text: bool = True
+    records: AsyncIterator[LogRecord],
+    *,
+    as_json: bool,
+    has_text: bool = True,
+    files: Sequence[str] = (),
 ) -> int:
     """Print records and return the exit code: 0 for an answer, 1 for an error.
 
-    An answer without text ends without a line break.
+    An answer without text ends without a line break. `files` is as in `print_error`.
 
     Raises CancelledError on Ctrl-C.
     """
@@ -59,7 +64,7 @@ async def print_records(
             if as_json:
                 print_json(record)
             elif has_text or isinstance(record, Failure):
-                _print_text(record)
+                _print_text(record, files)
     return 0 if isinstance(record, Finish) else 1
 
 
@@ -71,15 +76,16 @@ async def print_answer(
     as_json: bool,
     has_text: bool = True,
     durable: bool = False,
+    files: Sequence[str] = (),
 ) -> int:
     """Print a new request's id and its records, and return the exit code.
 
-    Ctrl-C cancels the request, unless it is `durable`.
+    Ctrl-C cancels the request, unless it is `durable`. `files` is as in `print_error`.
     """
     # Records do not contain the id, and it is needed to follow, find or cancel the request.
     print_note(f"request {request_id}")
     try:
-        return await print_records(records, as_json=as_json, has_text=has_text)
+        return await print_records(records, as_json=as_json, has_text=has_text, files=files)
     except asyncio.CancelledError:
         if not durable:
             await client.cancel(bus, request_id)
@@ -162,18 +168,30 @@ def _encode(data: bytes) -> str:
     return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 
-def _print_text(record: LogRecord) -> None:
+def name_place(field: str, files: Sequence[Sequence[str]]) -> str:
+    """Return the name of the file that a field means, or the field. `files` are by message."""
+    content = _CONTENT.match(field)
+    try:
+        return field if content is None else files[int(content[1])][int(content[2])]
+    except IndexError:
+        return field
+
+
+def _print_text(record: LogRecord, files: Sequence[str]) -> None:
     match record:
         case TokenChunk():
             write_text("".join(choice.text for choice in record.choices))
         case Finish():
             write_text("\n")
         case Failure():
-            print_error(record.error)
+            print_error(record.error, files)
 
 
-def print_error(error: ErrorInfo) -> None:
-    """Print an error, escaped: it may quote the client, whose `[/INST]` is not markup."""
-    field = f" ({error.field})" if error.field else ""
-    message = escape(harmless(f"{field}: {error.message}"))
-    errors.print(f"[red]error[/] {error.code}{message}", highlight=False)
+def print_error(error: ErrorInfo, files: Sequence[str] = ()) -> None:
+    """Print an error without markup: it may quote a client, such as `[/INST]`.
+
+    `files` are the names of the media in the order of the content, for the place of the error.
+    """
+    place = name_place(error.field, [files]) if error.field else None
+    field = f" ({place})" if place and not error.message.startswith(f"{place}: ") else ""
+    print_wrapped(errors, f"{error.code}{field}: {error.message}", mark="error")

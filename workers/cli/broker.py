@@ -3,15 +3,21 @@
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shared.bus.bus import Bus
+from shared.bus.embedded_server import is_listening
 from shared.bus.login import Login
+from shared.config.schema import Config
+from shared.errors import Unavailable, UnknownModel
 from shared.stage.pipelines import ENGINE
 from workers import settings
 from workers.cli.options import find_writer, load
 
 # A user waits at the terminal, so a server that is down is reported after a short time.
 CONNECT_TIMEOUT_S = 2.0
+LOOPBACK = ("127.0.0.1", "localhost")
+DEFAULT_PORT = 4222
 
 
 @contextlib.asynccontextmanager
@@ -19,11 +25,38 @@ async def connected(
     login: Login, name: str, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> AsyncIterator[Bus]:
     """Connect to the broker for one command. Raises Unavailable after `timeout_s`."""
-    bus = await Bus.connect(login, name, timeout_s)
+    try:
+        bus = await Bus.connect(login, name, timeout_s)
+    except Unavailable as error:
+        if not _is_free_here(login.url):
+            raise
+        message = f"Pagemill is not running (no broker answers at {login}): start `pagemill up`"
+        raise Unavailable(message) from error
     try:
         yield bus
     finally:
         await bus.close()
+
+
+def _is_free_here(url: str) -> bool:
+    """Return whether a URL names a port of this machine, at which nothing listens."""
+    place = urlsplit(url)
+    return place.hostname in LOOPBACK and not is_listening(place.port or DEFAULT_PORT)
+
+
+async def known_models(bus: Bus, config: Config) -> set[str]:
+    """Return the names of the models that are configured or served."""
+    beats = await bus.heartbeats.read()
+    return {*config.models, *(name for beat in beats for name in beat.models)}
+
+
+async def check_model(bus: Bus, config: Config, model: str) -> str:
+    """Return `model` if it is configured or served. Raises UnknownModel, with a list, if not."""
+    known = await known_models(bus, config)
+    if model not in known:
+        names = ", ".join(sorted(known))
+        raise UnknownModel(f"there is no model {model}; there are: {names}", field="model")
+    return model
 
 
 @contextlib.asynccontextmanager

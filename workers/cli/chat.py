@@ -2,32 +2,35 @@
 
 import asyncio
 import io
+import os
 import re
 import sys
 import time
 from dataclasses import dataclass
+from glob import escape, glob
 from typing import Any
 
 import msgspec
-from rich.markup import escape
 
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.login import Login
+from shared.config.schema import Config
 from shared.errors import InvalidRequest, NotFound, PagemillError, Unavailable
 from shared.helpers.validation import invalid_request
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.cli.ask import media_parts
-from workers.cli.broker import connected
+from workers.cli.ask import media_parts, name_place
+from workers.cli.broker import check_model, connected, known_models
 from workers.cli.inputs import Medium, read_input
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     errors,
-    harmless,
+    note_unmarked,
     print_line,
     print_note,
+    print_wrapped,
     write_text,
 )
 from workers.cli.token_rate import TokenRate
@@ -35,11 +38,12 @@ from workers.cli.token_rate import TokenRate
 HELP = {
     "help": "show the commands",
     "system": "[TEXT]: set the system message; without a text, remove it",
-    "model": "[NAME]: show or set the model",
+    "model": "[NAME]: set the model; without a name, show it and all others",
+    "clear": "begin a new conversation",
     "params": "[NAME=VALUE ...]: show or set sampling parameters; NAME= removes one",
     "retry": "ask the last message again",
     "undo": "remove the last message and its answer",
-    "quit": "leave the chat; Ctrl-D does the same",
+    "quit": "leave the chat; /bye and Ctrl-D do the same",
 }
 
 
@@ -54,8 +58,9 @@ class Turn:
 
 
 class Chat:
-    def __init__(self, login: Login, model: str, system: str | None = None) -> None:
+    def __init__(self, login: Login, config: Config, model: str, system: str | None = None) -> None:
         self._login = login
+        self._config = config
         self._model = model
         self._system = system
         self._params: dict[str, Any] = {}
@@ -73,8 +78,11 @@ class Chat:
         From a pipe, the exit code is 1 if anything failed.
         """
         if self._is_terminal:
-            import readline  # noqa: F401  # The import adds a history and editing keys to `input`.
+            import readline  # It also adds a history and editing keys to `input`.
 
+            readline.set_completer(complete)
+            readline.set_completer_delims(" \t\n")
+            readline.parse_and_bind("tab: complete")
             print_note(f"{self._model}: /help shows the commands, Ctrl-D leaves")
         while True:
             try:
@@ -100,6 +108,7 @@ class Chat:
                 return self._run_command(*command)
             if line:
                 turn = Turn(*read_input(line.removeprefix("/"), takes_stdin=False))
+                note_unmarked(line)
                 if self._turns and self._turns[-1].answer is None:
                     # Most chat templates refuse two messages of a user in a row.
                     self._turns.pop()
@@ -127,8 +136,10 @@ class Chat:
             case "system":
                 self._system = argument or None
             case "model":
-                self._model = argument or self._model
-                print_note(self._model)
+                self._model, names = asyncio.run(self._choose(argument or self._model))
+                print_note(self._model if argument else names)
+            case "clear":
+                self._turns.clear()
             case "params":
                 self._params = merge_params(self._params, argument)
                 pairs = " ".join(f"{name}={value}" for name, value in self._params.items())
@@ -140,6 +151,20 @@ class Chat:
             case "undo":
                 self._turns.pop()
         return name != "quit"
+
+    def _files(self) -> list[list[str]]:
+        """Return the names of the media in each message of the last request."""
+        files: list[list[str]] = [] if self._system is None else [[]]
+        for turn in self._turns:
+            files += [[medium.name for medium in turn.media], []][: 1 + (turn.answer is not None)]
+        return files
+
+    async def _choose(self, model: str) -> tuple[str, str]:
+        """Return a model, and a line with it and all others. Raises UnknownModel."""
+        async with connected(self._login, "chat") as bus:
+            others = sorted(await known_models(bus, self._config) - {model})
+            await check_model(bus, self._config, model)
+        return model, ", others: ".join(filter(None, (model, ", ".join(others))))
 
     def _ask(self) -> None:
         """Send the last message, print the answer, and then a line with its request id."""
@@ -157,7 +182,9 @@ class Chat:
                 speed = [] if str(rate) == "-" else [f"{rate} tokens/s"]
                 summary = [request_id, tokens, seconds, *speed, reason or "finished"]
             case Failure(error=error):
-                self._print_error(error.code, error.message)
+                place = name_place(error.field or "", self._files())
+                where = "" if place == (error.field or "") else f"{place}: "
+                self._print_error(error.code, f"{where}{error.message}")
                 summary = [request_id, seconds, "failed"]
             case _:
                 summary = [request_id, seconds, "interrupted"]
@@ -210,8 +237,7 @@ class Chat:
 
     def _print_error(self, code: str, message: str) -> None:
         self._has_failed = True
-        text = escape(harmless(" ".join(message.split())))
-        errors.print(f"[red]error[/] {code}: {text}", highlight=False, soft_wrap=True)
+        print_wrapped(errors, f"{code}: {' '.join(message.split())}", mark="error")
 
 
 def parse_command(line: str) -> tuple[str, str] | None:
@@ -222,9 +248,18 @@ def parse_command(line: str) -> tuple[str, str] | None:
     if not line.startswith("/") or line.startswith("//"):
         return None
     name, *rest = re.split(r"\s+", line[1:], maxsplit=1)
+    name = "quit" if name == "bye" else name
     if name not in HELP:
         raise InvalidRequest(f"there is no command /{name}; /help shows them", field="command")
     return name, "".join(rest)
+
+
+def complete(word: str, number: int) -> str | None:
+    """Return a completion of a word that begins with `@`: the path of a file or a folder."""
+    if not word.startswith("@"):
+        return None
+    paths = sorted(glob(f"{escape(os.path.expanduser(word[1:]))}*"))[number : number + 1]
+    return "".join(f"@{path}/" if os.path.isdir(path) else f"@{path}" for path in paths) or None
 
 
 def merge_params(params: dict[str, Any], text: str) -> dict[str, Any]:

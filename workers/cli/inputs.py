@@ -53,6 +53,8 @@ def read_input(text: str, *, takes_stdin: bool = True) -> tuple[str, list[Medium
             rest = match[2].removeprefix(name) + rest
         is_stdin = takes_stdin and name == STDIN
         if not is_stdin and not _is_file(name):
+            if name and _is_folder(name):
+                raise InvalidMedia(f"{name} is a folder; name a file", field="text")
             return match[0]
         data = _read_stdin() if is_stdin else read_media(_path_of(name), "text")
         kind = _kind_of(name, data)
@@ -63,6 +65,12 @@ def read_input(text: str, *, takes_stdin: bool = True) -> tuple[str, list[Medium
 
     text = _FILE.sub(take, text)
     return text.strip() if media else text, media
+
+
+def find_unmarked(text: str) -> list[str]:
+    """Return the words of a text that name media which exist, and have no `@`."""
+    words = [word.rstrip(_PUNCTUATION) for word in text.split()]
+    return [word for word in words if kind_of_file(word) is not None and _path_of(word).is_file()]
 
 
 def read_text(text: str, *kinds: FileKind) -> tuple[str, list[Medium]]:
@@ -94,6 +102,13 @@ def _is_file(name: str) -> bool:
     try:
         return is_text or _path_of(name).is_file()
     except (OSError, ValueError):  # No name of a file.
+        return False
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return _path_of(name).is_dir()
+    except (OSError, ValueError):  # No name of a folder.
         return False
 
 

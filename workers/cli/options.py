@@ -1,10 +1,12 @@
 """Options that several commands share."""
 
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from msgspec.structs import replace
 
 from shared.bus.login import Login
 from shared.config.schema import Config
@@ -19,7 +21,7 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(
         name=["--config", "-c"],
-        help="Configuration file; by default the settings of a running `pagemill up MODEL` in this"
+        help="Configuration file; by default the settings of a running `pagemill up` in this"
         " folder, or else ./pagemill.yaml, or else the embedded default.",
     ),
 ]
@@ -60,15 +62,24 @@ def check_role(_: object, name: str | None) -> None:
 
 
 def find_file(config: Path | None) -> Path | None:
-    """Return the file of a configuration, by default of a running `pagemill up MODEL`, or of this
-    folder. None stands for the embedded default.
+    """Return the file of a configuration, by default of a running `pagemill up`, or of this folder.
+
+    None stands for the embedded default.
     """
     return config or settings.find_running_file() or settings.find_config_file(None)
 
 
 def load(config: Path | None) -> Config:
-    """Load the configuration in `find_file`. Raises ConfigError."""
-    return settings.load_config(find_file(config))
+    """Load the configuration in `find_file`. Raises ConfigError.
+
+    A `pagemill up` with this configuration in this folder decides the port of the broker.
+    """
+    loaded, port = settings.load_config(find_file(config)), settings.find_running_port()
+    is_other = config is not None and config.resolve() != settings.find_running_file()
+    is_set = loaded.nats.port != 0 and settings.NATS_PORT in os.environ
+    if port is None or is_other or is_set:
+        return loaded
+    return replace(loaded, nats=replace(loaded.nats, port=port))
 
 
 def find_login(config: Path | None, nats: str | None) -> Login:

@@ -2,14 +2,18 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator
 from errno import EDQUOT, ENOSPC
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
 from shared.errors import DiskFull, InvalidRequest
 from shared.helpers.validation import reason_of
+
+SPEECH_FILE = Path("speech.wav")
 
 
 def fault_of(error: OSError, place: object = None) -> DiskFull | InvalidRequest:
@@ -94,6 +98,19 @@ def write_file(path: Path, data: bytes) -> None:
         with writing(path):
             file.stream.write(data)
         file.keep()
+
+
+def numbered(path: Path, count: int) -> list[Path]:
+    """Return the names of several files: `path` alone for one, else with the numbers from 1."""
+    if count == 1:
+        return [path]
+    return [path.with_stem(f"{path.stem}-{number + 1}") for number in range(count)]
+
+
+def free_path(path: Path, count: int = 1) -> Path:
+    """Return `path`, or with the first number from 2, so that `count` files would be new."""
+    candidates = chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
+    return next(p for p in candidates if not any(f.exists() for f in numbered(p, count)))
 
 
 def check_output(path: Path) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from workers.cli.terminal import discard_buffered
+from workers.cli.terminal import discard_buffered, print_wrapped
 
 # Pause without output after which the steps of starting workers are printed.
 PROGRESS_S = 4.0
@@ -77,9 +77,7 @@ class StartDisplay:
     def say(self, text: str, style: str = "") -> None:
         """Print a line without markup, because it may contain names from the configuration."""
         self._printed_s = self._clock()
-        self._attempt(
-            lambda: self._console.print(Text(text, style=style), soft_wrap=True, highlight=False)
-        )
+        self._attempt(lambda: print_wrapped(self._console, text, style))
 
     def _refresh(self, live: Live) -> None:
         text = Text("\n".join(self._lines()), style="dim", no_wrap=True, overflow="ellipsis")

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,10 +15,11 @@ from typing import IO, Any, NoReturn
 
 from cyclopts import App
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
+from workers.cli.inputs import find_unmarked
 from workers.cli.outputs import fault_of
 
 # After a longer silence, a user assumes that the command hangs.
@@ -108,9 +110,34 @@ def print_line(text: str) -> None:
     out.print(harmless(text), highlight=False, markup=False, soft_wrap=True)
 
 
+def print_wrapped(console: Console, text: str, style: str = "", *, mark: str = "") -> None:
+    """Print lines without markup; a terminal gets them with line breaks between words.
+
+    Words, such as addresses, stay whole, and so do lines that begin with a space, such as commands
+    to copy. `mark` is a red word at the beginning.
+    """
+    lines = harmless(f"{mark} {text}" if mark else text).split("\n")
+    if console.is_terminal:
+        width = console.width
+        lines = [line if line.startswith(" ") else _wrap(line, width) for line in lines]
+    printed = Text("\n".join(lines), style=style)
+    printed.stylize("red", 0, len(mark))
+    console.print(printed, highlight=False, soft_wrap=True)
+
+
+def _wrap(line: str, width: int) -> str:
+    return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+
+
+def note_unmarked(text: str) -> None:
+    """Print a note about each file that a text names without an `@`."""
+    for name in find_unmarked(text):
+        print_note(f"{name} is a file: write @{name} to add it")
+
+
 def print_note(text: str) -> None:
     """Print a dim line on stderr, next to the output of a command."""
-    errors.print(f"[dim]{escape(harmless(text))}[/]", highlight=False, soft_wrap=True)
+    print_wrapped(errors, text, "dim")
 
 
 @contextlib.contextmanager
@@ -169,7 +196,7 @@ def format_time(ms: float) -> str:
 
 def print_refusal(error: PagemillError) -> None:
     """Print the error of a command."""
-    errors.print(f"[red]error[/] {error.code}: {escape(harmless(error.message))}", highlight=False)
+    print_wrapped(errors, f"{error.code}: {error.message}", mark="error")
 
 
 def call_on_signals(

@@ -3,7 +3,10 @@ some work is done."""
 
 import asyncio
 import contextlib
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -115,12 +118,26 @@ def next_step(config: Config, file: Path | None, url: str, page: str | None) -> 
     command = 'say "Good morning."' if speaks else 'draw "a red circle on blue"'
     if writers:
         command = "chat" if len(writers) == 1 else f"chat --model {shlex.quote(writers[0])}"
-    if file not in (None, settings.DEFAULT_FILE, settings.find_running_file()):
+    found = (settings.DEFAULT_FILE.absolute(), settings.find_running_file())
+    if file is not None and file.absolute() not in found:
         command += f" -c {shlex.quote(str(file))}"
-    if config.nats.url is None and config.nats.port == 0:
+    known = (settings.nats_url(config), f"nats://127.0.0.1:{settings.find_running_port()}")
+    if url not in map(without_credentials, known):
         command += f" --nats {url}"
-    browser = f", or open {page}" if page else ""
-    return f"next, in another terminal in this folder: pagemill {command}{browser}"
+    browser = f"or open {page}" if page else ""
+    lines = ["next, in another terminal in this folder:", f"  {_activation()}pagemill {command}"]
+    return "\n".join(filter(None, [*lines, browser]))
+
+
+def _activation() -> str:
+    """Return the command that a new terminal needs before `pagemill` is found in it."""
+    scripts = Path(sys.prefix) / "bin"
+    others = os.pathsep.join(p for p in os.get_exec_path() if Path(p) != scripts)
+    if not (scripts / "activate").exists() or shutil.which("pagemill", path=others):
+        return ""
+    here = Path.cwd()
+    place = scripts.relative_to(here) if scripts.is_relative_to(here) else scripts
+    return f". {shlex.quote(str(place / 'activate'))} && "
 
 
 async def _until(stop: "asyncio.Task[Literal[True]]", work: Work | None) -> int:

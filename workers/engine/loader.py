@@ -47,6 +47,7 @@ from workers.engine.parallel.followers import Followers, starting
 from workers.engine.pooling_files import read_pooling
 
 READING, PACKING = "reading weights", "packing weights"
+COMPILING = "compiling kernels, once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def _load_with(
     max_model_len = min(longest, model.max_model_len or longest)
     dtype = _choose_dtype(config, model, engine)
     block_size = block_size_of(engine)
-    set_step(READING)
+    _begin_reading(text_config, model, engine, set_step)
     share = None if followers is None else Share(0, engine.tensor_parallel)
     family = _load_family(config, model, engine, share)
     needs_tower = family.tower is not None and model.engine_has_tower
@@ -235,6 +236,16 @@ def _choose_dtype(config: Any, model: ModelConfig, engine: EngineConfig) -> torc
         structlog.get_logger().info("dtype_chosen", dtype=served, saved=saved)
     dtype: torch.dtype = getattr(torch, served)
     return dtype
+
+
+def _begin_reading(
+    text_config: Any, model: ModelConfig, engine: EngineConfig, set_step: SetStep
+) -> None:
+    """Load the kernels, which the first start compiles, before the step that reads weights."""
+    if engine.kernels != "torch":
+        set_step(COMPILING)
+        _keeps_numbers(text_config, model, engine)
+    set_step(READING)
 
 
 def _keeps_numbers(text_config: Any, model: ModelConfig, engine: EngineConfig) -> bool:
@@ -384,7 +395,7 @@ def _build_decoder(
         return gpu_model
     if engine.kernels == "torch" or adapted:
         return FlatModel(family)
-    set_step("compiling kernels")
+    set_step(COMPILING)
     reason = unsupported_reason(family, block_size)
     if reason is None:
         # The kernels copy the weights, which reads the rest of them from the disk.

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from shared.errors import InvalidRequest
 from shared.telemetry import logs
-from workers.cli.broker import connected_to_writer
+from workers.cli.broker import check_model, connected_to_writer
 from workers.cli.chat import Chat
-from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login
+from workers.cli.options import ConfigFile, ModelName, NatsUrl, load
+from workers.settings import login_of
 
 
 def chat(
@@ -30,12 +31,13 @@ def chat(
     if sys.stdin is None:
         raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
     name = asyncio.run(_find_model(config, nats, model))
-    login = find_login(config, nats)
+    loaded = load(config)
+    login = login_of(loaded, given_url=nats)
     # Log lines of the connection would appear in the middle of an answer.
     logs.configure_logging("error", role="chat")
-    return Chat(login, name, system).run()
+    return Chat(login, loaded, name, system).run()
 
 
 async def _find_model(config: Path | None, nats: str | None, model: str | None) -> str:
-    async with connected_to_writer(config, nats, model, "chat") as (_, name):
-        return name
+    async with connected_to_writer(config, nats, model, "chat") as (bus, name):
+        return await check_model(bus, load(config), name)

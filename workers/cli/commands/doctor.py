@@ -17,20 +17,20 @@ from rich.filesize import decimal
 
 from shared.blobs.server import host_id
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import check_port, find_binary, is_listening
+from shared.bus.embedded_server import find_binary, is_listening
 from shared.bus.store_room import measure_folder, measure_servers
 from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError
 from shared.gpu.nvml import read_gpus
 from shared.native import library
 from shared.protocol.messages import Heartbeat
-from shared.stage.listeners import check_addresses
 from shared.stage.runtime import VERSION
 from workers import settings
 from workers.cli.broker import connected
 from workers.cli.commands.configure import describe_folders
 from workers.cli.models.memory import available_bytes
 from workers.cli.options import ConfigFile, Json, NatsUrl, find_file, load
+from workers.cli.ports import Ready, check_ports
 from workers.cli.terminal import print_json, print_line
 from workers.pools import pools_of, workers_of
 from workers.roles import GATEWAY, device_needs
@@ -39,13 +39,6 @@ from workers.supervisor.start import read_signs
 
 HTTP_TIMEOUT_S = 8.0
 State = Literal["ok", "note", "failed"]
-
-
-class Ready(msgspec.Struct):
-    """The body of `/ready`, as far as it is read here."""
-
-    status: str
-    models: dict[str, str] = {}
 
 
 class Finding(NamedTuple):
@@ -211,10 +204,9 @@ CHECKS: tuple[tuple[str, Callable[[Config], Iterator[Finding]]], ...] = (
 
 def _check_ports(config: Config, nats: str | None) -> Iterator[Finding]:
     """Check that `pagemill up` could start here."""
-    check_addresses(config)
+    check_ports(config, nats)
     ports = [f"gateway {config.gateway.port}"]
     if nats is None and config.nats.url is None:
-        check_port(config.nats.port)
         ports.append(f"nats {config.nats.port}")
     yield Finding("ports", "ok", f"free: {', '.join(ports)}")
 

@@ -19,7 +19,7 @@ from workers.cli.audited import audited_if_possible
 from workers.cli.broker import connected
 from workers.cli.key_secrets import SecretApi, write_secrets
 from workers.cli.options import ConfigFile, Json, find_login, load
-from workers.cli.terminal import errors, print_json, print_line
+from workers.cli.terminal import errors, print_json, print_line, print_wrapped
 from workers.keyring import Keyring
 
 # nats-server 2.15.1 connects the subjects of an account that is new only when it reloads once more.
@@ -165,9 +165,8 @@ def _reload(keyring: Keyring, config: Path | None) -> None:
                 return
         except (OSError, ValueError):
             pass
-    errors.print(
+    print_wrapped(
+        errors,
         f"{keyring.accounts_file} is written; a running server reads it at"
         " `nats-server --signal reload`; after add-tenant, reload twice",
-        highlight=False,
-        soft_wrap=True,
     )

@@ -61,6 +61,7 @@ def pull(
 def pull_model(name: str, revision: str | None = None, folder: Path | None = None) -> Path:
     """Download a model and show the progress on stderr. Raises PagemillError."""
     local.check_endpoint()
+    local.check_hub_name(name)
     with PullDisplay(errors, live=errors.is_terminal) as display:
         display.say("connecting to the hub …")
         # The hub's client takes a quarter of a second to import, which no other command needs.

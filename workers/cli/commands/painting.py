@@ -24,7 +24,7 @@ from workers.cli.ask import print_answer
 from workers.cli.broker import connected
 from workers.cli.inputs import Medium, read_text
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load, only_model
-from workers.cli.outputs import check_output, write_file
+from workers.cli.outputs import check_output, free_path, numbered, write_file
 from workers.cli.terminal import print_note
 
 FIELDS = ("size", "n", "steps", "guidance", "negative_prompt", "seed", "frames", "fps")
@@ -59,7 +59,8 @@ async def draw(
         Description of the images, or of the change; @FILE in it adds an image to edit, or the text
         of a file, and - alone is the text of stdin.
     output
-        The file, by default image.png or video.mp4; numbers follow the names of several images.
+        The file, by default image.png or video.mp4, or with a number if it exists. Numbers follow
+        the names of several images.
     size
         Width and height in pixels, such as 120x120; by default as the model decides.
     n
@@ -163,7 +164,10 @@ async def _answer(
     bus: Bus, request: GenerateRequest, request_id: str | None, file: Path | None, *, as_json: bool
 ) -> int:
     """Send a request, print its records, and save its files. Raises InvalidRequest."""
-    check_output(file or Path("image.png" if request.video is None else "video.mp4"))
+    if file is None:
+        count = (request.image.n if request.image is not None else None) or 1
+        file = free_path(Path("image.png" if request.video is None else "video.mp4"), count)
+    check_output(file)
     request_id = request_id or client.new_request_id()
     records = client.ask(bus, request, request_id)
     saved = _while_saving(bus, records, request_id, request.outputs[0], file)
@@ -171,7 +175,7 @@ async def _answer(
 
 
 async def _while_saving(
-    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path | None
+    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
 ) -> AsyncIterator[LogRecord]:
     """Yield the records of a request, and write its files if it ends without an error."""
     async for record in records:
@@ -180,17 +184,17 @@ async def _while_saving(
             await _save(bus, request_id, output, file)
 
 
-async def _save(bus: Bus, request_id: str, output: str, file: Path | None) -> None:
+async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
     records = [record async for record in client.follow_output(bus, request_id, output)]
     images = [record for record in records if isinstance(record, ImageRecord)]
-    png = file or Path("image.png")
-    for image in sorted(images, key=lambda image: image.number):
-        numbered = png.with_stem(f"{png.stem}-{image.number + 1}") if len(images) > 1 else png
-        write_file(numbered, await client.read_media(bus, image.media))
-        print_note(f"{numbered}: {image.width} x {image.height} pixels, seed {image.seed}")
+    images.sort(key=lambda image: image.number)
+    for image, png in zip(images, numbered(file, len(images)), strict=True):
+        write_file(png, await client.read_media(bus, image.media))
+        print_note(f"{png}: {image.width} x {image.height} pixels, seed {image.seed}")
     for video in records:
         if isinstance(video, VideoRecord):
-            mp4 = file or Path("video.mp4")
-            write_file(mp4, await client.read_media(bus, video.media))
+            write_file(file, await client.read_media(bus, video.media))
             length = f"{video.frames} frames at {video.fps} per second"
-            print_note(f"{mp4}: {video.width} x {video.height} pixels, {length}, seed {video.seed}")
+            print_note(
+                f"{file}: {video.width} x {video.height} pixels, {length}, seed {video.seed}"
+            )

@@ -44,7 +44,7 @@ async def render(
             async with _unserved_named(bus, name):
                 rendered, tensors = await client.render(bus, request)
     except PagemillError as error:
-        return _print_reported(error, as_json=json)
+        return _print_reported(error, [medium.name for medium in media], as_json=json)
     if json:
         print_json(_describe(rendered, tensors))
         return 0
@@ -124,10 +124,13 @@ def _describe(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[s
     }
 
 
-def _print_reported(error: PagemillError, *, as_json: bool) -> int:
-    """Print an error that a renderer has reported, and return the exit code. Raises all others."""
+def _print_reported(error: PagemillError, files: Sequence[str] = (), *, as_json: bool) -> int:
+    """Print an error that a renderer has reported, and return the exit code. Raises all others.
+
+    `files` is as in `print_error`.
+    """
     if not error.reported:
         raise error
     info = error_info(error)
-    print_json({"type": "error", "error": info}) if as_json else print_error(info)
+    print_json({"type": "error", "error": info}) if as_json else print_error(info, files)
     return 1

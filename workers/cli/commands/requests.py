@@ -34,9 +34,16 @@ from workers.cli.options import (
     find_login,
     load,
 )
-from workers.cli.outputs import NewFile
+from workers.cli.outputs import SPEECH_FILE, NewFile, free_path
 from workers.cli.sound import find_audio, while_saving
-from workers.cli.terminal import EXIT_INTERRUPTED, format_time, print_json, print_line, print_rows
+from workers.cli.terminal import (
+    EXIT_INTERRUPTED,
+    format_time,
+    note_unmarked,
+    print_json,
+    print_line,
+    print_rows,
+)
 
 # Time in which another terminal may send the request.
 ARRIVAL_S = 1.0
@@ -71,8 +78,8 @@ class SpeechOptions:
 
     speak: bool = False
     """Have the answer spoken as well, and write the sound to a WAV file."""
-    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("speech.wav")
-    """WAV file that --speak writes."""
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None
+    """WAV file that --speak writes; by default speech.wav, or with a number if it exists."""
     voice: str | None = None
     """Name of one of the model's voices; by default the first one."""
     on_late: OnLate = "fail"
@@ -118,13 +125,15 @@ async def ask(
         model, spoken = find_audio(load(config), model)
     params = sampling.given()
     text, media = read_input(question)
+    note_unmarked(question)
     request = build_request(model or "", text, [], params, timeout_s, adapter)
     if speech.speak:
         outputs, on_late = [TEXT, spoken], speech.on_late
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()
     async with contextlib.AsyncExitStack() as stack:
-        file = stack.enter_context(NewFile(speech.output)) if speech.speak else None
+        output = speech.output or free_path(SPEECH_FILE)
+        file = stack.enter_context(NewFile(output)) if speech.speak else None
         connecting = connected_to_writer(config, nats, model, "ask")
         bus, name = await stack.enter_async_context(connecting)
         request = replace(request, model=name)
@@ -132,7 +141,10 @@ async def ask(
         records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
         if file is not None:
             records = while_saving(bus, records, request_id, spoken, file)
-        return await print_answer(bus, request_id, records, as_json=json, durable=durable)
+        files = [medium.name for medium in media]
+        return await print_answer(
+            bus, request_id, records, as_json=json, durable=durable, files=files
+        )
 
 
 async def follow(

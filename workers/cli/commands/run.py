@@ -57,12 +57,11 @@ def run(model: str | None = None, /, *prompt: str, config: ConfigFile = None) ->
             return asyncio.run(ask(" ".join(prompt), model=name, config=config))
         return chat(model=name, config=config)
     loaded = settings.load_config(settings.find_config_file(config))
-    is_generated = model is not None and name not in loaded.models
-    if model is not None and is_generated:
+    if model is not None and name not in loaded.models:
         config = generate([model], config, Wishes(), may_pull=True)
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
-    with cluster_with_gateway(loaded, file, is_named=not is_generated) as cluster:
+    with cluster_with_gateway(loaded, file) as cluster:
 
         async def work() -> int:
             return await _in_terminal(_command(name, prompt, file, cluster.url))

@@ -1,20 +1,20 @@
 """The command `pagemill up`: all roles on this machine."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from shared.bus.embedded_server import check_port
 from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
-from shared.stage.listeners import check_addresses
 from workers import settings
 from workers.actuator import follow_plan
 from workers.cli.commands.models import pull_model
@@ -22,7 +22,8 @@ from workers.cli.commands.worker import preload
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.terminal import errors, noted, print_refusal
+from workers.cli.ports import check_ports
+from workers.cli.terminal import errors, noted, print_refusal, print_wrapped
 from workers.cli.up import run_until_stopped
 from workers.pools import pools_of, workers_of
 from workers.roles import GATEWAY, WorkerSpec
@@ -30,6 +31,7 @@ from workers.supervisor.cluster import LocalCluster, start_on_first_use
 from workers.supervisor.gpus import plan_gpus, read_needed_gpus
 from workers.supervisor.pool import SupervisedPools
 
+GATEWAY_PORT = "PAGEMILL_GATEWAY__PORT"
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = (
     "Number type of the weights of MODELS; by default one that keeps all values, or bfloat16 if"
@@ -47,6 +49,7 @@ def up(
     pull: bool = False,
     dtype: Annotated[DType | None, Parameter(help=DTYPE_HELP)] = None,
     max_model_len: Annotated[int | None, Parameter(validator=Number(gt=0))] = None,
+    port: Annotated[int | None, Parameter(validator=Number(gte=0, lte=65535))] = None,
     quantization: Annotated[Literal["int8"] | None, Parameter(help=QUANTIZATION_HELP)] = None,
 ) -> int:
     """Run all roles on this machine, with an embedded nats-server unless one is configured.
@@ -64,7 +67,11 @@ def up(
         Download the MODELS that are not in the hub's cache.
     max_model_len
         Limit on prompt and answer together, in tokens, for MODELS.
+    port
+        Port of the gateway, in place of gateway.port.
     """
+    if port is not None:
+        os.environ[GATEWAY_PORT] = str(port)  # Workers read it, too.
     try:
         check_endpoint()
         wishes = Wishes(dtype, max_model_len, quantization)
@@ -78,7 +85,7 @@ def up(
             )
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
-        with cluster_with_gateway(loaded, file, nats, is_named=not models) as cluster:
+        with cluster_with_gateway(loaded, file, nats) as cluster:
             return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
@@ -87,23 +94,22 @@ def up(
 
 @contextlib.contextmanager
 def cluster_with_gateway(
-    config: Config, file: Path | None, nats: str | None = None, *, is_named: bool
+    config: Config, file: Path | None, nats: str | None = None
 ) -> Iterator[LocalCluster]:
     """Yield a cluster of all roles. Other commands in this folder find its configuration.
 
-    `is_named` says that they find `file` by its name. Raises ConfigError, also for a port in use.
+    Raises ConfigError, and Unavailable for a port in use.
     """
-    if nats is None and config.nats.url is None:
-        check_port(config.nats.port)
-    check_addresses(config)
+    check_ports(config, nats)
     cluster = local_cluster(config, file, nats, WorkerSpec(GATEWAY))
     with contextlib.ExitStack() as until_stopped:
 
-        def name_file() -> None:
-            settings.set_running_file(None if is_named else file)
-            until_stopped.callback(settings.set_running_file, None)
+        def note() -> None:
+            is_embedded = nats is None and config.nats.url is None
+            settings.set_running(file, urlsplit(cluster.url).port if is_embedded else None)
+            until_stopped.callback(settings.set_running, None, None)
 
-        cluster.when_connectable = name_file
+        cluster.when_connectable = note
         cluster.when_ready = partial(start_on_first_use, supervisor=cluster.supervisor)
         yield cluster
 
@@ -123,7 +129,7 @@ def local_cluster(
     specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
     gpus = read_needed_gpus(config, specs)
     for title, place in plan_gpus(config, workers, gpus):
-        errors.print(f"{title}: {place}", highlight=False, markup=False, soft_wrap=True)
+        print_wrapped(errors, f"{title}: {place}")
     log_file = settings.find_log_file(config)
     cluster = LocalCluster(
         config, file, workers, nats, log_file, preloader=preload(config, specs), gpus=gpus
@@ -150,5 +156,5 @@ def generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pul
     with noted(f"checking whether {', '.join(model.name for model in local)} can be served …"):
         file, lines = write_config(local, wishes)
     for line in lines:
-        errors.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_wrapped(errors, line)
     return file

@@ -12,7 +12,7 @@ from workers.cli.ask import print_answer
 from workers.cli.broker import connected
 from workers.cli.inputs import read_text
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, NewId, load
-from workers.cli.outputs import NewFile
+from workers.cli.outputs import SPEECH_FILE, NewFile, free_path
 from workers.cli.sound import find_audio, while_saving
 
 
@@ -20,7 +20,7 @@ async def say(
     text: str,
     /,
     *,
-    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("speech.wav"),
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     voice: str | None = None,
     model: ModelName = None,
     timeout_s: Annotated[float | None, Parameter(name="--timeout")] = None,
@@ -36,7 +36,7 @@ async def say(
     text
         The text to speak; @FILE in it is the text of a file, and - is the text of stdin.
     output
-        The WAV file.
+        The WAV file; by default speech.wav, or with a number if it exists.
     voice
         Name of one of the model's voices; by default the first one.
     timeout_s
@@ -53,7 +53,7 @@ async def say(
         model, given_text=text, voice=voice, outputs=[audio], timeout_s=timeout_s
     )
     request_id = request_id or client.new_request_id()
-    with NewFile(output) as file:
+    with NewFile(output or free_path(SPEECH_FILE)) as file:
         async with connected(settings.login_of(loaded, given_url=nats), "say") as bus:
             records = client.ask(bus, request, request_id)
             saved = while_saving(bus, records, request_id, audio, file)

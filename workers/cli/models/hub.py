@@ -75,6 +75,7 @@ NO_HUB = (
     TypeError,
     ValueError,
 )
+CONTINUES = ": it continues where it stopped"
 REPORTED = (
     HfHubHTTPError,
     HFValidationError,
@@ -204,11 +205,11 @@ def calling_library() -> Iterator[None]:
         raise _no_hub(f"{type(error).__name__}: {error}") from error
 
 
-def _no_hub(reason: str) -> Unavailable:
+def _no_hub(reason: str, *, has_begun: bool = False) -> Unavailable:
+    rest = CONTINUES if has_begun else ""
     return Unavailable(
         f"{constants.ENDPOINT} cannot be reached, or is not a hub ({reason}); check"
-        " the network, the proxy and HF_ENDPOINT, then run the command again: it continues"
-        " where it stopped"
+        f" the network, the proxy and HF_ENDPOINT, then run the command again{rest}"
     )
 
 
@@ -251,32 +252,32 @@ def _translate(
         case HFValidationError():
             return NotFound(f"{name!r} is not a name such as org/name", field="name")
         case HfHubHTTPError():
-            return _translate_status(error.response.status_code, name)
+            return _translate_status(error.response.status_code, name, target)
         case OfflineModeIsEnabled():
             return Unavailable("HF_HUB_OFFLINE is set: unset it to download")
         case OSError():
             return _translate_disk(error, name, target)
         case _:
-            return _no_hub(f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            return _no_hub(reason, has_begun=target is not None)
 
 
 def _translate_disk(error: Exception, name: str, target: Path | None) -> PagemillError:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
-            f"the disk of {target} is full: free some space and run the command again, it"
-            " continues where it stopped"
+            f"the disk of {target} is full: free some space and run the command again{CONTINUES}"
         )
     return Unavailable(f"{name} cannot be stored in {target}: {error}")
 
 
-def _translate_status(status: int, name: str) -> PagemillError:
+def _translate_status(status: int, name: str, target: Path | None) -> PagemillError:
     if status in (401, 403):
         return AccessDenied(
             f"{constants.ENDPOINT} refuses {name} with status {status}: set HF_TOKEN to a token"
             " that may read it, or run `hf auth login`",
             field="name",
         )
+    rest = "" if target is None else CONTINUES
     return Unavailable(
-        f"{constants.ENDPOINT} answers with status {status}; run the command again later, it"
-        " continues where it stopped"
+        f"{constants.ENDPOINT} answers with status {status}; run the command again later{rest}"
     )

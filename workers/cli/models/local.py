@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, NotFound
 from shared.models.image_folder import MODEL_INDEX, is_image_folder, list_missing_files
 from shared.vision.weight_files import INDEX, read_index
 
@@ -24,6 +24,14 @@ def check_endpoint() -> None:
         urlsplit(os.environ.get("HF_ENDPOINT", ""))
     except ValueError as error:
         raise ConfigError(f"it is not a URL: {error}", field="HF_ENDPOINT") from error
+
+
+def check_hub_name(name: str) -> None:
+    """Raise NotFound for a name that no hub has, because it has no organization."""
+    if "/" not in name:
+        raise NotFound(
+            f"{name!r} is not a name on the hub such as Qwen/Qwen2-VL-2B-Instruct", field="name"
+        )
 
 
 def list_cached() -> list[LocalModel]:
@@ -69,6 +77,8 @@ def find_local(name: str) -> LocalModel | None:
         except RuntimeError as error:
             message = f"{name}: the home directory is unknown"
             raise ConfigError(message, field="models") from error
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {name}", field="models")
         if not has_model(folder):
             raise ConfigError(
                 f"{name} is not a Hugging Face model folder (no config.json or {MODEL_INDEX})",

@@ -15,7 +15,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bars
-from rich.text import Text
+
+from workers.cli.terminal import print_wrapped
 
 LINE_S = 4.0
 
@@ -37,7 +38,8 @@ class PullDisplay:
         self._name, self._size, self._done = "", 0, 0
         self._began_s, self._before = time.monotonic(), 0
         self._bars = _bars(console) if live else None
-        self._bar = None if self._bars is None else self._bars.add_task("", start=False)
+        # A bar without a size would look like a download.
+        self._bar = self._bars.add_task("", start=False, visible=False) if self._bars else None
 
     def __enter__(self) -> Self:
         if self._bars is not None:
@@ -62,7 +64,7 @@ class PullDisplay:
         self._name, self._size, self._done, self._before = name, size, done, done
         self._began_s = time.monotonic()
         if self._bars is not None and self._bar is not None:
-            self._bars.reset(self._bar, total=size, completed=done, description=name)
+            self._bars.reset(self._bar, total=size, completed=done, visible=True, description=name)
         rest = f", from {decimal(done)} on" if done else ""
         self.say(f"{name}: {decimal(size)}{rest}")
 
@@ -73,7 +75,7 @@ class PullDisplay:
 
     def say(self, text: str) -> None:
         """Print a line without markup, because it may contain names from a hub."""
-        self._console.print(Text(text), soft_wrap=True, highlight=False)
+        print_wrapped(self._console, text)
 
     def _tick(self) -> None:
         while not self._ended.wait(self._line_s):

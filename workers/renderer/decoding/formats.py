@@ -65,5 +65,6 @@ def _open_sound(data: Bytes, descriptor: int, limits: DecodingLimits) -> AudioFi
 def _lacks_extra(title: str) -> Refusal:
     return Refusal(
         "unsupported",
-        f"{title} is not accepted here: it needs the extra pagemill[video], which is not installed",
+        f"{title} is not accepted here, because the extra pagemill[video] is not installed: run"
+        " `pip install av` in the environment of Pagemill, and restart `pagemill up`",
     )
