@@ -148,6 +148,11 @@ def without_key(subject: str) -> str:
     return ".".join(parts)
 
 
+def as_published(subject: str, tenant: str) -> str:
+    """Return the subject of a request as the clients of its tenant publish to it."""
+    return subject.replace(f"pm.request.{TENANT_MARK}{tenant}.", "pm.request.")
+
+
 def is_batch_order(subject: str) -> bool:
     """Return whether a message in a queue of requests begins or cancels a batch."""
     return subject.split(".")[-2:-1] in ([BATCH_ORDER], [BATCH_CANCEL])

@@ -7,11 +7,18 @@ import msgspec
 from msgspec import Meta
 
 from shared.config.schema import DeliveryConfig, ModelConfig
-from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
+from shared.errors import (
+    InvalidRequest,
+    RequestError,
+    UnknownAdapter,
+    UnknownModel,
+    UnsupportedContent,
+)
 from shared.helpers.validation import invalid_request, split_validation_error
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.images import PaintParams, resolve_image
+from shared.protocol.names import split_id
 from shared.protocol.pipeline import REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
@@ -30,6 +37,8 @@ class _GivenSampling(msgspec.Struct, frozen=True):
 class _OnlyTimeout(msgspec.Struct, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
+
+_SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 
 # Decoders of single fields of a request. They skip the other fields.
 _decode_sampling = json_or_msgpack(_GivenSampling, checked=True)
@@ -65,13 +74,15 @@ def admit(
         request = decode_request(data)
         params = _decode_sampling(data).sampling_params
     except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+        raise _with_hint(_invalid(error)) from error
     except UNDECODABLE as error:
         raise invalid_request(error) from error
-    subject, right = subjects.without_key(subject), subjects.request(request.model, request_id)
-    if subject != right:
+    used, right = subjects.without_key(subject), subjects.request(request.model, request_id)
+    if used != right:
+        _, tenant = split_id(request_id)
+        right, used = (subjects.as_published(place, tenant) for place in (right, used))
         raise InvalidRequest(
-            f"the subject of model {request.model!r} is {right}, not {subject}", field="model"
+            f"the subject of model {request.model!r} is {right}, not {used}", field="model"
         )
     if request.model not in models:
         raise UnknownModel(
@@ -231,6 +242,19 @@ def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) 
     fields = _decode_timeout(data)
     timeout_s = None if fields is None else fields.timeout_s
     return accepted_ms + 1000 * min(timeout_s or policy.default_timeout_s, policy.max_timeout_s)
+
+
+def _with_hint(error: RequestError) -> RequestError:
+    """Return the error for a field, with the right place for a sampling parameter.
+
+    Requests over HTTP have the sampling parameters next to the messages.
+    """
+    if error.field not in _SAMPLING_FIELDS:
+        return error
+    return InvalidRequest(
+        f"{error.field}: unknown field; did you mean sampling_params.{error.field}?",
+        field=error.field,
+    )
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:
