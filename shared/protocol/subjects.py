@@ -418,6 +418,11 @@ def batch_begun(tenant: str, batch_id: str) -> str:
     return f"{_batches_of(tenant)}.{batch_id}.begun"
 
 
+def batches_named(batch_id: str) -> str:
+    """Subjects under which the orders of all tenants are stored. With `*`, those of all batches."""
+    return f"pm.batches.*.{batch_id}.begun"
+
+
 def batch_cancelled(tenant: str, batch_id: str) -> str:
     """Subject of the order of a client to cancel a batch."""
     return f"{_batches_of(tenant)}.{batch_id}.cancelled"

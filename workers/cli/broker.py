@@ -4,9 +4,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import structlog
+
 from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.stage.pipelines import ENGINE
+from shared.telemetry import logs
 from workers import settings
 from workers.cli.options import find_writer, load
 
@@ -19,6 +22,9 @@ async def connected(
     login: Login, name: str, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> AsyncIterator[Bus]:
     """Connect to the broker for one command. Raises Unavailable after `timeout_s`."""
+    if not structlog.is_configured():
+        # Log lines of the connection would appear in the output. A command reports its errors.
+        logs.configure_logging("error", role=name)
     bus = await Bus.connect(login, name, timeout_s)
     try:
         yield bus

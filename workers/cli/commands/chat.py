@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from shared.errors import InvalidRequest
-from shared.telemetry import logs
 from workers.cli.broker import connected_to_writer
 from workers.cli.chat import Chat
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, find_login
@@ -31,8 +30,6 @@ def chat(
         raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
     name = asyncio.run(_find_model(config, nats, model))
     login = find_login(config, nats)
-    # Log lines of the connection would appear in the middle of an answer.
-    logs.configure_logging("error", role="chat")
     return Chat(login, name, system).run()
 
 
