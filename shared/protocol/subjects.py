@@ -419,7 +419,7 @@ def batch_begun(tenant: str, batch_id: str) -> str:
 
 
 def batches_named(batch_id: str) -> str:
-    """Subjects under which the orders of all tenants are stored. With `*`, those of all batches."""
+    """Subjects of the stored orders of all tenants for an id. With `*`, orders of all batches."""
     return f"pm.batches.*.{batch_id}.begun"
 
 

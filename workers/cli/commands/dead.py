@@ -149,7 +149,8 @@ def _print_letter(stored: StoredLetter) -> None:
     print_rows(rows)
     for attempt in letter.history:
         print_line(f"         {format_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}")
-    print_line(letter.traceback)
+    if letter.error.fault != "client":
+        print_line(letter.traceback)
     if letter.request:
         print_line(letter.request.decode(errors="replace"))
 
