@@ -4,8 +4,7 @@ renderers.
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -13,7 +12,7 @@ from msgspec import Struct
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
-from shared.errors import InvalidRequest, LogTruncated, Unavailable, UnsupportedVersion
+from shared.errors import InvalidRequest, Unavailable, UnsupportedVersion
 from shared.helpers.task_set import run_for_each
 from shared.protocol import names, subjects
 from shared.protocol import renderer_rpc as rpc
@@ -23,7 +22,7 @@ from shared.protocol.records import LogRecord, OutputRecord, named_error
 from shared.protocol.requests import GenerateRequest, encode_request, version_of_request
 from shared.protocol.versions import OLDEST_VERSION, needed_version, version_header
 from shared.state import media_store
-from shared.state.log_reader import LogReader, NotEnded
+from shared.state.log_reader import LogReader
 
 # A renderer may have to fetch and process all images of a request before it replies.
 ANSWER_TIMEOUT_S = 30.0
@@ -97,7 +96,7 @@ async def follow(
     the log is still empty after a pause, and returns whether it will stay empty. Raises
     LogTruncated when the next record has been removed.
     """
-    async with _open_log(bus, request_id, start) as reader:
+    async with _reader_of(bus, request_id, start) as reader:
         async for record in reader.records(at_once=True, timeout_s=timeout_s, is_void=is_void):
             if isinstance(record, LogRecord):
                 yield record
@@ -116,26 +115,16 @@ async def follow_output(
     `is_void` is as in `follow`. Raises what `follow` raises.
     """
     _check_name(output, "output")
-    async with _open_log(bus, request_id, start, output) as reader:
+    async with _reader_of(bus, request_id, start, output) as reader:
         async for record in reader.records(at_once=True, timeout_s=timeout_s, is_void=is_void):
             if isinstance(record, OutputRecord):
                 yield record
 
 
-@asynccontextmanager
-async def _open_log(
-    bus: Bus, request_id: str, start: int, output: str = TEXT
-) -> AsyncIterator[LogReader]:
-    """Open a log. Raises LogTruncated if it has no record well after the end of its request."""
+def _reader_of(bus: Bus, request_id: str, start: int, output: str = TEXT) -> LogReader:
     if not names.is_task_id(request_id):
         raise InvalidRequest(f"request_id {names.NAME_RULE}", field="request_id")
-    async with LogReader(bus, request_id, start, output) as reader:
-        try:
-            yield reader
-        except NotEnded:
-            if reader.is_empty:
-                raise LogTruncated("this log has been removed to make room") from None
-            raise
+    return LogReader(bus, request_id, start, output)
 
 
 async def cancel(bus: Bus, request_id: str, trace: Mapping[str, str] | None = None) -> None:

@@ -123,8 +123,9 @@ def encode_parts(head: Struct, tensors: Sequence[TensorData]) -> list[bytes | me
     header = _encoder.encode(_Header(entries, msgspec.Raw(_encoder.encode(head))))
     if len(header) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
         raise PayloadTooLarge(
-            f"a head of {len(header)} bytes with {len(entries)} tensors is over the limits of"
-            f" {MAX_HEADER_BYTES} bytes and {MAX_TENSORS} tensors"
+            f"the request has {len(header) / 1e6:.2f} MB without its media, and {len(entries)}"
+            f" arrays of media; the limits are {MAX_HEADER_BYTES / 1e6:.2f} MB and {MAX_TENSORS}"
+            " arrays"
         )
     body_offset = _align(_PREFIX.size + len(header))
     parts: list[bytes | memoryview] = [

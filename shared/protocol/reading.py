@@ -103,6 +103,7 @@ class RequestStatus(Struct, frozen=True):
     """Status of a request, as `pagemill where` shows it."""
 
     request_id: str
+    """In the reply to a client: the id as the client wrote it."""
     state: State
     model: str | None = None
     """null if neither a queue nor an attempt names it any more."""

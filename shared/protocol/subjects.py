@@ -148,6 +148,11 @@ def without_key(subject: str) -> str:
     return ".".join(parts)
 
 
+def as_published(subject: str, tenant: str) -> str:
+    """Return the subject of a request as the clients of its tenant publish to it."""
+    return subject.replace(f"pm.request.{TENANT_MARK}{tenant}.", "pm.request.")
+
+
 def is_batch_order(subject: str) -> bool:
     """Return whether a message in a queue of requests begins or cancels a batch."""
     return subject.split(".")[-2:-1] in ([BATCH_ORDER], [BATCH_CANCEL])
@@ -411,6 +416,11 @@ def stored_batch(subject: str) -> str:
 def batch_begun(tenant: str, batch_id: str) -> str:
     """Subject of the order of a client to run a batch. With `*` as the id, all of a tenant."""
     return f"{_batches_of(tenant)}.{batch_id}.begun"
+
+
+def batches_named(batch_id: str) -> str:
+    """Subjects of the stored orders of all tenants for an id. With `*`, orders of all batches."""
+    return f"pm.batches.*.{batch_id}.begun"
 
 
 def batch_cancelled(tenant: str, batch_id: str) -> str:

@@ -30,6 +30,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.requests import tenant_header
 from shared.protocol.stored_size import LOG_BYTES_HEADER, MESSAGE_BYTES
 from shared.state import batch_room
+from shared.state.any_tenant import only_tenant
 from shared.state.batch_files import replacing_headers
 from shared.state.log_pages import PagedLog, PagedRecord
 
@@ -138,6 +139,16 @@ async def _read_cancelled(bus: Bus, tenant: str, batch_id: str) -> BatchCancelle
     return None if stored is None else decode_batch_cancelled(stored.data)
 
 
+async def tenant_of(bus: Bus, batch_id: str) -> str | None:
+    """Return the tenant of a stored batch; None without one.
+
+    Raises InvalidRequest for an id that several tenants use, and Unavailable.
+    """
+    place = subjects.batches_named(batch_id)
+    orders = await bus.figures.subjects_of(subjects.BATCHES_STREAM, place)
+    return only_tenant(batch_id, map(subjects.tenant_of, orders), "batch")
+
+
 async def begin(bus: Bus, begun: BatchBegun) -> None:
     """Store the order to run a batch, and queue the batch.
 
@@ -202,9 +213,11 @@ async def _store_cancellation(bus: Bus, tenant: str, batch_id: str, ttl_s: float
 
 
 async def list_begun(
-    bus: Bus, tenant: str, limit: int | None = None, after: str | None = None
+    bus: Bus, tenant: str | None, limit: int | None = None, after: str | None = None
 ) -> list[BatchBegun]:
     """Return the orders of a tenant's stored batches, the newest first, at most `limit`.
+
+    Without a tenant, which is None, they are the orders of all tenants.
 
     With `after`, the list begins with the next order after this batch. Raises NotFound if there is
     no such batch, and Unavailable.
@@ -213,16 +226,18 @@ async def list_begun(
 
 
 async def iterate_begun(
-    bus: Bus, tenant: str, after: str | None = None
+    bus: Bus, tenant: str | None, after: str | None = None
 ) -> AsyncIterator[BatchBegun]:
     """Yield the orders that `list_begun` returns. They are read as they are used."""
     end = None
     if after is not None:
-        stored = await _read_begun(bus, tenant, after) if names.is_name(after) else None
+        stored = await _read_begun(bus, tenant or "", after) if names.is_name(after) else None
         if stored is None:
             raise NotFound(f"the list has no {after!r}", field="after")
         end = stored.sequence
-    subject = subjects.stored_batch(subjects.batch_begun(tenant, "*"))
+    subject = subjects.batches_named("*")
+    if tenant is not None:
+        subject = subjects.stored_batch(subjects.batch_begun(tenant, "*"))
     async for message in bus.read_backwards(subjects.BATCHES_STREAM, subject, end):
         order = decode_batch_begun(message.data)
         if order is not None:

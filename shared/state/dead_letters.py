@@ -13,6 +13,7 @@ from shared.protocol.messages import DeadLetter, decode_dead_letter
 from shared.protocol.requests import GenerateRequest, version_of_request
 from shared.protocol.steps import decode_response_task
 from shared.protocol.versions import version_header
+from shared.state.any_tenant import only_tenant
 from shared.state.response_status import find_any_tenants
 
 _KEY = re.compile(r"dead:(\d{1,18})")
@@ -39,13 +40,24 @@ async def read_newest(bus: Bus, limit: int) -> AsyncIterator[StoredLetter]:
 
 
 async def find(bus: Bus, address: str) -> StoredLetter:
-    """Return the letter with a key, or the latest one with a name. Raises NotFound."""
+    """Return the letter with a key, or the latest one with a name, of any tenant.
+
+    Raises NotFound, and InvalidRequest for a name that several tenants use.
+    """
     if match := _KEY.fullmatch(address):
         stored = await bus.read_next(subjects.DEAD_STREAM, int(match[1]))
         if stored is not None and stored.sequence != int(match[1]):
             stored = None
     elif names.is_task_id(address) or names.is_job_id(address):
         stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(address))
+        if stored is None and names.TENANT_MARK not in address:
+            letters = await bus.figures.subjects_of(subjects.DEAD_STREAM, subjects.DEAD_FILTER)
+            ids = [names.split_id(subjects.last_token(letter)) for letter in letters]
+            tenants = (tenant for name, tenant in ids if name == address)
+            tenant = only_tenant(address, tenants, "letter")
+            if tenant is not None:
+                place = subjects.dead_of(names.scoped_id(address, tenant))
+                stored = await bus.read_last(subjects.DEAD_STREAM, place)
     else:
         raise InvalidRequest("not the key or the name of a dead letter", field="letter")
     if stored is None:

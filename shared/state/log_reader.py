@@ -23,6 +23,10 @@ class NotEnded(Unavailable):
     """Raised when the log of a request has no final record after its deadline."""
 
 
+class LogUnreadable(Unavailable):
+    """Raised when the broker does not return the log of a stored request."""
+
+
 class LogReader:
     """Yields each record of one log once and in order, from record `start` to the final one.
 
@@ -63,8 +67,9 @@ class LogReader:
         With `at_once`, the log is read first, because it may have records already. `is_void` is
         called when the log is still empty after a pause, and returns whether it will stay empty.
 
-        Raises LogTruncated if the next record has been removed, and NotEnded if there is no final
-        record well after `timeout_s`.
+        Raises LogTruncated if the next record has been removed, LogUnreadable, and NotEnded if
+        there is no final record well after `timeout_s`. A log that is read at once, and has no
+        record then, has been removed.
         """
         loop = asyncio.get_running_loop()
         give_up = None if timeout_s is None else loop.time() + timeout_s + GRACE_S
@@ -86,6 +91,8 @@ class LogReader:
             if has_waited and self.is_empty and is_void is not None and await is_void():
                 return
             if give_up is not None and not new and loop.time() > give_up:
+                if at_once and self.is_empty:
+                    raise LogTruncated("this log has been removed to make room")
                 raise NotEnded("no worker has ended the request by its deadline")
 
     async def _read(self, silence_s: float) -> list[AnyRecord]:
@@ -99,7 +106,11 @@ class LogReader:
                 self._position = self._expected = record.index + 1
                 self._next_sequence = live.sequence + 1
                 return [] if isinstance(record, UnknownRecord) else [record]
-        stored = await self._bus.read(subjects.TOKENS_STREAM, self._subject, self._next_sequence)
+        place = subjects.TOKENS_STREAM, self._subject, self._next_sequence
+        try:
+            stored = await self._bus.read(*place)
+        except Unavailable as error:
+            raise LogUnreadable(error.message) from error
         new = []
         for message in stored:
             self._next_sequence = message.sequence + 1

@@ -21,6 +21,7 @@ from shared.protocol.reading import Attempt, Outcome, RequestStatus
 from shared.protocol.records import Failure, Finish, LogRecord, StageSpan
 from shared.protocol.task_messages import TaskHeader
 from shared.state import request_registry
+from shared.state.any_tenant import only_tenant
 from shared.state.log_reader import GRACE_S
 from shared.state.scale_state import find_pool
 from shared.state.token_log import last_record
@@ -109,15 +110,10 @@ async def find_any_tenants(bus: Bus, request_id: str) -> RequestStatus:
         logs = await bus.figures.subjects_of(subjects.TOKENS_STREAM, subjects.tenants_logs(name))
         ids = {subjects.id_in(log) for log in logs if subjects.is_text_log(log)}
         ids |= await request_queue.tenants_ids(bus, name)
-        tenants = sorted(names.split_id(scoped_id)[1] for scoped_id in ids)
-        if len(tenants) > 1:
-            scoped = ", ".join(names.scoped_id(request_id, tenant) for tenant in tenants)
-            raise InvalidRequest(
-                f"several tenants have a request {request_id}: name one of {scoped}",
-                field="request_id",
-            )
-        if tenants:
-            return await find(bus, names.scoped_id(request_id, tenants[0]))
+        tenants = (names.split_id(scoped_id)[1] for scoped_id in ids)
+        tenant = only_tenant(request_id, tenants, "request")
+        if tenant is not None:
+            return await find(bus, names.scoped_id(request_id, tenant))
     return status
 
 

@@ -97,19 +97,21 @@ async def test_a_file_is_run_once_and_its_results_are_written(
     await batch.results(begun.batch_id, which="errors", tenant=tenant, nats=url)
     await batch.follow(begun.batch_id, tenant=tenant, nats=url)
     assert [json.loads(line)["n"] for line in capsys.readouterr().out.split()] == [4, 1, 2, 3, 4]
-    await batch.show(begun.batch_id, json=True, tenant=tenant, nats=url)
-    shown = json.loads(capsys.readouterr().out)
+    for address in (begun.batch_id, f"{begun.batch_id}@{tenant}"):
+        await batch.show(address, json=True, nats=url)
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["batch"] == f"{begun.batch_id}@{tenant}"
     assert (shown["status"], shown["lines"], shown["errors"]) == ("completed", 4, 1)
     # A batch that has ended is not cancelled.
     assert await batch.cancel(begun.batch_id, tenant=tenant, nats=url) == 2
     await batch.create(file, tenant=tenant, nats=url)
     batch_id = capsys.readouterr().out.split()[-1]
     assert (await batch_log.list_begun(bus, tenant))[0].batch_id == batch_id
-    await batch.list_batches(tenant=tenant, nats=url)
+    await batch.list_batches(limit=2, nats=url)
     # Each batch is one line, also without a terminal.
     newest_row, row = capsys.readouterr().out.splitlines()[1:]
-    assert newest_row.split()[2:] == ["validating", "0", "0", "0", batch_id]
-    assert row.split()[2:] == ["completed", "4", "3", "1", begun.batch_id]
+    assert newest_row.split()[2:] == ["validating", "0", "0", "0", f"{batch_id}@{tenant}"]
+    assert row.split()[2:] == ["completed", "4", "3", "1", f"{begun.batch_id}@{tenant}"]
 
 
 async def test_a_file_with_errors_is_not_uploaded(

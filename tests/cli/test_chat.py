@@ -174,8 +174,8 @@ async def test_an_answer_that_is_cut_off_names_the_command_that_prints_it(
 
     assert await talk.run("a", answers=(["Hello ", end_broker],)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error unavailable: ")
-    assert line.endswith(f": the answer was cut off; `pagemill follow {talk.ids[0]}` prints it")
+    stored = f"the request is stored: pagemill follow {talk.ids[0]}"
+    assert line == f"error unavailable: the server has stopped; {stored}"
     await bus.close()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from nats.aio.client import Client as NatsClient
 
+from shared import client
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import Cancelled, WorkerFailure
@@ -162,6 +163,22 @@ async def test_follow_waits_for_what_a_gateway_has_just_recorded(
     assert not following.done()
     await finish(bus, request_id)
     assert (await following)[0] == 0
+
+
+async def test_follow_saves_an_image_or_says_how_to(
+    broker: EmbeddedServer, bus: Bus, request_id: str, tmp_path: Path
+) -> None:
+    media = await client.pin_media(bus, b"png")
+    output = await LogWriter.open(bus, request_id, attempt=1, output="image")
+    await output.image(0, media, (8, 8), seed=5)
+    await output.end(OutputSummary())
+    log = await LogWriter.open(bus, request_id, attempt=1)
+    await log.finish(OutputSummary(usage=Usage(1, 0), path=[]), {"image": OutputSummary()})
+    code, out, err = await run(broker, "follow", request_id)
+    hint = f"the answer has an image: pagemill follow {request_id} -o FILE saves it\n"
+    assert (code, out, err) == (0, "", hint)
+    await run(broker, "follow", request_id, "-o", str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes() == b"png"
 
 
 async def test_follow_names_the_requests_of_several_prompts(

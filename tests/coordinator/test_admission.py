@@ -40,6 +40,14 @@ def test_given_parameters_win_even_when_they_equal_the_general_default() -> None
     assert sampling_of(body) == SamplingParams(temperature=1.0, max_tokens=None)
 
 
+def test_the_error_about_a_subject_has_the_subjects_that_the_tenant_publishes_to() -> None:
+    data = json.dumps(GOOD | {"model": "other"}).encode()
+    with pytest.raises(InvalidRequest) as refused:
+        admit("pm.request.@local.key.demo.r1", "r1@local", data, MODELS, PIPELINES)
+    subjects = "pm.request.other.r1, not pm.request.demo.r1"
+    assert refused.value.message == f"the subject of model 'other' is {subjects}"
+
+
 def test_token_ids_are_strings_where_json_wants_keys() -> None:
     body = GOOD | {"sampling_params": {"logit_bias": {"17": -100, "3": 2.5}}}
     assert sampling_of(body).logit_bias == {17: -100.0, 3: 2.5}
@@ -86,6 +94,7 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
     (GOOD | {"tenant": "somebody"}, InvalidRequest, "tenant", "unknown field"),
     (GOOD | {"cache_key": "somebody"}, InvalidRequest, "cache_key", "unknown field"),
     (GOOD | {"temperatur": 1}, InvalidRequest, "temperatur", "unknown field"),
+    (GOOD | {"max_tokens": 9}, InvalidRequest, "max_tokens", "sampling_params.max_tokens"),
     (GOOD | {"request_id": "r1"}, InvalidRequest, "request_id", "unknown field"),
     (with_sampling(temperatur=1), InvalidRequest, "sampling_params.temperatur", "unknown field"),
     (with_sampling(temperature=-1), InvalidRequest, "sampling_params.temperature", "at least 0"),

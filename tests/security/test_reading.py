@@ -178,7 +178,8 @@ async def test_the_state_is_the_one_that_where_shows(site: Site) -> None:
     await site.write("r@a", "text")
     status = await request_status.find(site.operator, "r@a")
     assert status.state == "finished"
-    assert await call(site.a, "pm.state.r") == json.loads(to_json(status))
+    expected = json.loads(to_json(status)) | {"request_id": "r"}
+    assert await call(site.a, "pm.state.r") == expected
     assert (await call(site.b, "pm.state.r"))["state"] == "unknown"
 
 
@@ -250,7 +251,8 @@ async def test_trusted_clients_name_the_tenant(site: Site, identity: str, tmp_pa
         inbox_prefix=f"_INBOX.{identity}",
     )
     assert (await call(nc, "pm.read.r@a"))["ended"]
-    assert (await call(nc, "pm.state.r@a"))["state"] == "finished"
+    state = await call(nc, "pm.state.r@a")
+    assert (state["state"], state["request_id"]) == ("finished", "r@a")
     assert base64.b64decode((await call(nc, f"pm.file.{name}@a"))["data"]) == b"file"
     assert await code_of(nc, "pm.read.r") == "not_found"
     await nc.close()

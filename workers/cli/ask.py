@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import contextlib
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import msgspec
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.errors import Unavailable
 from shared.helpers.validation import invalid_request
 from shared.protocol.multimodal import AUDIO, DOCUMENT, IMAGE, VIDEO, FileKind
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
@@ -29,6 +32,7 @@ from shared.protocol.requests import (
     VideoURL,
 )
 from shared.protocol.sampling import SamplingParams
+from shared.state.log_reader import LogUnreadable
 from workers.cli.inputs import Medium, read_media
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
@@ -46,46 +50,66 @@ _CONTENT = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 
 
 async def print_records(
-    records: AsyncIterator[LogRecord],
+    records: AsyncGenerator[LogRecord, None],
+    request_id: str,
     *,
     as_json: bool,
-    has_text: bool = True,
+    output: Path | None = None,
     files: Sequence[str] = (),
 ) -> int:
     """Print records and return the exit code: 0 for an answer, 1 for an error.
 
-    An answer without text ends without a line break. `files` is as in `print_error`.
+    An answer without text ends without a line break. `output` is as in `naming_request`, and
+    `files` as in `print_error`.
 
-    Raises CancelledError on Ctrl-C.
+    Raises CancelledError on Ctrl-C, and Unavailable.
     """
-    record = None
-    with cancelled_by_signals():
-        async for record in records:
-            if as_json:
-                print_json(record)
-            elif has_text or isinstance(record, Failure):
-                _print_text(record, files)
+    record, has_text = None, False
+    with cancelled_by_signals(), naming_request(request_id, output):
+        async with contextlib.aclosing(records):
+            async for record in records:
+                has_text = has_text or isinstance(record, TokenChunk)
+                if as_json:
+                    print_json(record)
+                elif has_text or not (isinstance(record, Finish) and record.outputs):
+                    _print_text(record, files)
     return 0 if isinstance(record, Finish) else 1
+
+
+@contextlib.contextmanager
+def naming_request(request_id: str, output: Path | None = None) -> Iterator[None]:
+    """Raise Unavailable with the command that continues, if the broker stops during the answer.
+
+    `output` is the file of an answer that is not a text.
+    """
+    try:
+        yield
+    except LogUnreadable as error:
+        command = f"pagemill follow {request_id}"
+        if output is not None:
+            command += f" -o {shlex.quote(str(output))}"
+        raise Unavailable(f"the server has stopped; the request is stored: {command}") from error
 
 
 async def print_answer(
     bus: Bus,
     request_id: str,
-    records: AsyncIterator[LogRecord],
+    records: AsyncGenerator[LogRecord, None],
     *,
     as_json: bool,
-    has_text: bool = True,
+    output: Path | None = None,
     durable: bool = False,
     files: Sequence[str] = (),
 ) -> int:
     """Print a new request's id and its records, and return the exit code.
 
-    Ctrl-C cancels the request, unless it is `durable`. `files` is as in `print_error`.
+    Ctrl-C cancels the request, unless it is `durable`. `output` is as in `naming_request`, and
+    `files` as in `print_error`. Raises Unavailable.
     """
     # Records do not contain the id, and it is needed to follow, find or cancel the request.
     print_note(f"request {request_id}")
     try:
-        return await print_records(records, as_json=as_json, has_text=has_text, files=files)
+        return await print_records(records, request_id, as_json=as_json, output=output, files=files)
     except asyncio.CancelledError:
         if not durable:
             await client.cancel(bus, request_id)

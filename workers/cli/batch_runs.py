@@ -17,7 +17,6 @@ from shared.bus.login import Login
 from shared.config.schema import Config
 from shared.errors import InvalidRequest, NotFound
 from shared.state import batch_log
-from shared.telemetry import logs
 from workers.cli import batches
 from workers.cli.batch_display import BatchDisplay, errors_by_code
 from workers.cli.broker import connected
@@ -83,7 +82,6 @@ async def run_until_interrupted(
     order: Order, files: ResultFiles, config: Config, login: Login
 ) -> int:
     """Run a file at a running Pagemill, and return the exit code. Raises PagemillError."""
-    logs.configure_logging("error", role="batch")  # A loss of the connection is a note.
     with cancelled_by_signals():
         return await run(order, files, config, login)
 

@@ -27,6 +27,7 @@ from shared.protocol import subjects
 from shared.protocol.batch_log import Results
 from shared.protocol.batch_orders import BatchOrder
 from shared.protocol.encoding import UNDECODABLE
+from shared.protocol.names import is_name, split_id
 from shared.state import batch_files, batch_intake, batch_log, batch_room
 from shared.state.media_store import MediaUpload, StoredFile
 from shared.tenants.storage_quotas import StorageQuotas
@@ -155,6 +156,18 @@ async def find(bus: Bus, batch_id: str, tenant: str) -> BatchState:
     if log is None:
         raise NotFound(f"there is no batch {batch_id!r}, or it has expired")
     return log.state
+
+
+async def find_any_tenant(bus: Bus, address: str, tenant: str) -> BatchState:
+    """Return the state of the batch ID or ID@TENANT, which without a tenant is of any tenant.
+
+    Raises NotFound, and InvalidRequest for an id that several tenants use.
+    """
+    batch_id, named = split_id(address)
+    tenant = tenant or named
+    if not tenant and is_name(batch_id) and await batch_log.open_batch(bus, "", batch_id) is None:
+        tenant = await batch_log.tenant_of(bus, batch_id) or ""
+    return await find(bus, batch_id, tenant)
 
 
 async def follow(

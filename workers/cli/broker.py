@@ -5,12 +5,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import structlog
+
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import is_listening
 from shared.bus.login import Login
 from shared.config.schema import Config
 from shared.errors import Unavailable, UnknownModel
 from shared.stage.pipelines import ENGINE
+from shared.telemetry import logs
 from workers import settings
 from workers.cli.options import find_writer, load
 
@@ -25,6 +28,9 @@ async def connected(
     login: Login, name: str, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> AsyncIterator[Bus]:
     """Connect to the broker for one command. Raises Unavailable after `timeout_s`."""
+    if not structlog.is_configured():
+        # Log lines of the connection would appear in the output. A command reports its errors.
+        logs.configure_logging("error", role=name)
     try:
         bus = await Bus.connect(login, name, timeout_s)
     except Unavailable as error:

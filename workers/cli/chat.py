@@ -16,12 +16,12 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.login import Login
 from shared.config.schema import Config
-from shared.errors import InvalidRequest, NotFound, PagemillError, Unavailable
+from shared.errors import InvalidRequest, NotFound, PagemillError
 from shared.helpers.validation import invalid_request
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.cli.ask import media_parts, name_place
+from workers.cli.ask import media_parts, name_place, naming_request
 from workers.cli.broker import check_model, connected, known_models
 from workers.cli.inputs import Medium, read_input
 from workers.cli.terminal import (
@@ -202,24 +202,22 @@ class Chat:
             request = await self._build_request(bus)
             sampling = self._params or None
             try:
-                async for record in client.ask(bus, request, request_id, sampling=sampling):
-                    if not isinstance(record, TokenChunk):
-                        if isinstance(record, Finish):
-                            turn.answer = turn.answer or ""
-                        return record, reason
-                    rate.add(sum(len(c.token_ids) for c in record.choices), time.monotonic())
-                    for choice in record.choices:
-                        reason = choice.finish_reason or reason
-                        if choice.text:
-                            turn.answer = (turn.answer or "") + choice.text
-                            write_text(choice.text)
+                with naming_request(request_id):
+                    async for record in client.ask(bus, request, request_id, sampling=sampling):
+                        if not isinstance(record, TokenChunk):
+                            if isinstance(record, Finish):
+                                turn.answer = turn.answer or ""
+                            return record, reason
+                        rate.add(sum(len(c.token_ids) for c in record.choices), time.monotonic())
+                        for choice in record.choices:
+                            reason = choice.finish_reason or reason
+                            if choice.text:
+                                turn.answer = (turn.answer or "") + choice.text
+                                write_text(choice.text)
             except asyncio.CancelledError:
                 if turn.answer is None:
                     write_text("\n")  # The terminal shows `^C` in this line.
                 await client.cancel(bus, request_id)
-            except Unavailable as error:
-                hint = f"the answer was cut off; `pagemill follow {request_id}` prints it"
-                raise Unavailable(f"{error.message}: {hint}") from error
         return None, reason
 
     async def _build_request(self, bus: Bus) -> GenerateRequest:

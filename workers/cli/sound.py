@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 
 from shared import client
 from shared.bus.bus import Bus
@@ -58,6 +59,14 @@ async def while_saving(
     finally:
         saving.cancel()
         await asyncio.gather(saving, return_exceptions=True)
+
+
+async def save_sound(bus: Bus, request_id: str, output: str, path: Path) -> None:
+    """Write the sound of a request to a WAV file, and print its length."""
+    with NewFile(path) as file:
+        if seconds := await _save(bus, request_id, output, file):
+            file.keep()
+        print_note(f"{path}: {seconds:.1f} s of sound")
 
 
 async def _save(bus: Bus, request_id: str, output: str, file: NewFile) -> float:

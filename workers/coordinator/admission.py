@@ -12,6 +12,7 @@ from shared.helpers.validation import complaint_of, invalid_request
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, ClientDecoder, or_none
 from shared.protocol.images import PaintParams, resolve_image
+from shared.protocol.names import split_id
 from shared.protocol.pipeline import REQUEST, TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
@@ -30,6 +31,8 @@ class _GivenSampling(msgspec.Struct, frozen=True):
 class _OnlyTimeout(msgspec.Struct, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
+
+_SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 
 # Decoders of single fields of a request. They skip the other fields.
 _decode_sampling = ClientDecoder(_GivenSampling, checked=True)
@@ -66,10 +69,12 @@ def admit(
         params = _decode_sampling(data).sampling_params
     except UNDECODABLE as error:
         raise _refusal(error) from error
-    subject, right = subjects.without_key(subject), subjects.request(request.model, request_id)
-    if subject != right:
+    used, right = subjects.without_key(subject), subjects.request(request.model, request_id)
+    if used != right:
+        _, tenant = split_id(request_id)
+        right, used = (subjects.as_published(place, tenant) for place in (right, used))
         raise InvalidRequest(
-            f"the subject of model {request.model!r} is {right}, not {subject}", field="model"
+            f"the subject of model {request.model!r} is {right}, not {used}", field="model"
         )
     if request.model not in models:
         raise UnknownModel(
@@ -233,7 +238,13 @@ def latest_deadline_ms(data: bytes, accepted_ms: float, policy: DeliveryConfig) 
 
 def _refusal(error: Exception) -> InvalidRequest | UnsupportedContent:
     if isinstance(error, msgspec.ValidationError):
-        path, _, _, tag = complaint_of(error)
-        if tag in UNSUPPORTED_PARTS:
-            return UnsupportedContent(f"{path}: {tag} is not supported by this model", field=path)
+        complaint = complaint_of(error)
+        path = complaint.path
+        if complaint.tag in UNSUPPORTED_PARTS:
+            message = f"{path}: {complaint.tag} is not supported by this model"
+            return UnsupportedContent(message, field=path)
+        if complaint.kind == "unknown" and path in _SAMPLING_FIELDS:
+            # Requests over HTTP have the sampling parameters next to the messages.
+            message = f"{path}: unknown field; did you mean sampling_params.{path}?"
+            return InvalidRequest(message, field=path)
     return invalid_request(error, GenerateRequest)

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from msgspec.structs import replace
+
 from shared.bus.bus import HEADER_BYTES, Bus
 from shared.bus.messaging import GroupResponder
 from shared.errors import InvalidRequest, MediaNotFound, NotFound, Overloaded
@@ -42,7 +44,7 @@ REFUSAL_S = 1.0
 MAX_REFUSALS = 1024
 
 Answer = Callable[[str, bytes], Awaitable[bytes]]
-"""Function from the name in a subject, with its tenant, and a request to the answer."""
+"""Function from a subject, which ends with a name, and a request to the answer."""
 
 
 class Reading:
@@ -78,14 +80,14 @@ class Reading:
         await asyncio.gather(*(responder.stop(drain_s) for responder in self._responders))
 
     async def _reply(self, answer: Answer, data: bytes, _: str | None, subject: str) -> bytes:
-        return await reply_of(self._answer(answer, subjects.id_in(subject), data))
+        return await reply_of(self._answer(answer, subject, data))
 
-    async def _answer(self, answer: Answer, name: str, data: bytes) -> bytes:
+    async def _answer(self, answer: Answer, subject: str, data: bytes) -> bytes:
         if len(data) > MAX_REQUEST_BYTES:
             raise InvalidRequest(
                 f"the request has {len(data)} bytes, the limit is {MAX_REQUEST_BYTES}"
             )
-        _, tenant = names.split_id(name)
+        _, tenant = names.split_id(subjects.id_in(subject))
         if self._num_reads[tenant] >= self._max_reads:
             await self._delay_refusal()
             raise Overloaded(
@@ -96,7 +98,7 @@ class Reading:
         try:
             async with self._turns.turn(tenant, MAX_HELD):
                 await self._precedence.wait()
-                return await answer(name, data)
+                return await answer(subject, data)
         finally:
             self._num_reads[tenant] -= 1
             if not self._num_reads[tenant]:
@@ -110,8 +112,8 @@ class Reading:
             finally:
                 self._num_refusals -= 1
 
-    async def _read_log(self, request_id: str, data: bytes) -> bytes:
-        _check_id(request_id)
+    async def _read_log(self, subject: str, data: bytes) -> bytes:
+        request_id = _request_id_in(subject)
         request = decode_read_request.read(data) if data else ReadRequest()
         if not names.is_name(request.output):
             raise InvalidRequest(f"output {names.NAME_RULE}", field="output")
@@ -132,14 +134,16 @@ class Reading:
             raise NotFound(f"this request has no output {request.output!r}", field="output")
         return to_json(page)
 
-    async def _find_state(self, request_id: str, data: bytes) -> bytes:
-        _check_id(request_id)
+    async def _find_state(self, subject: str, data: bytes) -> bytes:
+        request_id = _request_id_in(subject)
         if data:
             raise InvalidRequest(f"the request has {len(data)} bytes, and must be empty")
-        return to_json(await request_status.find(self._bus, request_id))
+        status = await request_status.find(self._bus, request_id)
+        # The broker has added the tenant of a tenant's client.
+        return to_json(replace(status, request_id=subjects.last_token(subject)))
 
-    async def _read_results(self, scoped_id: str, data: bytes) -> bytes:
-        batch_id, tenant = names.split_id(scoped_id)
+    async def _read_results(self, subject: str, data: bytes) -> bytes:
+        batch_id, tenant = names.split_id(subjects.id_in(subject))
         request = decode_results_request.read(data) if data else ResultsRequest()
         batch = await batch_log.open_batch(self._bus, tenant, batch_id)
         if batch is None:
@@ -149,7 +153,8 @@ class Reading:
         page = await read_page_of(self._bus, log, request.start, max_bytes, self._precedence.wait)
         return to_json(page or LogPage([], request.start, ended=False))
 
-    async def _read_file(self, name: str, data: bytes) -> bytes:
+    async def _read_file(self, subject: str, data: bytes) -> bytes:
+        name = subjects.id_in(subject)
         digest, tenant = names.split_id(name)
         is_digest = media_store.parse_media_url(media_store.media_url(digest)) == digest
         if not (is_digest and names.is_scoped_id(name)):
@@ -166,6 +171,8 @@ class Reading:
         return to_json(page)
 
 
-def _check_id(request_id: str) -> None:
+def _request_id_in(subject: str) -> str:
+    request_id = subjects.id_in(subject)
     if not names.is_scoped_id(request_id):
         raise InvalidRequest(f"a request id {names.REQUEST_ID_RULE}", field="request_id")
+    return request_id

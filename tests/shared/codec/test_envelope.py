@@ -119,7 +119,7 @@ def test_encode_refuses_a_tensor_whose_buffer_does_not_fit(tensor: TensorData) -
 
 
 def test_encode_refuses_what_decode_refuses() -> None:
-    with pytest.raises(PayloadTooLarge):
+    with pytest.raises(PayloadTooLarge, match=r"has 4\.19 MB without its media.* are 4\.19 MB"):
         encode(Head("x" * codec.MAX_HEADER_BYTES), [])
     with pytest.raises(PayloadTooLarge):
         encode(Head(), [raw_tensor("uint8", [1])] * (codec.MAX_TENSORS + 1))

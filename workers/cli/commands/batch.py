@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter, validators
 from cyclopts.validators import Number
 
+from shared.protocol.names import scoped_id
 from shared.state import batch_log
-from shared.telemetry import logs
 from workers import settings
 from workers.cli import batch_lines, batch_runs, batches
 from workers.cli.audited import audited
@@ -38,7 +38,10 @@ InputFile = Annotated[Path, Parameter(validator=validators.Path(exists=True, dir
 Endpoint = Annotated[str, Parameter(help="Endpoint that the lines call.")]
 Window = Annotated[str, Parameter(help="Time in which the batch must end, such as 90m, 24h or 7d.")]
 Tenant = Annotated[str, Parameter(help="Tenant of the batch; by default none.")]
-BatchId = Annotated[str, Parameter(help="Id of the batch.")]
+BatchId = Annotated[
+    str,
+    Parameter(help="Id of the batch. If several tenants use it, ID@TENANT names the batch of one."),
+]
 BY_DEFAULT = SamplingOptions()
 DEFAULT_PAGES = 8
 """Pages in a line for a model that is not configured."""
@@ -200,17 +203,19 @@ async def create(
 async def list_batches(
     *,
     limit: Annotated[int, Parameter(validator=Number(gt=0))] = 50,
-    tenant: Tenant = "",
+    tenant: str | None = None,
     json: Json = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """List the batches of a tenant, the newest first.
+    """List the batches of all tenants, the newest first.
 
     Parameters
     ----------
     limit
         Maximum number of batches.
+    tenant
+        List only the batches of this tenant.
     """
     columns = ("status", "lines", "answers", "errors", "batch")
     rows: list[tuple[float, tuple[str | int, ...]]] = []
@@ -219,7 +224,8 @@ async def list_batches(
         for state in await batch_log.open_batches(bus, orders):
             now = state.checkpoint
             counts = (now.num_lines, now.num_answered, now.num_refused)
-            rows.append((state.begun.created_s, (state.status, *counts, state.begun.batch_id)))
+            batch_id = scoped_id(state.begun.batch_id, state.begun.tenant)
+            rows.append((state.begun.created_s, (state.status, *counts, batch_id)))
         now_s = bus.now_ms() / 1000
     if json:
         for created_s, row in rows:
@@ -243,11 +249,11 @@ async def show(
 ) -> int:
     """Print the state of a batch."""
     async with connected(find_login(config, nats), "batch") as bus:
-        state = await batches.find(bus, batch_id, tenant)
+        state = await batches.find_any_tenant(bus, batch_id, tenant)
         paused = await batches.find_pause(bus, state)
     begun, now = state.begun, state.checkpoint
     rows = {
-        "batch": batch_id,
+        "batch": scoped_id(begun.batch_id, begun.tenant),
         "status": state.status,
         "paused": paused,
         "endpoint": begun.endpoint,
@@ -302,9 +308,8 @@ async def _print_results(
     follow: bool,
 ) -> int:
     login = find_login(config, nats)
-    logs.configure_logging("error", role="batch")  # A loss of the connection is a note.
     async with connected(login, "batch") as bus:
-        state = await batches.find(bus, batch_id, tenant)
+        state = await batches.find_any_tenant(bus, batch_id, tenant)
         async for _, records in batches.follow(bus, state, to_end=follow):
             for record in records:
                 answers = record.output if which != "errors" else []
@@ -326,9 +331,9 @@ async def cancel(
 ) -> int:
     """Cancel a batch, and wait until it has ended. Its finished lines keep their results."""
     async with connected(find_login(config, nats), "batch") as bus:
-        state = await batches.find(bus, batch_id, tenant)
+        state = await batches.find_any_tenant(bus, batch_id, tenant)
         if state.ended is None:
-            async with audited(bus, "cancel", batch_id, tenant):
+            async with audited(bus, "cancel", state.begun.batch_id, state.begun.tenant):
                 await batch_log.cancel(bus, state.begun)
             with BatchDisplay() as display:
                 async for latest, _ in batches.follow(bus, state):

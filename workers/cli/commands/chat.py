@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from shared.errors import InvalidRequest
-from shared.telemetry import logs
 from workers.cli.broker import check_model, connected_to_writer
 from workers.cli.chat import Chat
 from workers.cli.options import ConfigFile, ModelName, NatsUrl, load
@@ -32,10 +31,7 @@ def chat(
         raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
     name = asyncio.run(_find_model(config, nats, model))
     loaded = load(config)
-    login = login_of(loaded, given_url=nats)
-    # Log lines of the connection would appear in the middle of an answer.
-    logs.configure_logging("error", role="chat")
-    return Chat(login, loaded, name, system).run()
+    return Chat(login_of(loaded, given_url=nats), loaded, name, system).run()
 
 
 async def _find_model(config: Path | None, nats: str | None, model: str | None) -> str:

@@ -35,8 +35,8 @@ Letter = Annotated[
     str,
     Parameter(
         help="Key of the dead letter, as `pagemill dead list` shows it, or its name for the latest"
-        " one: the id of a request, or `batch:` or `response:` and an id, with `@` and the tenant"
-        " if it has one."
+        " one: the id of a request, or `batch:` or `response:` and an id. If several tenants use"
+        " the id, ID@TENANT names the letter of one."
     ),
 ]
 COLUMNS = ("key", "age", "tries", "code", "name", "message")
@@ -149,7 +149,8 @@ def _print_letter(stored: StoredLetter) -> None:
     print_rows(rows)
     for attempt in letter.history:
         print_line(f"         {format_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}")
-    print_line(letter.traceback)
+    if letter.error.fault != "client":
+        print_line(letter.traceback)
     if letter.request:
         print_line(letter.request.decode(errors="replace"))
 

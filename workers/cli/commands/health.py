@@ -39,7 +39,8 @@ def health(
     metrics = load(config).metrics
     if metrics.listen is None or metrics.port == 0:
         raise ConfigError(
-            "health: workers answer only if metrics.listen and metrics.port are set",
+            "health: workers answer only if metrics.listen and metrics.port are set; the gateway's"
+            " path /ready needs neither",
             field="metrics.port",
         )
     answers = _ask_all(metrics, "ready" if ready else "health")

@@ -1,6 +1,6 @@
 """The command `pagemill draw`, which saves images or a video."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,7 +15,7 @@ from shared.helpers.validation import invalid_request
 from shared.protocol.images import ImageParams
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import VIDEO_KIND, OutputSpec
-from shared.protocol.records import Finish, ImageRecord, LogRecord, VideoRecord
+from shared.protocol.records import Finish, ImageRecord, LogRecord, OutputRecord, VideoRecord
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.videos import VideoParams
 from shared.stage.pipelines import pipelines_of
@@ -171,21 +171,22 @@ async def _answer(
     request_id = request_id or client.new_request_id()
     records = client.ask(bus, request, request_id)
     saved = _while_saving(bus, records, request_id, request.outputs[0], file)
-    return await print_answer(bus, request_id, saved, as_json=as_json, has_text=False)
+    return await print_answer(bus, request_id, saved, as_json=as_json, output=file)
 
 
 async def _while_saving(
     bus: Bus, records: AsyncIterator[LogRecord], request_id: str, output: str, file: Path
-) -> AsyncIterator[LogRecord]:
+) -> AsyncGenerator[LogRecord, None]:
     """Yield the records of a request, and write its files if it ends without an error."""
     async for record in records:
         yield record
         if isinstance(record, Finish):
-            await _save(bus, request_id, output, file)
+            await save_images(bus, client.follow_output(bus, request_id, output), file)
 
 
-async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
-    records = [record async for record in client.follow_output(bus, request_id, output)]
+async def save_images(bus: Bus, output: AsyncIterator[OutputRecord], file: Path) -> None:
+    """Write the images or the video of an output. Raises InvalidRequest, DiskFull, Unavailable."""
+    records = [record async for record in output]
     images = [record for record in records if isinstance(record, ImageRecord)]
     images.sort(key=lambda image: image.number)
     for image, png in zip(images, numbered(file, len(images)), strict=True):
@@ -194,7 +195,5 @@ async def _save(bus: Bus, request_id: str, output: str, file: Path) -> None:
     for video in records:
         if isinstance(video, VideoRecord):
             write_file(file, await client.read_media(bus, video.media))
-            length = f"{video.frames} frames at {video.fps} per second"
-            print_note(
-                f"{file}: {video.width} x {video.height} pixels, {length}, seed {video.seed}"
-            )
+            length = f"{video.frames} frames at {video.fps} per second, seed {video.seed}"
+            print_note(f"{file}: {video.width} x {video.height} pixels, {length}")

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,16 +13,18 @@ from msgspec.structs import replace
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.errors import Cancelled, NotFound
+from shared.errors import Cancelled, InvalidRequest, NotFound
 from shared.protocol.names import split_id
 from shared.protocol.pipeline import TEXT
 from shared.protocol.reading import RequestStatus
+from shared.protocol.records import AudioChunk, Finish, ImageRecord, LogRecord, VideoRecord
 from shared.protocol.requests import OnLate
 from shared.state import request_status, response_status
 from shared.state.response_status import FoundResponse
 from workers.cli.ask import build_request, media_parts, print_answer, print_records, with_media
 from workers.cli.audited import audited
 from workers.cli.broker import connected, connected_to_writer
+from workers.cli.commands.painting import save_images
 from workers.cli.inputs import read_input
 from workers.cli.options import (
     ConfigFile,
@@ -34,14 +36,15 @@ from workers.cli.options import (
     find_login,
     load,
 )
-from workers.cli.outputs import SPEECH_FILE, NewFile, free_path
-from workers.cli.sound import find_audio, while_saving
+from workers.cli.outputs import SPEECH_FILE, NewFile, check_output, free_path
+from workers.cli.sound import find_audio, save_sound, while_saving
 from workers.cli.terminal import (
     EXIT_INTERRUPTED,
     format_time,
     note_unmarked,
     print_json,
     print_line,
+    print_note,
     print_rows,
 )
 
@@ -52,6 +55,10 @@ CANCEL_S = 5.0
 LOOK_S = 0.1
 
 EXIT_ENDED = 2
+
+SOUND = "a sound"
+KINDS: Mapping[type, str] = {AudioChunk: SOUND, ImageRecord: "an image", VideoRecord: "a video"}
+"""Words for the media of outputs, by their records."""
 
 
 @Parameter(name="*")
@@ -141,9 +148,14 @@ async def ask(
         records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
         if file is not None:
             records = while_saving(bus, records, request_id, spoken, file)
-        files = [medium.name for medium in media]
         return await print_answer(
-            bus, request_id, records, as_json=json, durable=durable, files=files
+            bus,
+            request_id,
+            records,
+            as_json=json,
+            output=output if speech.speak else None,
+            durable=durable,
+            files=[medium.name for medium in media],
         )
 
 
@@ -153,6 +165,7 @@ async def follow(
     *,
     start: Annotated[int, Parameter(name=["--from"])] = 0,
     wait_s: Annotated[float, Parameter(name="--wait", validator=Number(gte=0))] = ARRIVAL_S,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     json: bool = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
@@ -165,18 +178,58 @@ async def follow(
         Index of the first record to print.
     wait_s
         Seconds to wait for a request that does not exist yet.
+    output
+        File for an answer that is an image, a video or a sound; numbers follow the names of several
+        images.
     json
         Print the records of the token log, one JSON object per line.
     """
+    if output is not None:
+        check_output(output)
     async with connected(find_login(config, nats), "follow") as bus:
         try:
             status = await _find(bus, request_id, wait_s)
             if status.state == "unknown":
                 raise _unknown(status)
-            records = client.follow(bus, status.request_id, start)
-            return await print_records(records, as_json=json)
+            name = status.request_id
+            records = _while_saving(bus, client.follow(bus, name, start), name, output)
+            return await print_records(records, name, as_json=json, output=output)
         except asyncio.CancelledError:
             return EXIT_INTERRUPTED
+
+
+async def _while_saving(
+    bus: Bus, records: AsyncIterator[LogRecord], request_id: str, file: Path | None
+) -> AsyncGenerator[LogRecord, None]:
+    """Yield the records of a request, and write its outputs other than text to a file.
+
+    Without a file, print how to get them. Raises InvalidRequest for a file if there are none.
+    """
+    async for record in records:
+        yield record
+        if not isinstance(record, Finish):
+            continue
+        if file is not None and not record.outputs:
+            raise InvalidRequest("the answer is a text, which -o does not save", field="output")
+        for name in record.outputs:
+            kind = await _kind_of(bus, request_id, name)
+            if kind is None:
+                continue
+            if file is None:
+                print_note(f"the answer has {kind}: pagemill follow {request_id} -o FILE saves it")
+            elif kind == SOUND:
+                await save_sound(bus, request_id, name, file)
+            else:
+                await save_images(bus, client.follow_output(bus, request_id, name), file)
+
+
+async def _kind_of(bus: Bus, request_id: str, output: str) -> str | None:
+    """Return the words for the medium of an output; None for an output that is none."""
+    async with contextlib.aclosing(client.follow_output(bus, request_id, output)) as records:
+        async for record in records:
+            if (kind := KINDS.get(type(record))) is not None:
+                return kind
+    return None
 
 
 async def cancel(

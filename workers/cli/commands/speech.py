@@ -57,4 +57,4 @@ async def say(
         async with connected(settings.login_of(loaded, given_url=nats), "say") as bus:
             records = client.ask(bus, request, request_id)
             saved = while_saving(bus, records, request_id, audio, file)
-            return await print_answer(bus, request_id, saved, as_json=json, has_text=False)
+            return await print_answer(bus, request_id, saved, as_json=json, output=output)
