@@ -38,7 +38,7 @@ async def workers_that_go_have_drained() -> None:
         await process.stdout.readline()
         return process
 
-    supervisor = Supervisor(spawn, 20.0, lambda worker: None)
+    supervisor = Supervisor(spawn, 20.0, lambda worker, code: None)
     pools = SupervisedPools(supervisor, two_pools().by_name.values())
     try:
         pools.wanted(ENGINE, 1)

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from shared.config.parsing import parse_config
+from shared.stage.runtime import EXIT_CONFIG
 from workers import settings
 from workers.cli.start_display import PROGRESS_S, StartDisplay
 from workers.cli.terminal import print_wrapped
-from workers.cli.up import next_step
+from workers.cli.up import WorkerEnds, next_step
 from workers.roles import WorkerSpec
 from workers.supervisor.start import Observation, StartWatch
 
@@ -130,6 +131,20 @@ def test_a_terminal_shows_what_starts_below_what_is_ready() -> None:
     assert "compiling kernels" not in written.getvalue()[before:]
     display.close()
     assert written.getvalue().count("ready in 1.0 s") == 1
+
+
+def test_the_end_of_a_worker_is_a_line_and_a_refusal_is_said_once() -> None:
+    written = io.StringIO()
+    ends = WorkerEnds(StartDisplay(Console(file=written), live=False))
+    engine = WorkerSpec("engine", "demo")
+    for code in (-9, EXIT_CONFIG, EXIT_CONFIG, 1):
+        ends.show(engine, code)
+    lines = written.getvalue().splitlines()
+    assert lines == [
+        "engine of demo has ended by signal 9; another process takes over",
+        "engine of demo refuses its configuration or model; `pagemill logs` says why",
+        "engine of demo has ended with exit code 1; another process takes over",
+    ]
 
 
 class Closed(io.StringIO):

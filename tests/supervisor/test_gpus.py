@@ -58,7 +58,7 @@ async def test_a_replaced_worker_keeps_its_device_and_a_new_one_gets_the_free_on
 
     config = config_of("device: cuda, devices: [0, 1]")
     places = WorkerPlaces(config, read_gpus())
-    supervisor = Supervisor(spawn, 5.0, lambda worker: None, places)
+    supervisor = Supervisor(spawn, 5.0, lambda worker, code: None, places)
     first = supervisor.add(ENGINE)
     supervisor.add(ENGINE)
     await until(lambda: len(started) == 2)

@@ -29,7 +29,7 @@ async def sleep(worker: WorkerSpec) -> Process:
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:
-    workers = Supervisor(sleep, 5.0, lambda worker: None)
+    workers = Supervisor(sleep, 5.0, lambda worker, code: None)
     yield workers
     await workers.stop()
 

@@ -49,7 +49,7 @@ def fast_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_process_that_linux_refuses_is_tried_again() -> None:
     refusal = BlockingIOError(11, "Resource temporarily unavailable")
     starts = Starts(refusal, OSError(12), ended(1))
-    supervisor = Supervisor(starts, 1.0, lambda worker: None)
+    supervisor = Supervisor(starts, 1.0, lambda worker, code: None)
     with capture_logs() as logs:
         slot = supervisor.add(ENGINE)
         await until(lambda: supervisor.pids("engine"))
@@ -64,14 +64,14 @@ async def test_a_process_that_linux_refuses_is_tried_again() -> None:
     assert (slot, starts.count) == (0, 4)
 
 
-async def test_a_refused_configuration_is_reported_and_tried_again() -> None:
-    refused: list[WorkerSpec] = []
+async def test_each_end_is_reported_and_the_worker_is_started_again() -> None:
+    ends: list[tuple[WorkerSpec, int]] = []
     starts = Starts(ended(1), ended(EXIT_CONFIG))
-    supervisor = Supervisor(starts, 1.0, refused.append)
+    supervisor = Supervisor(starts, 1.0, lambda worker, code: ends.append((worker, code)))
     supervisor.add(ENGINE)
     await until(lambda: supervisor.pids("engine"))
     await supervisor.stop()
-    assert refused == [ENGINE]
+    assert ends == [(ENGINE, 1), (ENGINE, EXIT_CONFIG)]
 
 
 async def test_a_worker_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ async def test_a_worker_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.Mo
         await process.stdout.readline()
         return process
 
-    supervisor = Supervisor(spawn, 0.1, lambda worker: None)
+    supervisor = Supervisor(spawn, 0.1, lambda worker, code: None)
     slot = supervisor.add(ENGINE)
     await until(lambda: supervisor.pids("engine"))
     process = supervisor.processes[slot]

@@ -16,6 +16,7 @@ from shared.config.schema import Config
 from shared.errors import PagemillError
 from shared.protocol.pipeline import AUDIO, TEXT
 from shared.stage.pipelines import pipelines_of
+from shared.stage.runtime import EXIT_CONFIG
 from shared.stage.signals import has_terminal
 from shared.telemetry import logs
 from workers import settings
@@ -43,16 +44,9 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
         if file is not None:
             display.say(f"logs are appended to {file}; `pagemill logs` shows them")
         offset = log_file.size_of(file)
-        cluster.show, refused = display, set[str]()
-
-        def tell(worker: WorkerSpec) -> None:
-            place = " of ".join(filter(None, (worker.stage or worker.role, worker.model)))
-            if place not in refused:
-                text = f"{place} refuses its configuration or model; `pagemill logs` says why"
-                display.say(text, "bold red")
-            refused.add(place)
-
-        cluster.when_refused = tell
+        cluster.show = display
+        if file is not None:
+            cluster.when_ended = WorkerEnds(display).show
         try:
             return await _run(cluster, config, display, work)
         except PagemillError:
@@ -63,6 +57,25 @@ async def run_until_stopped(cluster: LocalCluster, config: Config, work: Work | 
             display.close()
 
 
+class WorkerEnds:
+    """Lines about workers that end, which are otherwise only in the log."""
+
+    def __init__(self, display: StartDisplay) -> None:
+        self._display = display
+        self._refusals: set[str] = set()
+
+    def show(self, worker: WorkerSpec, code: int) -> None:
+        """Say that a worker has ended. A refusal is said once, though it is tried again."""
+        place = " of ".join(filter(None, (worker.stage or worker.role, worker.model)))
+        if code != EXIT_CONFIG:
+            how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+            self._display.say(f"{place} has ended {how}; another process takes over", "yellow")
+        elif place not in self._refusals:
+            self._refusals.add(place)
+            text = f"{place} refuses its configuration or model; `pagemill logs` says why"
+            self._display.say(text, "bold red")
+
+
 async def _run(
     cluster: LocalCluster, config: Config, display: StartDisplay, work: Work | None
 ) -> int:
@@ -70,6 +83,7 @@ async def _run(
 
     def stop_or_requeue() -> None:
         if stopping.is_set():
+            display.say("the requests in flight continue at the next start")
             cluster.supervisor.requeue_now()
         stopping.set()
 
@@ -97,7 +111,7 @@ async def _run(
                 file = cluster.processes.config_file
                 display.say(next_step(config, file, addresses[0], addresses[1]))
             code = await _until(stop, work)
-        display.say("draining …")
+        display.say("draining: requests in flight end first; Ctrl-C again keeps them for later")
     finally:
         ticks.cancel()
         start.cancel()

@@ -14,6 +14,7 @@ from shared.config.schema import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.gpu.devices import Gpu
 from shared.protocol import subjects
+from shared.stage.runtime import EXIT_CONFIG
 from workers.roles import AGENT, BATCHER, WorkerSpec, device_needs
 from workers.settings import login_of, nats_url
 from workers.supervisor.broker import (
@@ -67,7 +68,7 @@ class LocalCluster:
         )
         self.processes.url = configured_url
         self.supervisor = Supervisor(
-            self.processes, config.delivery.drain_s, self._refuse, WorkerPlaces(config, gpus)
+            self.processes, config.delivery.drain_s, self._on_ended, WorkerPlaces(config, gpus)
         )
         self.gateway_url: str | None = None
         """URL of a gateway of this cluster, once it is ready."""
@@ -77,8 +78,8 @@ class LocalCluster:
         """Is called as soon as the broker accepts connections, before any worker starts."""
         self.follow: Callable[[Bus], Awaitable[None]] | None = None
         """Scales pools of workers over a connection, until it is cancelled."""
-        self.when_refused: Callable[[WorkerSpec], None] | None = None
-        """Is called whenever a worker refuses its configuration or model after the start."""
+        self.when_ended: Callable[[WorkerSpec, int], None] | None = None
+        """Is called with the exit code of a worker that ends after the start, and is replaced."""
         self.when_ready: Callable[[Bus], Awaitable[None]] | None = None
         """Starts further workers over a connection, once all others are ready."""
         self._broker: EmbeddedServer | None = None
@@ -160,11 +161,11 @@ class LocalCluster:
         self._connect_for("broker_repair", repair)
         self._connect_for("disk_watch", partial(watch_disk, config=self._config, broker=broker))
 
-    def _refuse(self, worker: WorkerSpec) -> None:
+    def _on_ended(self, worker: WorkerSpec, code: int) -> None:
         if self._refused is None:
-            if self.when_refused is not None:
-                self.when_refused(worker)
-        elif not self._refused.done():
+            if self.when_ended is not None:
+                self.when_ended(worker, code)
+        elif code == EXIT_CONFIG and not self._refused.done():
             self._refused.set_exception(
                 ConfigError(f"the {worker.role} refuses this configuration; its log says why")
             )

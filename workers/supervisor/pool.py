@@ -15,7 +15,7 @@ from shared.config.schema import Config
 from shared.errors import ConfigError
 from shared.protocol.messages import WorkerSlot
 from shared.stage.pipelines import pipelines_of
-from shared.stage.runtime import Context
+from shared.stage.runtime import EXIT_CONFIG, Context
 from workers.actuator import Actuator, choose_changes, follow_plan
 from workers.pools import Pool, pools_of, workers_of
 from workers.roles import WorkerSpec
@@ -83,8 +83,9 @@ def plan_workers(config: Config, roles: Sequence[str]) -> tuple[list[WorkerSpec]
 async def main(context: Context, roles: Sequence[str], processes: WorkerProcesses) -> None:
     workers, pools = plan_workers(context.config, roles)
 
-    def log_refusal(worker: WorkerSpec) -> None:
-        context.log.error("configuration_refused", role=worker.role, model=worker.model)
+    def log_refusal(worker: WorkerSpec, code: int) -> None:
+        if code == EXIT_CONFIG:
+            context.log.error("configuration_refused", role=worker.role, model=worker.model)
 
     gpus = read_needed_gpus(context.config, [*workers, *(pool.spec for pool in pools)])
     for title, place in plan_gpus(context.config, workers, gpus):

@@ -12,7 +12,6 @@ import structlog
 from shared.errors import ConfigError
 from shared.helpers.task_set import TaskSet
 from shared.protocol.messages import WorkerSlot
-from shared.stage.runtime import EXIT_CONFIG
 from workers.roles import WorkerSpec
 
 _log = structlog.get_logger()
@@ -58,15 +57,16 @@ class Supervisor:
         self,
         spawn: Spawn,
         drain_s: float,
-        on_refused: Callable[[WorkerSpec], None],
+        on_ended: Callable[[WorkerSpec, int], None],
         places: Places | None = None,
     ) -> None:
-        """`on_refused` is called whenever a worker refuses the configuration. With `places`, a
-        worker that computes on a GPU has a place on one of them until it ends."""
+        """`on_ended` is called with the exit code of each process that ends without a drain, and
+        will be started again. With `places`, a worker that computes on a GPU has a place on one of
+        them until it ends."""
         self._spawn = spawn
         self._places = places
         self._patience_s = drain_s + STOP_GRACE_S
-        self._on_refused = on_refused
+        self._on_ended = on_ended
         self._workers: list[WorkerSpec] = []
         """Workers by slot, also those that have been drained."""
         self.processes: dict[int, Process] = {}
@@ -158,8 +158,6 @@ class Supervisor:
                 if slot in self._draining:
                     self._end_later(process)
                 code = await process.wait()
-                if code == EXIT_CONFIG:
-                    self._on_refused(worker)
                 if loop.time() - began > MAX_RESTART_S:
                     pause_s = FIRST_RESTART_S
                 if slot in self._draining:
@@ -167,6 +165,7 @@ class Supervisor:
                     del self.processes[slot]
                     break
                 _log.warning("worker_ended", role=worker.role, code=code, restart_in_s=pause_s)
+                self._on_ended(worker, code)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RESTART_S)
 
