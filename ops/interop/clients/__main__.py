@@ -33,12 +33,11 @@ from workers.supervisor.preloader import Preloader
 TIMEOUT_S = 300.0
 MANIFEST = PROGRAMS / "package.json"
 CHECKS = (
-    "chat", "stream", "tools", "structured", "embeddings", "speech", "transcription", "image",
-    "responses", "batch", "tokens", "failures", "timeout", "cancel",
+    "chat", "stream", "tools", "streamed_tools", "structured", "embeddings", "speech",
+    "transcription", "image", "responses", "batch", "tokens", "failures", "timeout", "cancel",
 )  # fmt: skip
 EQUAL = "equal"
 OPENAI = ("NotFoundError 404", "BadRequestError 400", "APITimeoutError")
-
 LANGCHAIN = ("OpenAIModelNotFoundError 404", "OpenAIInvalidRequestError 400", "OpenAITimeoutError")
 
 
