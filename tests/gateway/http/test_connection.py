@@ -37,7 +37,8 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 REFUSED = "pagemill_http_connections_refused_total"
 SLOW = "pagemill_http_slow_clients_total"
 IN_FLIGHT = "pagemill_http_requests_in_flight"
-UNANSWERED = 'pagemill_http_requests_total{endpoint="/v1/chat/completions",status="none"}'
+CHAT_LABELS = 'endpoint="/v1/chat/completions",model="",role="gateway"'
+UNANSWERED = f'pagemill_http_requests_total{{{CHAT_LABELS},status="none"'
 
 
 async def connect(gateway: Gateway, trust: ssl.SSLContext | None = None) -> Connection:
