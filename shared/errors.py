@@ -59,6 +59,13 @@ MAX_MESSAGE_LEN = 1000
 MAX_FIELD_LEN = 200
 
 
+def _size(num_bytes: int) -> str:
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
 class PagemillError(Exception):
     """Base of all errors. `field` names the invalid input."""
 
@@ -187,7 +194,7 @@ class DiskFull(ServerError):
     @classmethod
     def of(cls, place: str, free_bytes: int, needed_bytes: int, remedy: str) -> "DiskFull":
         """Return the error for a place with too little free space."""
-        numbers = f"{free_bytes} bytes free, and needs {needed_bytes}"
+        numbers = f"{_size(free_bytes)} free, and needs {_size(needed_bytes)}"
         return cls(f"{place} has {numbers}: {remedy}")
 
 

@@ -271,8 +271,8 @@ _DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
             " `in_flight`, or `unwritten` if the result is not stored yet."
         ),
         "batches_paused{reason}": (
-            "Batches that wait until the broker has room for their results, by the code of the"
-            " error."
+            "Batches that wait until the broker has room for their results or further lines, by the"
+            " code of the error."
         ),
         "batches_late": (
             "Batches that will not end within their windows at the pace of the last ten minutes."

@@ -51,7 +51,7 @@ async def test_a_new_request_ends_with_the_numbers(
     record = await until(lambda: last_record(own_bus, request_id))
     assert isinstance(record, Failure)
     assert (record.error.code, record.error.retryable) == ("disk_full", True)
-    assert "the broker's disk has 5 bytes free, and needs 1000" in record.error.message
+    assert "the broker's disk has 5 bytes free, and needs 1000 bytes" in record.error.message
     assert "n1" not in record.error.message
 
     async def has_no_tasks() -> bool:

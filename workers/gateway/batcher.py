@@ -54,6 +54,7 @@ class Batcher:
 
     async def serve(self) -> None:
         context, loop = self._context, WorkerLoop(self._context)
+        await self._app.room.find_error()  # Before the first line begins.
         consumer = await context.bus.queues.consume(
             subjects.BATCHJOBS_STREAM,
             subjects.BATCHJOBS_CONSUMER,

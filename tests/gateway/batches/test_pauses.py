@@ -117,7 +117,11 @@ async def test_a_batch_pauses_while_its_results_have_no_room(
     assert (await client.batches.retrieve(batch.id)).status == "in_progress"
     batch = await ended(client, batch.id)
     assert batch.status == "completed"
-    assert len(await results_of(client, batch.output_file_id)) == 20
+    results = await results_of(client, batch.output_file_id)
+    assert len(results) == 20
+    # No line has begun in vain, and has needed another request.
+    ids = [line["response"]["request_id"] for line in results.values()]
+    assert all(request_id.endswith("-0") for request_id in ids), ids
 
 
 @pytest.mark.parametrize(("report", "code"), REPORTS)

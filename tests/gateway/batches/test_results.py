@@ -86,11 +86,12 @@ def test_a_fault_is_the_result_after_some_attempts() -> None:
     assert [delay is None for delay in delays] == [False] * (MAX_FAULTS - 1) + [True]
 
 
-def test_a_request_that_may_be_in_progress_is_asked_for_again() -> None:
+@pytest.mark.parametrize(("status", "code"), [(503, "unavailable"), (507, "disk_full")])
+def test_a_request_that_may_be_open_is_asked_for_again(status: int, code: str) -> None:
     attempts = Attempts()
     numbers = []
     for _ in range(4):
-        attempts.delay_after(503, error("unavailable"))
+        attempts.delay_after(status, error(code))
         numbers.append(attempts.number)
     assert numbers == [0, 1, 1, 2]
 

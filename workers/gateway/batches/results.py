@@ -7,6 +7,7 @@ from msgspec import Raw, Struct
 
 from shared.batches.line_errors import code_in_body
 from shared.batches.state import FinishedLine
+from shared.errors import DiskFull, Unavailable
 from shared.protocol.encoding import UNDECODABLE, to_json
 from shared.protocol.messages import MediaHead
 from shared.protocol.records import Usage
@@ -113,8 +114,10 @@ class Attempts:
             self.num_faults += 1
             if self.num_faults >= MAX_FAULTS:
                 return None
-        # The first time, the request may still be in progress, and only its reader has failed.
-        self._has_asked_again = code == "unavailable" and not self._has_asked_again
+        # The first time, the request may still be in progress, and only its reader has failed; or
+        # the gateway has refused it, which is not its end as a refusal by a coordinator is.
+        is_open = code in (Unavailable.code, DiskFull.code)
+        self._has_asked_again = is_open and not self._has_asked_again
         self.number += not self._has_asked_again
         delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)
         return delay_s * (1 - jitter / 2)

@@ -110,7 +110,7 @@ class BatchRun:
         self, context: Context, app: BatchApp, endpoints: ASGIApp, slots: LineSlots, log: BatchLog
     ) -> None:
         self.pause = ""
-        """Code of the error for which results wait; "" if they do not."""
+        """Code of the error for which results or lines wait; "" if they do not."""
         self._context = context
         self._bus = context.bus
         self._app = app
@@ -355,12 +355,17 @@ class BatchRun:
 
     @contextlib.asynccontextmanager
     async def _slot(self, line: ParsedLine) -> AsyncIterator[None]:
-        """Wait for a slot of the line's model, and hold it during the body."""
+        """Wait for a slot of the line's model and for a disk with room; hold the slot in the body.
+
+        Raises ShuttingDown if the disk is full until the drain.
+        """
         begun = self._begun
         async with contextlib.AsyncExitStack() as stack:
             with self._wait(line):
                 slot = self._slots.slot(line.model, begun.tenant, begun.deadline_s)
                 await stack.enter_async_context(slot)
+                # A refused request would write its record to the full disk at each attempt.
+                await self._with_room(self._app.room.check, waits=True)
             yield
 
     @contextlib.contextmanager
@@ -542,18 +547,22 @@ class BatchRun:
         batcher gets the same answers by the ids of the requests. Unless it `waits` in any case, it
         raises DiskFull, Overloaded or QuotaExceeded if the batch ends early.
         """
+        code = ""
         while True:
             try:
                 written = await write()
             except NO_ROOM as error:
                 if self._ends_early and not waits and isinstance(error, FULL):
                     raise
-                self._log_pause(error.code)
+                code = error.code
+                self._log_pause(code)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._context.shutdown.asked.wait(), ROOM_PAUSE_S)
                     raise ShuttingDown from error
             else:
-                self.pause = ""
+                # Another coroutine may wait for a different reason.
+                if self.pause == code:
+                    self.pause = ""
                 return written
 
     def _log_pause(self, code: str) -> None:
