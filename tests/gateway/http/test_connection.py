@@ -136,7 +136,7 @@ async def test_a_client_that_closes_while_it_waits_ends_its_request(
     gateway: Gateway, version: bytes
 ) -> None:
     body = question() | {"max_tokens": 900, "ignore_eos": True}
-    connection = await connect(gateway)
+    connection, start = await connect(gateway), gateway.log.stat().st_size
     request = post("/v1/chat/completions", body)
     connection[1].write(request.replace(b"HTTP/1.1", version))
     probe = await connect(gateway)
@@ -147,6 +147,9 @@ async def test_a_client_that_closes_while_it_waits_ends_its_request(
     while await metric(probe, IN_FLIGHT) > 1:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert await metric(probe, UNANSWERED) == num_unanswered + 1
+    lines = map(json.loads, gateway.log.read_bytes()[start:].splitlines())
+    (line,) = [each for each in lines if each.get("path") == "/v1/chat/completions"]
+    assert (line["status"], line["request_id"][:9]) == (499, "chatcmpl-")
     await leave(probe)
 
 

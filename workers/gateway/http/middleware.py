@@ -26,6 +26,8 @@ from workers.gateway.http.origins import OriginPolicy
 from workers.gateway.http.sse import ErrorResponder
 
 MAX_HEADERS = 128
+CLIENT_LEFT = 499
+"""Status in the access log for a client that left before the response began, as in nginx."""
 
 _log = structlog.get_logger()
 
@@ -151,18 +153,20 @@ class EdgeMiddleware:
 def _write_access(scope: Scope, response: "_ResponseSender", seconds: float) -> None:
     """Log a request that has ended. Its query and its headers may have secrets."""
     usages: list[Usage] = scope.get("usages", [])
+    # A client that leaves before the response begins may have a request that continues.
+    request_id = response.request_id or response.find_id()
     _log.info(
         "http_request",
         client=None if scope.get("client") is None else scope["client"][0],
         tenant=scope.get("tenant"),
         method=scope["method"],
         path=scope["path"],
-        status=response.status,
+        status=CLIENT_LEFT if response.status is None else response.status,
         seconds=round(seconds, 3),
         num_bytes=response.num_bytes,
         prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
         completion_tokens=sum(usage.completion_tokens for usage in usages) if usages else None,
-        request_id=None if response.request_id is None else response.request_id.decode(),
+        request_id=None if request_id is None else request_id.decode(),
     )
 
 
@@ -184,7 +188,7 @@ class _ResponseSender:
             headers = list(message["headers"])
             names = {name for name, _ in headers}
             added = [header for header in DEFAULTS if header[0] not in names]
-            self.request_id = _header(headers, REQUEST_ID) or self._find_id(message["status"])
+            self.request_id = _header(headers, REQUEST_ID) or self.find_id()
             if REQUEST_ID not in names and self.request_id is not None:
                 added.append((REQUEST_ID, self.request_id))
             if self.request_id is not None and _header(self.scope["headers"], ANTHROPIC_VERSION):
@@ -197,12 +201,13 @@ class _ResponseSender:
                 self.release_slot()
         await self.forward(message)
 
-    def _find_id(self, status: int) -> bytes | None:
+    def find_id(self) -> bytes | None:
         """Return the id of the request. An error without a request has one, too."""
         identity: tuple[str, bool] | None = self.scope.get("request_id")
         if identity is not None:
             return identity[0].encode()
-        return f"none-{secrets.token_hex(8)}".encode() if status >= 400 else None
+        is_error = self.status is not None and self.status >= 400
+        return f"none-{secrets.token_hex(8)}".encode() if is_error else None
 
     def release_slot(self) -> None:
         """Stop counting the request for its key's limits. A second call has no effect."""
