@@ -93,7 +93,7 @@ def _repeated_keys(root: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
 
     YAML's readers take the last of equal keys, and drop the others without a word.
     """
-    waiting, known = [("", root)], {id(root)}
+    waiting, ids = [("", root)], {id(root)}
     while waiting:
         path, node = waiting.pop()
         inner: list[tuple[str, yaml.Node]] = []
@@ -106,8 +106,8 @@ def _repeated_keys(root: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
         elif isinstance(node, yaml.SequenceNode):
             inner = [(f"{path}[{number}]", item) for number, item in enumerate(node.value)]
         # An alias may lead back to a node around it.
-        waiting += [entry for entry in inner if id(entry[1]) not in known]
-        known.update(id(value) for _, value in inner)
+        waiting += [entry for entry in inner if id(entry[1]) not in ids]
+        ids.update(id(value) for _, value in inner)
 
 
 def _reason_of(error: Exception) -> str:

@@ -45,12 +45,12 @@ def closed(
 
 def _schemas_of(root: Any) -> set[int]:
     """Return the `id` of each schema in a document."""
-    found: set[int] = set()
+    ids: set[int] = set()
     waiting: list[Any] = [root]
     while waiting:
         schema = waiting.pop()
-        if isinstance(schema, dict) and id(schema) not in found:
-            found.add(id(schema))
+        if isinstance(schema, dict) and id(schema) not in ids:
+            ids.add(id(schema))
             waiting.append(_target(root, schema.get("$ref")))
             for name in schema.keys() & _INNER:
                 inner = schema[name]
@@ -58,24 +58,24 @@ def _schemas_of(root: Any) -> set[int]:
                     waiting += inner.values()
                 else:
                     waiting += inner if isinstance(inner, list) else [inner]
-    return found
+    return ids
 
 
 def _parts_of_objects(root: Any) -> set[int]:
     """Return the `id` of each schema that describes only a part of an object."""
-    found: set[int] = set()
+    ids: set[int] = set()
     waiting: list[Any] = [schema for schema in _dicts_in(root) if _has_several_parts(schema)]
     while waiting:
         schema = waiting.pop()
-        if isinstance(schema, dict) and id(schema) not in found:
-            found.add(id(schema))
+        if isinstance(schema, dict) and id(schema) not in ids:
+            ids.add(id(schema))
             for name in ("allOf", *_PARTS):
                 inner = schema.get(name)
                 if name == "$ref":
                     waiting.append(_target(root, inner))
                 else:
                     waiting += inner if isinstance(inner, list) else [inner]
-    return found
+    return ids
 
 
 def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:

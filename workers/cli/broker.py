@@ -58,9 +58,9 @@ async def known_models(bus: Bus, config: Config) -> set[str]:
 
 async def check_model(bus: Bus, config: Config, model: str) -> str:
     """Return `model` if it is configured or served. Raises UnknownModel, with a list, if not."""
-    known = await known_models(bus, config)
-    if model not in known:
-        names = ", ".join(sorted(known))
+    models = await known_models(bus, config)
+    if model not in models:
+        names = ", ".join(sorted(models))
         raise UnknownModel(f"there is no model {model}; there are: {names}", field="model")
     return model
 

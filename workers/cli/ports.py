@@ -31,7 +31,7 @@ def check_ports(config: Config, nats: str | None = None) -> None:
     Ports in use raise one Unavailable, which names all of them and has the command with other
     ports. `nats` is the URL of a broker that runs already.
     """
-    taken: dict[str, tuple[str, int]] = {}
+    ports: dict[str, tuple[str, int]] = {}
     first: Unavailable | None = None
     for section in ("nats", *get_args(Section)):
         try:
@@ -44,30 +44,30 @@ def check_ports(config: Config, nats: str | None = None) -> None:
                 raise
             first = first or error
             listen = "127.0.0.1" if section == "nats" else getattr(config, section).listen
-            taken[section] = (listen, getattr(config, section).port)
+            ports[section] = (listen, getattr(config, section).port)
     if first is None:
         return
-    places = [f"{name}.port: port {port} of {host}" for name, (host, port) in taken.items()]
+    places = [f"{name}.port: port {port} of {host}" for name, (host, port) in ports.items()]
     verb = "is in use" if len(places) == 1 else "are in use"
     raise Unavailable(
-        f"{' and '.join(places)} {verb}: {_describe_holder(taken)}: stop it, or use other ports:\n"
-        f"  {_command(taken)}",
+        f"{' and '.join(places)} {verb}: {_describe_holder(ports)}: stop it, or use other ports:\n"
+        f"  {_command(ports)}",
         field=first.field,
     ) from first
 
 
-def _describe_holder(taken: dict[str, tuple[str, int]]) -> str:
+def _describe_holder(ports: dict[str, tuple[str, int]]) -> str:
     """Return who listens: Pagemill with its models and its folder, as far as they are known."""
     models, keys = [], None
-    if "gateway" in taken:
-        host, port = taken["gateway"]
+    if "gateway" in ports:
+        host, port = ports["gateway"]
         try:
             answer = httpx2.get(f"http://{host}:{port}/ready", timeout=HTTP_TIMEOUT_S)
             models = list(msgspec.json.decode(answer.content, type=Ready).models)
         except (httpx2.HTTPError, httpx2.InvalidURL, msgspec.DecodeError):
             pass
-    if "nats" in taken:
-        keys = find_keys("nats://{}:{}".format(*taken["nats"]))
+    if "nats" in ports:
+        keys = find_keys("nats://{}:{}".format(*ports["nats"]))
     if not models and keys is None:
         return "maybe Pagemill runs already, or another program"
     serves = f" and serves {', '.join(models)}" if models else ""
@@ -75,11 +75,11 @@ def _describe_holder(taken: dict[str, tuple[str, int]]) -> str:
     return f"Pagemill runs already{serves}{place}"
 
 
-def _command(taken: dict[str, tuple[str, int]]) -> str:
+def _command(ports: dict[str, tuple[str, int]]) -> str:
     """Return this command with free ports in place of these."""
     pairs = [
         f"PAGEMILL_{name.upper()}__PORT={_next_free(host, port)}"
-        for name, (host, port) in taken.items()
+        for name, (host, port) in ports.items()
     ]
     typed = re.sub(r" --port[ =]\d+", "", shlex.join(sys.argv[1:]))  # It comes before variables.
     return " ".join([*pairs, "pagemill", typed])

@@ -132,11 +132,11 @@ def next_step(config: Config, file: Path | None, url: str, page: str | None) -> 
     command = 'say "Good morning."' if speaks else 'draw "a red circle on blue"'
     if writers:
         command = "chat" if len(writers) == 1 else f"chat --model {shlex.quote(writers[0])}"
-    found = (settings.DEFAULT_FILE.absolute(), settings.find_running_file())
-    if file is not None and file.absolute() not in found:
+    files = (settings.DEFAULT_FILE.absolute(), settings.find_running_file())
+    if file is not None and file.absolute() not in files:
         command += f" -c {shlex.quote(str(file))}"
-    known = (settings.nats_url(config), f"nats://127.0.0.1:{settings.find_running_port()}")
-    if url not in map(without_credentials, known):
+    urls = (settings.nats_url(config), f"nats://127.0.0.1:{settings.find_running_port()}")
+    if url not in map(without_credentials, urls):
         command += f" --nats {url}"
     browser = f"or open {page}" if page else ""
     lines = ["next, in another terminal in this folder:", f"  {_activation()}pagemill {command}"]

@@ -139,8 +139,8 @@ async def ask(
         request = replace(request, outputs=outputs, voice=speech.voice, on_late=on_late)
     request_id = request_id or client.new_request_id()
     async with contextlib.AsyncExitStack() as stack:
-        output = speech.output or free_path(SPEECH_FILE)
-        file = stack.enter_context(NewFile(output)) if speech.speak else None
+        output = (speech.output or free_path(SPEECH_FILE)) if speech.speak else None
+        file = None if output is None else stack.enter_context(NewFile(output))
         connecting = connected_to_writer(config, nats, model, "ask")
         bus, name = await stack.enter_async_context(connecting)
         request = replace(request, model=name)
@@ -148,14 +148,9 @@ async def ask(
         records = client.ask(bus, with_media(request, parts), request_id, sampling=params)
         if file is not None:
             records = while_saving(bus, records, request_id, spoken, file)
+        files = [medium.name for medium in media]
         return await print_answer(
-            bus,
-            request_id,
-            records,
-            as_json=json,
-            output=output if speech.speak else None,
-            durable=durable,
-            files=[medium.name for medium in media],
+            bus, request_id, records, as_json=json, output=output, durable=durable, files=files
         )
 
 

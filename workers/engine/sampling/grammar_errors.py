@@ -75,20 +75,20 @@ def reason_of(text: str) -> str:
     if not text:
         return ""
     for pattern, sentence in _SENTENCES:
-        if found := pattern.search(text):
-            return _filled(sentence, found)
+        if match := pattern.search(text):
+            return _filled(sentence, match)
     place = _PLACE.match(text)
     if place is None:
         return _plain(text.partition("\n")[0])
     line, column, complaint = place.groups()
     for pattern, sentence in _SYNTAX:
-        if found := pattern.fullmatch(complaint):
-            complaint = _filled(sentence, found)
+        if match := pattern.fullmatch(complaint):
+            complaint = _filled(sentence, match)
     return f"line {line}, column {column}: {_plain(complaint)}"
 
 
-def _filled(sentence: str, found: re.Match[str]) -> str:
-    groups = (_words_of(group or "") for group in found.groups())
+def _filled(sentence: str, match: re.Match[str]) -> str:
+    groups = (_words_of(group or "") for group in match.groups())
     return sentence.format(*groups)[:MAX_REASON_LEN]
 
 
