@@ -107,7 +107,7 @@ ALLOWED_SKIPS = {
     "needs curl": 3,
     "needs docker compose": 2,
     "needs bash, jq and openssl": 3,
-    "needs node and npm": 16,
+    "needs node and npm": 17,
     "needs Landlock": 2,
     "needs scopes of Landlock": 1,
     "needs seccomp on a known processor": 3,

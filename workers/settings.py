@@ -17,7 +17,7 @@ import workers
 from shared.bus.local_keys import find_keys
 from shared.bus.login import Login, TlsFiles, seed_file
 from shared.config.parsing import parse_config
-from shared.config.schema import Config, ModelConfig
+from shared.config.schema import Config, ModelConfig, NatsConfig
 from shared.errors import ConfigError
 from shared.helpers.validation import reason_of
 from shared.models.image_folder import is_image_folder, read_image_folder
@@ -35,7 +35,7 @@ DEFAULT_FILE = Path("pagemill.yaml")
 LOG_NAME = "pagemill.log"
 RUNNING_NAME = "running.yaml"
 RUNNING_PORT_NAME = "running.port"
-NATS_PORT = "PAGEMILL_NATS__PORT"
+NATS_PORT, STORE_DIR = "PAGEMILL_NATS__PORT", "PAGEMILL_NATS__STORE_DIR"
 # The value of `log_file` for stderr.
 STDERR = "stderr"
 OPS = Path(workers.__file__).parents[1] / "ops"
@@ -87,8 +87,8 @@ def find_config_file(config_file: Path | None) -> Path | None:
 
 
 def _running_folder() -> Path:
-    """Return the broker's folder, with notes of the `pagemill up` that runs here."""
-    return Path(_parse_file(None).nats.store_dir).absolute()
+    """Return the default folder of the broker, with notes of the `pagemill up` that runs here."""
+    return Path(os.environ.get(STORE_DIR, NatsConfig().store_dir)).absolute()
 
 
 def find_running_file() -> Path | None:

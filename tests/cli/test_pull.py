@@ -538,7 +538,7 @@ def test_up_names_what_a_folder_lacks(tmp_path: Path, options: tuple[str, ...]) 
 def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
     for arguments, message in (
         ([NAME], f"run `pagemill pull {NAME}`"),
-        (["./nothing"], "no config.json"),
+        (["./nothing"], "there is no folder ./nothing"),
         ([str(DEMO), "--config", "x.yaml"], "exclude each other"),
         (["--max-model-len", "9"], "named on the command line"),
     ):

@@ -121,7 +121,7 @@ async def test_a_file_of_http_is_run_over_nats(cluster: Cluster, nc: Client) -> 
     ("order", "code", "param"),
     [
         (b"no JSON", "invalid_request", None),
-        ({"lines": []}, "invalid_request", None),
+        ({"lines": []}, "invalid_request", "endpoint"),
         ({"endpoint": CHAT}, "invalid_request", "input_file_id"),
         ({"endpoint": CHAT, "input_file_id": "file-0"}, "not_found", "input_file_id"),
         ({"endpoint": "/v1/x", "lines": [line(0)]}, "invalid_request", "endpoint"),

@@ -98,13 +98,13 @@ async def test_new_work_is_refused_while_the_disk_is_nearly_full(
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (507, "disk_full"), answer.text
         assert int(answer.headers["retry-after"]) > 0
-        for part in (str(LIMIT_MIB * MIB), "nats.min_free_mib"):
+        for part in (f"{LIMIT_MIB}.0 MiB", "nats.min_free_mib"):
             assert part in error["message"]
         assert "data/nats" not in error["message"]
-    assert str(LIMIT_MIB * MIB) in ready.json()["reason"]
+    assert f"{LIMIT_MIB}.0 MiB" in ready.json()["reason"]
     record = await ask_until(nc, body, "error")
     assert (record["error"]["code"], record["error"]["retryable"]) == ("disk_full", True)
-    assert str(LIMIT_MIB * MIB) in record["error"]["message"]
+    assert f"{LIMIT_MIB}.0 MiB" in record["error"]["message"]
 
     ballast.unlink()
     await wait_for_status(http, "ok")

@@ -281,8 +281,7 @@ async def test_dead_letters_from_the_command_line(cluster: Cluster, client: Bus)
     (key,) = [row["key"] for row in map(json.loads, listed) if row["name"] == request_id]
     assert f"{key} " in run(cluster, "dead", "list").stdout
     letter = run(cluster, "dead", "show", request_id)
-    assert "undecodable_message" in letter.stdout
-    assert "Traceback" in letter.stdout
+    assert "undecodable_message: 8 bytes are too few for an envelope" in letter.stdout
     refused = run(cluster, "dead", "requeue", key)
     assert refused.returncode == 1
     assert "does not contain a request" in refused.stderr

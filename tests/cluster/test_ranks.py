@@ -31,7 +31,7 @@ async def test_answers_continue_after_the_end_and_the_hang_of_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WITHOUT_FORKED_RANKS, "1")
-    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=400)
+    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=200)
     faults = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
     with running_cluster(tmp_path, CONFIG + ENGINE) as cluster:
         async with connected(cluster) as bus:

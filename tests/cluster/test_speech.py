@@ -488,7 +488,7 @@ def read_wav(file: Path) -> bytes:
 def test_defaults_of_a_stage_are_checked(tmp_path: Path) -> None:
     config = tmp_path / "pagemill.yaml"
     config.write_text(CONFIG.replace(f"max_tokens: {MAX_CODES}", "max_tokenz: 3"))
-    with pytest.raises(ConfigError, match=r"stages\.talker\.sampling_defaults: .*max_tokenz"):
+    with pytest.raises(ConfigError, match=r"talker\.sampling_defaults\.max_tokenz: unknown"):
         settings.load_config(config)
 
 

@@ -27,21 +27,26 @@ DEFAULT_PORT = 4222
 async def connected(
     login: Login, name: str, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> AsyncIterator[Bus]:
-    """Connect to the broker for one command. Raises Unavailable after `timeout_s`."""
+    """Yield the connection of `connect` for one command. Raises Unavailable after `timeout_s`."""
     if not structlog.is_configured():
         # Log lines of the connection would appear in the output. A command reports its errors.
         logs.configure_logging("error", role=name)
+    bus = await connect(login, name, timeout_s)
     try:
-        bus = await Bus.connect(login, name, timeout_s)
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def connect(login: Login, name: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Bus:
+    """Connect to the broker. Raises Unavailable after `timeout_s`."""
+    try:
+        return await Bus.connect(login, name, timeout_s)
     except Unavailable as error:
         if not _is_free_here(login.url):
             raise
         message = f"Pagemill is not running (no broker answers at {login}): start `pagemill up`"
         raise Unavailable(message) from error
-    try:
-        yield bus
-    finally:
-        await bus.close()
 
 
 def _is_free_here(url: str) -> bool:

@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from typing import get_args
+from urllib.parse import urljoin
 
 import httpx2
 import msgspec
@@ -62,7 +63,8 @@ def _describe_holder(ports: dict[str, tuple[str, int]]) -> str:
     if "gateway" in ports:
         host, port = ports["gateway"]
         try:
-            answer = httpx2.get(f"http://{host}:{port}/ready", timeout=HTTP_TIMEOUT_S)
+            page = urljoin(f"http://{host}:{port}", "ready")
+            answer = httpx2.get(page, timeout=HTTP_TIMEOUT_S)
             models = list(msgspec.json.decode(answer.content, type=Ready).models)
         except (httpx2.HTTPError, httpx2.InvalidURL, msgspec.DecodeError):
             pass

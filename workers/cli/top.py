@@ -18,7 +18,7 @@ from shared.bus.login import Login
 from shared.errors import Unavailable
 from shared.telemetry import cluster_snapshot, logs
 from shared.telemetry.deltas import ClusterSnapshot
-from workers.cli.broker import CONNECT_TIMEOUT_S
+from workers.cli.broker import connect
 from workers.cli.terminal import call_on_signals, print_json
 from workers.cli.top_frame import Frame, Throughput, frame
 from workers.cli.top_keys import Selection, keys_read
@@ -60,7 +60,7 @@ class Viewer:
     async def next_frame(self) -> Frame:
         """Return the next frame. Raises Unavailable without a broker that answers."""
         if self._bus is None:
-            self._bus = await Bus.connect(self._login, "top", CONNECT_TIMEOUT_S)
+            self._bus = await connect(self._login, "top")
         try:
             async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 now = await cluster_snapshot.take_snapshot(self._bus)

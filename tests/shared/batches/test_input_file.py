@@ -87,7 +87,7 @@ def test_a_good_file_has_no_errors() -> None:
         (line().decode().encode("utf-16"), "invalid_file", 1, None, "UTF-8"),
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "invalid_file", 1, None, "UTF-8"),
         (b"%PDF-1.7\n" + line(), "invalid_json_line", 1, None, "not valid JSON"),
-        (line(1) + b"\n" + line("\\ud800"), "invalid_json_line", 2, None, "surrogate"),
+        (line(1) + b"\n" + line("\\ud800"), "invalid_json_line", 2, None, "byte 21 is wrong"),
         (line(1) + b"\r" + line(2), "invalid_json_line", 1, None, "not valid JSON"),
         (line(1) + b"\n\xef\xbb\xbf" + line(2), "invalid_json_line", 2, None, "not valid JSON"),
         (line(1) + b"\n\n" + line(2), "blank_line", 2, None, "blank"),
@@ -108,7 +108,7 @@ def test_a_good_file_has_no_errors() -> None:
         (line().replace(b'"url"', b'"url":"","url"'), "invalid_line", 1, "url", "twice"),
         (line(body=b'{"model":"m","model":"m"}'), "invalid_line", 1, "body.model", "twice"),
         (line(body=b'{"model":"m","n":"model","n":1}'), "invalid_line", 1, "body.n", "twice"),
-        (line()[:-1] + b',"tenant":"other"}', "invalid_line", 1, None, "tenant"),
+        (line()[:-1] + b',"tenant":"other"}', "invalid_line", 1, "tenant", "unknown field"),
         (line("x" * 10_000), "line_too_long", 1, None, "10000"),
     ],
 )  # fmt: skip

@@ -100,7 +100,7 @@ async def test_workers_refuse_requests_while_an_observer_reports_a_full_store(ow
         with pytest.raises(DiskFull) as refused:
             await room.check()
         assert room.num_full == 1
-        for part in (str(FULL.free_bytes), str(FULL.min_free_bytes), "nats.min_free"):
+        for part in ("7.0 MiB", "16.0 MiB", "nats.min_free"):
             assert part in refused.value.message
         assert FULL.name not in refused.value.message
         assert refused.value.retryable
