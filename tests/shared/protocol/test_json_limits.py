@@ -36,7 +36,7 @@ class Holder(msgspec.Struct):
 
 @pytest.mark.parametrize("schema", [{"a": nested(600)}, {"const": 2**64}])
 def test_a_schema_that_no_engine_could_decode_is_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(msgspec.ValidationError, match="Expected"):
+    with pytest.raises(msgspec.ValidationError, match="must have"):
         msgspec.convert({"json_schema": schema}, StructuredOutputs)
 
 
