@@ -13,7 +13,7 @@ from shared.bus.connection import retry_until
 from shared.bus.embedded_server import EmbeddedServer
 from shared.bus.login import Login, seed_file
 from shared.config.schema import DeliveryConfig, NatsConfig
-from shared.errors import NotFound, PagemillError, Unavailable
+from shared.errors import InvalidRequest, NotFound, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json, to_msgpack
 from shared.protocol.messages import DeadLetter
@@ -147,6 +147,14 @@ async def test_each_act_is_recorded(
     # Nothing that was recorded before is lost, not even by a restore.
     num_acts = 2 if action == "restore" else 1
     assert after == before + num_acts
+
+
+async def test_a_letter_is_found_by_its_name_without_the_tenant(site: Site) -> None:
+    await write_letter(site, "r5@acme")
+    assert (await dead_letters.find(site.bus, "r5")).name == "r5@acme"
+    await write_letter(site, "r5@other")
+    with pytest.raises(InvalidRequest, match="r5@acme, r5@other"):
+        await dead_letters.find(site.bus, "r5")
 
 
 async def test_an_interrupted_act_is_recorded(site: Site) -> None:
