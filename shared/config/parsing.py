@@ -89,9 +89,9 @@ def _parse_tree(text: str, source: str) -> dict[str, Any]:
 
 
 def _repeated_keys(root: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
-    """Yield the path and the node of each key that its mapping has before, too.
+    """Yield the path and the node of each key that comes before in the same mapping.
 
-    YAML's readers take the last of equal keys, and drop the others without a word.
+    PyYAML keeps the value of the last of equal keys, and drops the others silently.
     """
     waiting, ids = [("", root)], {id(root)}
     while waiting:
