@@ -178,10 +178,10 @@ async def open_log(
 async def open_conversation(
     bus: Bus, tenant: str, response_ids: Sequence[str], max_bytes: int, field: str = PREVIOUS
 ) -> AsyncIterator[StepLog]:
-    """Yield the logs of responses that a new response continues. `field` is the client's for them.
+    """Yield the logs of the responses that a new response continues.
 
-    Raises NotFound for a deleted response, ContextTooLong if the logs together exceed `max_bytes`,
-    and Unavailable.
+    `field` is the client's field with their ids, for errors. Raises NotFound for a deleted
+    response, ContextTooLong if the logs together exceed `max_bytes`, and Unavailable.
     """
     left = max_bytes
     for first in range(0, len(response_ids), READ_AT_ONCE):

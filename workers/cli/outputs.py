@@ -108,7 +108,7 @@ def numbered(path: Path, count: int) -> list[Path]:
 
 
 def free_path(path: Path, count: int = 1) -> Path:
-    """Return `path`, or with the first number from 2, so that `count` files would be new."""
+    """Return `path`, or the first name with a number from 2, for which `count` files are new."""
     candidates = chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
     return next(p for p in candidates if not any(f.exists() for f in numbered(p, count)))
 

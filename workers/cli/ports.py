@@ -78,7 +78,7 @@ def _describe_holder(ports: dict[str, tuple[str, int]]) -> str:
 
 
 def _command(ports: dict[str, tuple[str, int]]) -> str:
-    """Return this command with free ports in place of these."""
+    """Return the typed command with a variable for a free port for each of `ports`."""
     pairs = [
         f"PAGEMILL_{name.upper()}__PORT={_next_free(host, port)}"
         for name, (host, port) in ports.items()

@@ -219,7 +219,7 @@ async def _while_saving(
 
 
 async def _kind_of(bus: Bus, request_id: str, output: str) -> str | None:
-    """Return the words for the medium of an output; None for an output that is none."""
+    """Return the words for the medium of an output; None for a text."""
     async with contextlib.aclosing(client.follow_output(bus, request_id, output)) as records:
         async for record in records:
             if (kind := KINDS.get(type(record))) is not None:
